@@ -20,10 +20,11 @@ from support.toy_worker import ToyOptions
 from lineclear.errors import WorkerRestartFailed
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.engine import worker_process
+from lineclear.scheduler.engine.worker_link import WorkerGone
 from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
-from lineclear.wire.messages import Hello
+from lineclear.wire.messages import Hello, StepPlan
 
 OPTIONS = ToyOptions(num_slots=8, min_step_seconds=0.002, max_step_seconds=0.004)
 
@@ -67,6 +68,24 @@ def test_requests_of_a_killed_worker_continue_on_the_others() -> None:
         harness.wait(lambda: len(harness.losses) == 1, what="the loss")
         check(harness, streams)
         assert len(harness.joins) == 2
+
+
+def test_no_second_plan_for_a_worker_that_a_plan_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EngineHarness(options=OPTIONS) as harness:
+        harness.start_worker(), harness.start_worker()
+        harness.wait_joined(2)
+        send, unreachable = harness.link.send, harness.joins[0][1]
+        tried: list[int] = []
+
+        def send_to_the_other(plan: StepPlan) -> None:
+            if plan.epoch == unreachable:
+                tried.append(plan.step)
+                raise WorkerGone
+            send(plan)
+
+        monkeypatch.setattr(harness.link, "send", send_to_the_other)
+        check(harness, [harness.submit(request(number, max_tokens=50)) for number in range(12)])
+        assert len(tried) == 1
 
 
 def test_a_hung_worker_delays_no_stream_of_the_other() -> None:

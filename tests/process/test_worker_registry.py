@@ -11,7 +11,7 @@ from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.engine.engine_stats import WorkerStatus
 from lineclear.scheduler.engine.worker_events import Joined, JoinRefused, JoinRejected, Lost, Output, Send
 from lineclear.scheduler.engine.worker_registry import MAX_SESSIONS, WorkerRegistry
-from lineclear.scheduler.engine.worker_session import LAST_MESSAGES_SECONDS, WorkerState
+from lineclear.scheduler.engine.worker_session import LAST_MESSAGES_SECONDS, SessionState
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import Goodbye, Heartbeat, Rejoin, StepError, StepErrorKind, StepResult, Stopping
 
@@ -372,7 +372,7 @@ def test_old_sessions_are_forgotten(player: Player) -> None:
         player.play(f"{epoch}.{epoch + 1} hello")
         player.play(f"{epoch + 10_000}.1 heartbeat")
     assert len(player.workers) <= sum(MAX_SESSIONS.values()) + 2
-    assert len(player.workers.to_probe(have_connections_changed=True)) <= MAX_SESSIONS[WorkerState.CONNECTING] + 1
+    assert len(player.workers.to_probe(have_connections_changed=True)) <= MAX_SESSIONS[SessionState.CONNECTING] + 1
 
 
 def test_rejoin_is_repeated_to_an_unknown_epoch(player: Player) -> None:

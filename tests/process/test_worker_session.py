@@ -35,8 +35,8 @@ from lineclear.scheduler.engine.worker_process import loss_by_exit
 from lineclear.scheduler.engine.worker_session import (
     CLOSED,
     IllegalTransition,
+    SessionState,
     WorkerSession,
-    WorkerState,
 )
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import (
@@ -57,7 +57,7 @@ WARM = 9
 """The first step that compiles nothing."""
 HELLO = Hello(3, 8, 4, 2, 32, 97, (0,), 64, pid=7, instance=1)
 HEARTBEAT = Heartbeat(3, 0)
-S = WorkerState
+S = SessionState
 
 EVENTS: dict[type[Event], Event] = {
     type(event): event
@@ -83,7 +83,7 @@ EVENTS: dict[type[Event], Event] = {
         ProcessExited(WorkerLoss.CRASHED),
     )
 }
-PATHS: dict[WorkerState, list[Event]] = {
+PATHS: dict[SessionState, list[Event]] = {
     S.CONNECTING: [],
     S.WAITING: [Refused("full")],
     S.JOINED: [Accepted()],
@@ -116,7 +116,7 @@ def new_session() -> WorkerSession:
     return WorkerSession(3, HELLO, 90.0, TIMEOUTS, lambda num_tokens: 0.1 * num_tokens)
 
 
-def session_in(state: WorkerState) -> WorkerSession:
+def session_in(state: SessionState) -> WorkerSession:
     session = new_session()
     for event in PATHS[state]:
         session.handle(event, 90.0)
@@ -148,7 +148,7 @@ def lost(reason: str, loss: WorkerLoss, *, must_kill: bool = False, was_stopping
 @pytest.mark.parametrize(
     ("state", "kind"), list(product(S, EVENTS)), ids=lambda value: getattr(value, "__name__", None)
 )
-def test_transition(state: WorkerState, kind: type[Event]) -> None:
+def test_transition(state: SessionState, kind: type[Event]) -> None:
     legal = dict(entry.split(":") for entry in LEGAL[state].split())
     session = session_in(state)
     if kind.__name__ in legal:
@@ -188,7 +188,7 @@ def test_join_outputs() -> None:
 
 
 @pytest.mark.parametrize("state", [S.JOINED, S.CUT_OFF])
-def test_last_message_is_the_reason(state: WorkerState) -> None:
+def test_last_message_is_the_reason(state: SessionState) -> None:
     memory = StepError(3, 1, StepErrorKind.OUT_OF_MEMORY)
     assert session_in(state).receive(memory, 91.0) == [
         memory,

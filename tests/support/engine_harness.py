@@ -178,7 +178,8 @@ class EngineHarness:
     def wait(self, condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS, what: str = "it") -> None:
         """Wait until a condition on received events holds."""
         with self._changed:
-            assert self._changed.wait_for(condition, seconds), f"{what} did not happen in {seconds} s; {self.fatal}"
+            self._changed.wait_for(lambda: condition() or self.fatal, seconds)
+            assert condition(), f"{what} did not happen in {seconds} s; {self.fatal}"
 
     def wait_joined(self, count: int = 1) -> None:
         """Wait until `count` workers have joined so far."""

@@ -42,7 +42,7 @@ from lineclear.scheduler.engine.worker_process import loss_by_exit
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
 from lineclear.scheduler.engine.worker_session import WorkerSession
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
-from lineclear.scheduler.steps.scheduler_state import SchedulerState, WorkerState
+from lineclear.scheduler.steps.scheduler_state import NumberedWorker, SchedulerState
 from lineclear.scheduler.steps.step_history import StepHistory
 from lineclear.wire.messages import Goodbye, Hello, LogLevel, SetLogLevel, StepError, StepPlan, StepResult, Stopping
 
@@ -293,8 +293,8 @@ class Engine:
         first = self._counters.iterations % len(workers)  # each iteration another worker is first to admit requests
         workers = [*workers[first:], *workers[:first]]
         # A plan of one worker may let another one run more: a preemption gives the other a request that waits.
-        while sum(self._send_plan(worker, events, now) for worker in workers):
-            pass
+        while sum(self._send_plan(worker, events, now) for worker in workers if worker.is_joined):
+            pass  # a worker that its plan could not be sent to is no longer joined
 
     def _send_plan(self, worker: WorkerSession, events: list[Event], now: float) -> bool:
         """Send a worker its next plan; return False if it gets no further one now."""
@@ -425,7 +425,7 @@ class Engine:
     def take_state(self) -> SchedulerState:
         """Return the state of the scheduler now. On the engine's thread: see `call_on_engine_thread`."""
         core = self._core.view()
-        workers = tuple(WorkerState(self._steps.index_of(worker.epoch), worker) for worker in core.workers)
+        workers = tuple(NumberedWorker(self._steps.index_of(worker.epoch), worker) for worker in core.workers)
         return SchedulerState(self._clock(), core, workers)
 
     # --- statistics -------------------------------------------------------------------------------------------------

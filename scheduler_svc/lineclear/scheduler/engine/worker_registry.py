@@ -15,11 +15,11 @@ from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.engine import worker_events as events
 from lineclear.scheduler.engine.engine_stats import MembershipCounters, WorkerFigures, WorkerStatus
 from lineclear.scheduler.engine.worker_events import EpochMessage, Event, JoinRejected, Output
-from lineclear.scheduler.engine.worker_session import WorkerSession, WorkerState
+from lineclear.scheduler.engine.worker_session import SessionState, WorkerSession
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import Goodbye, Hello, StepError, StepResult, Stopping
 
-S = WorkerState
+S = SessionState
 _HUNG_CHECK_SECONDS = 0.5
 MAX_SESSIONS = {S.CONNECTING: 64, S.WAITING: 64, S.ENDED: 64, S.GONE: 64}
 """Sessions kept for each state; the oldest are forgotten. Other states are rare and need no limit."""
@@ -224,7 +224,7 @@ class WorkerRegistry:
         before = session.state
         return self._follow(session, before, session.handle(event, now), now)
 
-    def _follow(self, session: WorkerSession, before: WorkerState, outputs: list[Output], now: float) -> list[Output]:
+    def _follow(self, session: WorkerSession, before: SessionState, outputs: list[Output], now: float) -> list[Output]:
         """Add the outputs of other sessions that a change of state affects."""
         if session.state is before:
             return outputs
@@ -276,10 +276,10 @@ class WorkerRegistry:
         self._refresh()
         return session
 
-    def _in(self, *states: WorkerState) -> list[WorkerSession]:
+    def _in(self, *states: SessionState) -> list[WorkerSession]:
         return [session for session in self._sessions.values() if session.state in states]
 
-    def _of_process(self, hello: Hello | None, *states: WorkerState) -> list[WorkerSession]:
+    def _of_process(self, hello: Hello | None, *states: SessionState) -> list[WorkerSession]:
         """Return the sessions in `states` of the process that has sent `hello`."""
         assert hello is not None
         return [s for s in self._in(*states) if s.hello is not None and s.hello.instance == hello.instance]
@@ -289,7 +289,7 @@ def _model(session: WorkerSession) -> str:
     return "" if session.hello is None else session.hello.model_fingerprint
 
 
-def _is_stale(message: EpochMessage, state: WorkerState) -> bool:
+def _is_stale(message: EpochMessage, state: SessionState) -> bool:
     if state is S.CUT_OFF:
         return not isinstance(message, StepResult | StepError | Goodbye)
     return state is not S.CONNECTING

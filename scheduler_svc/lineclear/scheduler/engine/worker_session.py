@@ -58,7 +58,7 @@ LAST_MESSAGES_SECONDS = 0.1
 """From the end of the connection until the loss. Last messages and the exit code may still arrive."""
 
 
-class WorkerState(Enum):
+class SessionState(Enum):
     """State of an epoch as the scheduler knows it."""
 
     CONNECTING = "Hello received; no plan can reach the worker yet"
@@ -71,8 +71,8 @@ class WorkerState(Enum):
     GONE = "over; the process may not join again"
 
 
-S = WorkerState
-TRANSITIONS: dict[WorkerState, dict[type[Event], WorkerState]] = {
+S = SessionState
+TRANSITIONS: dict[SessionState, dict[type[Event], SessionState]] = {
     S.CONNECTING: {
         Accepted: S.JOINED,
         Refused: S.WAITING,
@@ -233,6 +233,11 @@ class WorkerSession:
         self._timer.restart(now)
 
     # --- plans and results ----------------------------------------------------------------------------------------
+
+    @property
+    def is_joined(self) -> bool:
+        """Plans can be sent to the worker."""
+        return self.state is S.JOINED
 
     @property
     def is_idle(self) -> bool:

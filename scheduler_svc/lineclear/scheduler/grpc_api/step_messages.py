@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from google.protobuf.duration_pb2 import Duration
 
-from lineclear.scheduler.steps.scheduler_state import SchedulerState, WorkerState
+from lineclear.scheduler.steps.scheduler_state import NumberedWorker, SchedulerState
 from lineclear.scheduler.steps.step_history import ExecutedStep
 from lineclear.scheduler.steps.step_record import RowKind
 from lineclear.v1 import steps_pb2 as pb
@@ -109,7 +109,7 @@ def state_message(state: SchedulerState, *, with_block_map: bool) -> pb.Schedule
     )
 
 
-def _worker(worker: WorkerState, with_block_map: bool) -> pb.WatchedWorker:
+def _worker(worker: NumberedWorker, with_block_map: bool) -> pb.WatchedWorker:
     view = worker.view
     return pb.WatchedWorker(
         worker=worker.index,

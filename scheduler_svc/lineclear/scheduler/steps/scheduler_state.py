@@ -7,12 +7,12 @@ from functools import cached_property
 
 from lineclear.scheduler.core.views import CoreView, WorkerView
 
-# The code of a block with this many references: see `WorkerState.block_map`.
+# The code of a block with this many references: see `NumberedWorker.block_map`.
 _CODES = bytes([0, *(min(1 + count, 255) for count in range(1, 2**13))])
 
 
 @dataclass(frozen=True)
-class WorkerState:
+class NumberedWorker:
     """A joined worker and its small number."""
 
     index: int
@@ -43,7 +43,7 @@ class SchedulerState:
 
     taken_at: float
     core: CoreView
-    workers: tuple[WorkerState, ...]
+    workers: tuple[NumberedWorker, ...]
 
     def equals(self, other: SchedulerState | None) -> bool:
         """Return whether nothing has happened since `other`."""
