@@ -24,7 +24,9 @@ class Isolation:
         None ends the reservation.
         """
         state = self._state
-        for suspect in state.poison.isolated_by_age() if state.poison else ():
+        if not state.poison and state.isolation_epoch is None:
+            return None  # in nearly every step
+        for suspect in state.poison.isolated_by_age():
             if (worker := self._worker_for(suspect)) is not None:
                 state.is_isolating = state.is_isolating and worker.epoch == state.isolation_epoch
                 state.isolation_epoch = worker.epoch

@@ -57,14 +57,24 @@ class StepTimeModel:
 
     def observe(self, tokens: float, kv_tokens: float, seconds: float) -> None:
         """Update the model with a measured step."""
-        x = [_SCALE[0], tokens * _SCALE[1], kv_tokens * _SCALE[2]]
-        p = self._covariance
-        px = [row[0] * x[0] + row[1] * x[1] + row[2] * x[2] for row in p]
-        forget = _FORGETTING_FACTOR if p[0][0] + p[1][1] + p[2][2] < _MAX_COVARIANCE_TRACE else 1.0
-        spread = forget + sum(v * w for v, w in zip(x, px, strict=True))
-        error = (seconds - sum(w * v for w, v in zip(self._weights, x, strict=True))) / spread
-        self._weights = [w + v * error for w, v in zip(self._weights, px, strict=True)]
-        self._covariance = [[(p[i][j] - px[i] * px[j] / spread) / forget for j in range(3)] for i in range(3)]
+        x0, x1, x2 = _SCALE[0], tokens * _SCALE[1], kv_tokens * _SCALE[2]
+        (p00, p01, p02), (_, p11, p12), (_, _, p22) = self._covariance  # symmetric
+        gain0 = p00 * x0 + p01 * x1 + p02 * x2
+        gain1 = p01 * x0 + p11 * x1 + p12 * x2
+        gain2 = p02 * x0 + p12 * x1 + p22 * x2
+        forget = _FORGETTING_FACTOR if p00 + p11 + p22 < _MAX_COVARIANCE_TRACE else 1.0
+        spread = forget + (x0 * gain0 + x1 * gain1 + x2 * gain2)
+        w0, w1, w2 = self._weights
+        error = (seconds - (w0 * x0 + w1 * x1 + w2 * x2)) / spread
+        self._weights = [w0 + gain0 * error, w1 + gain1 * error, w2 + gain2 * error]
+        p01 = (p01 - gain0 * gain1 / spread) / forget
+        p02 = (p02 - gain0 * gain2 / spread) / forget
+        p12 = (p12 - gain1 * gain2 / spread) / forget
+        self._covariance = [
+            [(p00 - gain0 * gain0 / spread) / forget, p01, p02],
+            [p01, (p11 - gain1 * gain1 / spread) / forget, p12],
+            [p02, p12, (p22 - gain2 * gain2 / spread) / forget],
+        ]
         self.num_observations += 1
 
     def dump(self) -> list[Any]:
