@@ -13,6 +13,7 @@ kill comes after a random number of tokens, so that it hits prefills, decodes an
 With several workers, a random one dies, sometimes while another one is still starting. `killed_stream_pause_seconds`,
 `living_stream_pause_seconds` and `control_stream_pause_seconds` are the longest gaps between two tokens around a death,
 of streams on the dead worker, on a living one, and at moments without a death (see `campaigns.pauses`);
+`killed_alone_...` has the streams whose worker was the only one, since the other was still starting;
 `continued_elsewhere` counts the deaths after which every stream went on before a new worker had joined.
 
 Prints a line of JSON. Exits with 1 unless each token index of each answer arrived once and is right, no answer failed,
@@ -140,7 +141,8 @@ class Campaign:
     def _kill_worker(self, server: Server, readers: Sequence[Reader]) -> Server:
         (how,) = self.rng.choices(list(self.deaths), list(self.deaths.values()))
         self.how[how] += 1
-        pid = self.rng.choice(server.joined_pids())
+        joined = server.joined_pids()
+        pid = self.rng.choice(joined)
         started_at = time.monotonic()
         if how == "term":
             self._terminate(server, readers, pid, started_at)
@@ -152,7 +154,7 @@ class Campaign:
         lost = server.wait_for("worker_lost", started_at)[0]
         if how == "kill":
             self.detected.append(lost - started_at)
-        self.dead.append(Death(started_at, lost, how == "kill"))
+        self.dead.append(Death(started_at, lost, how == "kill", was_only=len(joined) == 1))
         if self.num_workers == 1:
             lost = server.wait_for("worker_joined", started_at)[0]
         self._wait_for_recovery(server, readers, lost, started_at)

@@ -28,6 +28,8 @@ class Death(NamedTuple):
     at: float
     lost_at: float
     is_kill: bool
+    was_only: bool = False
+    """No other worker was joined, so its streams wait for a start."""
 
 
 @dataclass
@@ -35,13 +37,16 @@ class Pauses:
     """Longest gap between two tokens of each stream around a death, in seconds."""
 
     killed: list[float]
+    """Of the dead worker, while another one was joined."""
+    killed_alone: list[float]
+    """Of the dead worker, while it was the only one."""
     living: list[float]
     control: list[float]
 
     @classmethod
     def of(cls, timelines: Iterable[Timeline], deaths: Sequence[Death]) -> Pauses:
         """Measure each answer that was under way at one death, or at none."""
-        pauses = cls([], [], [])
+        pauses = cls([], [], [], [])
         detection = median(death.lost_at - death.at for death in deaths) if deaths else 0.0
         for timeline in timelines:
             first, last = timeline.times[0], timeline.times[-1]
@@ -52,12 +57,13 @@ class Pauses:
             elif len(spanned) == 1 and timeline.recoveries == 0:
                 pauses.living.append(_longest_gap(timeline.times, *spanned[0][:2]))
             elif len(spanned) == 1 and timeline.recoveries == 1 and spanned[0].is_kill:
-                pauses.killed.append(_longest_gap(timeline.times, *spanned[0][:2]))
+                found = pauses.killed_alone if spanned[0].was_only else pauses.killed
+                found.append(_longest_gap(timeline.times, *spanned[0][:2]))
         return pauses
 
     def figures(self, quantiles: Callable[[Sequence[float]], dict[str, float]]) -> dict[str, dict[str, float]]:
         """Return the quantiles of each kind of stream."""
-        kinds = {"killed": self.killed, "living": self.living, "control": self.control}
+        kinds = {name: getattr(self, name) for name in ("killed", "killed_alone", "living", "control")}
         return {f"{name}_stream_pause_seconds": quantiles(values) for name, values in kinds.items()}
 
 

@@ -23,6 +23,12 @@ def test_answers_that_span_two_deaths_are_not_counted() -> None:
     assert (found.killed, found.living, found.control) == ([], [], [])
 
 
+def test_pauses_without_another_worker_are_told_apart() -> None:
+    found = Pauses.of([Timeline((9.0, 9.9, 14.5), recoveries=1)], [DEATH._replace(was_only=True)])
+    assert found.killed == []
+    assert [round(gap, 6) for gap in found.killed_alone] == [4.6]
+
+
 def test_only_kills_count_as_pauses_of_the_dead_worker() -> None:
     hung = DEATH._replace(is_kill=False)
     found = Pauses.of([Timeline((9.0, 12.0), 1), Timeline((9.0, 10.1, 10.3), 0)], [hung])
