@@ -1,4 +1,4 @@
-"""Settings of the scheduler process. Flags, environment variables and docs/configuration.md derive from these fields.
+"""Settings of the scheduler process: how values are read, and which of them go together. See `settings_fields`, too.
 
 The number of blocks and the context length are no settings: the worker reports them when it joins.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -16,284 +16,24 @@ from pydantic_settings import SettingsConfigDict
 from lineclear.api_limits import MAX_REQUEST_BYTES
 from lineclear.process import settings_base
 from lineclear.process.device_names import split_devices
-from lineclear.process.setting_fields import Group
 from lineclear.scheduler.addresses import is_local, is_tcp, parse_address
+from lineclear.scheduler.settings_fields import MAX_MESSAGE_BYTES, SchedulerFields
 
-Strategy = Literal["continuous", "fixed_size", "dynamic_timeout", "adaptive"]
-SchedulingPolicy = Literal["fifo", "prefill_first", "priority", "shortest", "deadline", "fair"]
-PreemptionPolicy = Literal["cheapest", "newest"]
-
-_MIN_MESSAGE_BYTES, _MAX_MESSAGE_BYTES = 4096, 2**29
+_MIN_MESSAGE_BYTES = 4096
 # A Generate call beyond queue and batch is refused at once. These streams are for calls that do not wait in the queue.
 _SPARE_STREAMS = 128
 _MAX_STREAMS = 4096
 
-MODEL = Group("Model")
-ADDRESSES = Group("Addresses")
-SECURITY = Group("Security and tenants")
-CONNECTIONS = Group("Connections")
-BATCHING = Group("Batching")
-REQUESTS = Group("Queue and requests")
-SUBMITTED = Group("Submitted requests")
-WORKER = Group("Worker")
-STOPPING = Group("Stopping")
-DIAGNOSIS = Group("Diagnosis")
-LOGS = Group("Configuration file and logs")
 
-
-class SchedulerSettings(settings_base.ProcessSettings):
+class SchedulerSettings(SchedulerFields):
     """Settings of lineclear-scheduler.
 
     Words after a lone `--` are flags of the worker that it starts: -- --device cuda --dtype bfloat16.
     `lineclear-worker --help` lists those.
     """
 
-    # No field may be called `port`, `service_host` or `service_port`: Kubernetes sets LINECLEAR_PORT and its like in
-    # every pod beside a Service named lineclear. Variables that name no field are ignored.
     model_config = SettingsConfigDict(env_prefix="LINECLEAR_")
     program: ClassVar[str] = "lineclear-scheduler"
-
-    # --- model ---
-    model: str = MODEL.field("")
-    """Directory of the model. Weights, tokenizer and chat template are read from it. The id of a Hugging Face
-    repository in the local cache will do; nothing is downloaded."""
-    demo: bool = MODEL.field(False)
-    """Serve the small model that comes with lineclear."""
-    served_model_name: str = MODEL.field("")
-    """Name reported as model_id. Empty: the worker's."""
-    use_generation_config: bool = MODEL.field(True)
-    """Take sampling defaults from generation_config.json. They hold for parameters that a request leaves open."""
-
-    # --- addresses ---
-    listen: str = ADDRESSES.field("127.0.0.1:50051")
-    """Address of gRPC: host:port or unix:/path."""
-    health_listen: str = ADDRESSES.field("")
-    """A plaintext address for health probes only. It offers grpc.health.v1 and may be on any interface."""
-    metrics_listen: str = ADDRESSES.field("")
-    """A host:port for Prometheus. It offers the figures of GetStats over plain HTTP and may be on any interface."""
-    admin_listen: str = ADDRESSES.field("")
-    """An address for operators. It offers AdminService, GetStats and reflection, which `listen` then no longer offers.
-    On a network interface it needs TLS and tokens."""
-    status_listen: str = ADDRESSES.field("")
-    """A host:port for the status page. It shows steps, slots, queue and KV blocks in a browser. It needs the token of
-    admin_token_file if that is set. It is plain HTTP: on a network interface it needs the token file and
-    insecure_allow_remote, and belongs behind a proxy with TLS."""
-    reflection: bool = ADDRESSES.field(True)
-    """Offer gRPC server reflection (v1 and v1alpha)."""
-    channelz: bool = ADDRESSES.field(False)
-    """Offer channelz at admin_listen. It shows connections, their state and their peers."""
-
-    # --- security ---
-    insecure_allow_remote: bool = SECURITY.field(False)
-    """Allow a remote `listen` without TLS or authentication. Also allows a remote `status_listen` with tokens."""
-    tls_cert_file: str = SECURITY.field("")
-    """PEM file of the certificate chain. It turns TLS on for every host:port address."""
-    tls_key_file: str = SECURITY.field("")
-    """PEM file of the certificate's key, without a password."""
-    tls_client_ca_file: str = SECURITY.field("")
-    """PEM file of the authorities of client certificates. Clients must present a certificate signed by one of them."""
-    token_file: str = SECURITY.field("")
-    """File of bearer tokens for `listen`. Each line is a name and a token, or a name and sha256: with the token's hash.
-    A name may have several tokens. The name is the tenant."""
-    admin_token_file: str = SECURITY.field("")
-    """File of bearer tokens for admin_listen, in the same format."""
-    tenant_weights: str = SECURITY.field("")
-    """Shares of tenants, as name=weight,name=weight. With the order fair, a tenant of weight 2 gets twice the tokens of
-    one of weight 1, which is the weight of all others. From 0.01 to 100."""
-    share_prefix_cache_across_tenants: bool = SECURITY.field(False)
-    """Let tenants use each other's cached prefixes. The time to the first token then shows a tenant whether another has
-    sent the same prompt."""
-    share_stats_across_tenants: bool = SECURITY.field(False)
-    """Let tenants see totals and times of all requests. They reveal the load of other tenants. Ignored with
-    admin_listen."""
-
-    # --- connections ---
-    max_message_bytes: int = CONNECTIONS.field(0, ge=0, le=_MAX_MESSAGE_BYTES)
-    """Largest request in bytes; 0: automatic. A larger one fails alone, up to twice the limit; beyond that, gRPC ends
-    the call or the whole Session. Automatic: twice max_prompt_bytes, at least 1 MiB."""
-    max_streams_per_connection: int = CONNECTIONS.field(0, ge=0, le=2**20)
-    """Most open calls of one connection; 0: automatic. Clients hold further calls back. Automatic: 128 more than
-    max_queue_size and max_batch_size together, at most 4096. So a client whose requests fill the server can still
-    cancel them and ask for health and statistics."""
-    max_session_requests: int = CONNECTIONS.field(1024, ge=1, le=2**20)
-    """Most requests in progress in one Session. Further ones are refused."""
-    max_sessions_per_connection: int = CONNECTIONS.field(64, ge=1, le=2**20)
-    """Most Sessions on one connection. Further ones are refused."""
-    request_read_timeout_seconds: float = CONNECTIONS.field(20.0, gt=0, le=3600)
-    """Longest time to receive a whole request. An incomplete one is refused then."""
-    max_incomplete_requests_per_connection: int = CONNECTIONS.field(16, ge=1, le=2**20)
-    """Most requests read at once. This many long requests of one connection and tenant are read at once, and as many
-    short ones (health, Cancel, statistics); further ones wait. On a Unix socket, incomplete requests yield to waiting
-    ones. With max_message_bytes, this bounds the memory of a connection."""
-    max_connections: int = CONNECTIONS.field(4096, ge=1, le=2**20)
-    """Most open connections of each address. Further ones are closed."""
-    max_connection_age_seconds: float = CONNECTIONS.field(3600.0, ge=0, le=7 * 86_400)
-    """Clients reconnect after about this long; 0: never. The old connection takes no new calls, and its Sessions no new
-    requests, so that clients authenticate again. Requests in progress continue."""
-    keepalive_time_seconds: float = CONNECTIONS.field(20.0, ge=1, le=7200)
-    """Ping an idle connection after this long."""
-    keepalive_timeout_seconds: float = CONNECTIONS.field(10.0, ge=0.1, le=600)
-    """Close a connection that does not answer a ping."""
-
-    # --- batching ---
-    max_batch_size: int = BATCHING.field(64, ge=1, le=4096)
-    """Most requests in one step (slots)."""
-    min_batch_size: int = BATCHING.field(1, ge=1, le=4096)
-    """Requests that an idle server waits for before it starts. It waits at most batch_timeout_ms."""
-    target_batch_tokens: int = BATCHING.field(0, ge=0, le=2**20)
-    """Most tokens in one step; 0: 256 on a CPU, 2048 on a GPU."""
-    pipeline_depth: int = BATCHING.field(2, ge=1, le=4)
-    """Steps in flight between scheduler and worker."""
-    batching_strategy: Strategy = BATCHING.field("continuous")
-    """When waiting requests join the running batch. Each worker has its own batch. fixed_size waits for exactly
-    max_batch_size requests; fewer wait until their deadline, unless batch_timeout_ms is set."""
-    batch_timeout_ms: float = BATCHING.field(50.0, ge=0, le=60_000)
-    """Longest wait for a batch to fill. It holds for strategies that wait; for fixed_size only if it is set."""
-    scheduling_policy: SchedulingPolicy = BATCHING.field("fifo")
-    """Order of waiting requests. fair gives tenants equal numbers of tokens."""
-    output_length_estimator: str = BATCHING.field("learned")
-    """Estimator of output lengths. It serves the orders shortest and fair, and predicted waits. learned takes the mean
-    of the tenant's last answers, none takes max_tokens. module:factory loads another one from the Python path. A
-    request may name its own expected_tokens."""
-    priority_aging_seconds: float = BATCHING.field(30.0, gt=0, le=86_400)
-    """Waiting time that raises a request by one priority. It prevents starvation."""
-    target_inter_token_latency_ms: float = BATCHING.field(200.0, gt=0, le=60_000)
-    """Time between tokens that prompt chunks must keep. Prompts are cut into smaller chunks to keep it."""
-    max_prefill_slowdown: float = BATCHING.field(2.0, ge=1, le=1000)
-    """Factor by which a prompt chunk may lengthen a step. It compares with a step that only decodes. The surplus is
-    granted once for each request that waits for its first token."""
-    preemption_policy: PreemptionPolicy = BATCHING.field("cheapest")
-    """Running request to preempt when blocks run out."""
-    max_preemptions: int = BATCHING.field(4, ge=0, le=1000)
-    """Most preemptions of one request."""
-    max_queue_overtakes: int = BATCHING.field(16, ge=0, le=10_000)
-    """How often a request that does not fit may be overtaken."""
-    prefix_cache: bool = BATCHING.field(True)
-    """Keep blocks of finished requests for equal prompt prefixes."""
-
-    # --- queue and requests ---
-    max_queue_size: int = REQUESTS.field(1024, ge=1, le=2**20)
-    """Most waiting requests."""
-    max_queue_tokens: int = REQUESTS.field(1_000_000, ge=1, le=2**31)
-    """Most prompt tokens of all waiting requests."""
-    max_queue_size_per_tenant: int = REQUESTS.field(0, ge=0, le=2**20)
-    """Most requests a tenant has waiting; 0: any number."""
-    max_queue_tokens_per_tenant: int = REQUESTS.field(0, ge=0, le=2**31)
-    """Most prompt tokens a tenant has waiting; 0: any number."""
-    reject_unmeetable_deadlines: bool = REQUESTS.field(False)
-    """Reject requests that would expire in the queue. The prediction uses the queue's rate since it was last empty.
-    Needs scheduling_policy fifo or prefill_first."""
-    max_prompt_bytes: int = REQUESTS.field(512 * 1024, ge=1, le=2**30)
-    """Largest text or conversation in bytes of UTF-8."""
-    default_max_tokens: int = REQUESTS.field(512, ge=1, le=2**20)
-    """Most output tokens of a request without max_tokens."""
-    default_deadline_seconds: float = REQUESTS.field(600.0, gt=0, le=7 * 86_400)
-    """Deadline of a call that has none, from its arrival."""
-    max_deadline_seconds: float = REQUESTS.field(7 * 86_400.0, gt=0, le=366 * 86_400)
-    """Longest deadline of a call, from its arrival. A later deadline is shortened to this."""
-    tokenizer_threads: int = REQUESTS.field(2, ge=1, le=64)
-    """Threads that tokenize large inputs. One caller uses at most all but one of them, so that others need not wait."""
-    max_tokenizer_queue_size: int = REQUESTS.field(64, ge=1, le=4096)
-    """Most large inputs in or waiting for tokenization. The tenant or connection with most waiting inputs is refused
-    the next one. Conversations that wait for rendering are limited by max_queue_size."""
-    max_chat_messages: int = REQUESTS.field(1024, ge=1, le=65_536)
-    """Most messages of a conversation."""
-    chat_template_processes: int = REQUESTS.field(2, ge=1, le=64)
-    """Processes that render conversations. One caller uses at most all but one of them."""
-    max_chat_template_seconds: float = REQUESTS.field(2.0, ge=0.01, le=600)
-    """Most CPU time to render one conversation. A conversation that takes longer is refused."""
-    max_unread_tokens: int = REQUESTS.field(4096, ge=1, le=2**20)
-    """Most unread tokens of a stream. The stream fails beyond that."""
-    max_unread_bytes: int = REQUESTS.field(4 * 1024 * 1024, ge=1024, le=2**40)
-    """Most unread bytes of log probabilities of a stream. The stream fails beyond that. A token with 20 of them takes
-    about 2.8 KB."""
-    stall_timeout_seconds: float = REQUESTS.field(60.0, gt=0, le=3600)
-    """A stream whose client reads nothing for this long fails."""
-
-    # --- submitted requests ---
-    max_submitted: int = SUBMITTED.field(256, ge=0, le=2**20)
-    """Most submitted requests kept, running and finished."""
-    max_submitted_tokens: int = SUBMITTED.field(1_000_000, ge=1, le=2**31)
-    """Most output tokens kept of all submitted requests."""
-    max_submitted_bytes: int = SUBMITTED.field(256 * 1024 * 1024, ge=1, le=2**40)
-    """Most bytes kept of all submitted requests. A token takes about 80 bytes, with 20 log probabilities 400."""
-    max_submitted_per_tenant: int = SUBMITTED.field(0, ge=0, le=2**20)
-    """Most submitted requests of one tenant; 0: any number. At the limit of max_submitted, the tenant with most
-    requests loses the answer that finished first."""
-    submitted_ttl_seconds: float = SUBMITTED.field(600.0, gt=0, le=7 * 86_400)
-    """How long a submitted answer is kept after it finished."""
-
-    # --- diagnosis ---
-    min_recorded_calls: int = DIAGNOSIS.field(4096, ge=1, le=2**20)
-    """Least number of core calls in a flight recording."""
-    recording_directory: str = DIAGNOSIS.field("")
-    """Where flight recordings are written. They are written on anomalies, SIGUSR2 and the admin call. Empty: a private
-    directory in /tmp."""
-    invariant_check_interval_steps: int = DIAGNOSIS.field(64, ge=0, le=2**20)
-    """Steps between checks of the core's invariants; 0: none. The invariants are checked whenever the core becomes
-    idle, too. A violation stops the server with exit code 70 instead of wrong answers."""
-    step_history: int = DIAGNOSIS.field(512, ge=1, le=65_536)
-    """Executed steps kept for those who watch (WatchSteps). They take about 40 bytes a row, and at most 10 MB."""
-    max_step_watchers: int = DIAGNOSIS.field(16, ge=0, le=1024)
-    """Most callers that watch the steps at a time."""
-    watchdog_timeout_seconds: float = DIAGNOSIS.field(5.0, gt=0, le=3600)
-    """An event loop or engine blocked this long is reported."""
-
-    # --- worker ---
-    socket_directory: str = WORKER.field("")
-    """Private directory of the sockets to the worker. It has mode 0700 and belongs to the user of both processes.
-    Empty: a temporary one."""
-    spawn_worker: bool = WORKER.field(False)
-    """Start and supervise a worker process. Otherwise wait for a worker to connect."""
-    num_workers: int = WORKER.field(1, ge=1, le=64)
-    """Worker processes to start. Each has a copy of the model and its own KV cache. They divide the GPUs, NUMA nodes or
-    cores of the machine. Needs spawn_worker."""
-    worker_devices: str = WORKER.field("")
-    """Device of each spawned worker, in order. cuda:0,cuda:1 or cpu:0-3,cpu:4-7, where the numbers are cores. Empty: an
-    equal part of the machine for each. Sets num_workers if that is not set."""
-    max_workers: int = WORKER.field(64, ge=1, le=1024)
-    """Most workers that serve at the same time, spawned or not. Others wait. All serve the same model; a worker of
-    another one waits until they have left."""
-    worker_command: str = WORKER.field("")
-    """Command that starts a worker, quoted as for a shell. Empty: this Python with -m lineclear.worker.main."""
-    standby_worker: bool = WORKER.field(False)
-    """Keep a second worker process ready for a restart. It has imported everything, and loads the model when the worker
-    ends. That saves seconds of CPU time and costs the memory of a process without a model. Needs spawn_worker."""
-    step_timeout_seconds: float = WORKER.field(30.0, gt=0, le=86_400)
-    """A worker is replaced after this long in one step."""
-    cold_step_timeout_seconds: float = WORKER.field(300.0, gt=0, le=86_400)
-    """The same for its first steps, which may compile kernels."""
-    heartbeat_timeout_seconds: float = WORKER.field(5.0, gt=0, le=3600)
-    """A worker is replaced after this long without a message."""
-    start_timeout_seconds: float = WORKER.field(900.0, gt=0, le=86_400)
-    """A spawned worker that has not joined by then is replaced."""
-    stop_timeout_seconds: float = WORKER.field(10.0, gt=0, le=3600)
-    """A stopping worker is killed after this long."""
-    max_isolated_crashes: int = WORKER.field(1, ge=1, le=100)
-    """A request fails after this many crashes while it runs alone."""
-    max_worker_crashes: int = WORKER.field(5, ge=0, le=1000)
-    """Most exits of a worker within crash_window_seconds. Failed starts count; after one more it is not started again,
-    and the server stops when no worker is left. A generated token or ten idle seconds of a joined worker reset the
-    count, so a worker killed from outside is always replaced."""
-    crash_window_seconds: float = WORKER.field(600.0, gt=0, le=7 * 86_400)
-    """Window in which worker exits are counted."""
-
-    # --- stopping ---
-    drain_timeout_seconds: float = STOPPING.field(20.0, ge=0, le=86_400)
-    """Running requests may finish for this long after SIGTERM."""
-    drain_linger_seconds: float = STOPPING.field(0.5, ge=0, le=600)
-    """A stopping server refuses new calls at least this long. So late callers receive an error instead of a reset."""
-    exit_on_stdin_close: bool = STOPPING.field(False)
-    """Stop, as after SIGTERM, when standard input closes. A program that starts a server and holds the other end of the
-    pipe stops it by exiting, however that happens."""
-
-    # --- configuration file and logs ---
-    config: str = LOGS.field("")
-    """TOML file of settings. Its keys are flags with underscores."""
-    log_level: Literal["debug", "info", "warning", "error"] = LOGS.field("info")
-    """Least severe level logged."""
-    log_format: Literal["auto", "json", "console"] = LOGS.field("auto")
-    """One JSON object a line, or text. auto: text if standard error is a terminal."""
 
     @field_validator("metrics_listen")
     @classmethod
@@ -361,7 +101,7 @@ class SchedulerSettings(settings_base.ProcessSettings):
     @property
     def max_request_bytes(self) -> int:
         """Largest accepted request in bytes: max_message_bytes, or derived from max_prompt_bytes."""
-        return self.max_message_bytes or min(max(MAX_REQUEST_BYTES, 2 * self.max_prompt_bytes), _MAX_MESSAGE_BYTES)
+        return self.max_message_bytes or min(max(MAX_REQUEST_BYTES, 2 * self.max_prompt_bytes), MAX_MESSAGE_BYTES)
 
     @property
     def max_streams(self) -> int:

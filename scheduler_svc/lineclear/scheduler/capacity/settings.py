@@ -7,15 +7,16 @@ from typing import ClassVar
 from pydantic import field_validator
 
 from lineclear.process.setting_fields import Group
-from lineclear.scheduler import settings as scheduler_settings
+from lineclear.scheduler import settings_fields
 from lineclear.scheduler.capacity.arrivals import parse_length
+from lineclear.scheduler.settings import SchedulerSettings
 
 TRAFFIC = Group("Traffic")
 WORKERS = Group("Workers")
 OUTPUT = Group("Output")
 
 
-class SimulationSettings(scheduler_settings.SchedulerSettings):
+class SimulationSettings(SchedulerSettings):
     """Settings of lineclear simulate, which predicts a server's latency and throughput on a virtual clock.
 
     The scheduler's settings hold as in a server, from flags, environment and --config. `lineclear simulate fit FILE`
@@ -25,7 +26,7 @@ class SimulationSettings(scheduler_settings.SchedulerSettings):
     program: ClassVar[str] = "lineclear simulate"
     shown_groups: ClassVar[tuple[str, ...]] = (
         *(TRAFFIC.title, WORKERS.title, OUTPUT.title),
-        *(scheduler_settings.BATCHING.title, scheduler_settings.REQUESTS.title, scheduler_settings.LOGS.title),
+        *(settings_fields.BATCHING.title, settings_fields.REQUESTS.title, settings_fields.LOGS.title),
     )
 
     arrivals: str = TRAFFIC.field("poisson")
