@@ -1,7 +1,7 @@
 """The engine thread: owns the core and carries requests in, plans out, results in and events out.
 
-The core decides what runs, `WorkerRegistry` which workers may join, `WorkerSession` when one is lost. `WorkerLink`
-sends and receives, the supervisor starts and kills processes.
+The core decides what runs, `WorkerRegistry` which workers may join, `WorkerSession` when one is lost, and
+`WorkerChanges` carries that out. `WorkerLink` sends and receives, the supervisor starts and kills processes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -18,12 +18,11 @@ from typing import Any
 
 import structlog
 
-from lineclear.errors import LineclearError, PoisonRequest
+from lineclear.errors import LineclearError
 from lineclear.process.exception_location import exception_fields
 from lineclear.scheduler.core import invariants
-from lineclear.scheduler.core.events import Event, Failed
+from lineclear.scheduler.core.events import Event
 from lineclear.scheduler.core.inflight_step import BadResult
-from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.command_inbox import CommandInbox, refusal
@@ -34,9 +33,8 @@ from lineclear.scheduler.engine.engine_stats import (
     StepTime,
     WorkerStatus,
 )
-from lineclear.scheduler.engine.join_log import log_join
 from lineclear.scheduler.engine.supervisor_interface import Supervisor
-from lineclear.scheduler.engine.worker_events import Fact, Joined, JoinRefused, JoinRejected, Lost, Output
+from lineclear.scheduler.engine.worker_changes import WorkerChanges
 from lineclear.scheduler.engine.worker_link import WorkerGone, WorkerLink
 from lineclear.scheduler.engine.worker_process import loss_by_exit
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
@@ -44,7 +42,7 @@ from lineclear.scheduler.engine.worker_session import WorkerSession
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.scheduler.steps.scheduler_state import NumberedWorker, SchedulerState
 from lineclear.scheduler.steps.step_history import StepHistory
-from lineclear.wire.messages import Goodbye, Hello, LogLevel, SetLogLevel, StepError, StepPlan, StepResult, Stopping
+from lineclear.wire.messages import Hello, LogLevel, StepPlan, StepResult
 
 log = structlog.get_logger()
 
@@ -100,14 +98,12 @@ class Engine:
             max_workers=max_workers,
             text_fingerprint=text_fingerprint,
         )
-        self._supervisor = supervisor
         self._check_every_steps = check_every_steps
-        self._on_rejected, self._on_anomaly, self._on_fatal = on_rejected, on_anomaly, on_fatal
+        self._on_anomaly, self._on_fatal = on_anomaly, on_fatal
         self._num_unchecked_steps = 0
         self._steps = step_history or StepHistory()
+        self._changes = WorkerChanges(core, link, self._workers, supervisor, self._steps, on_rejected, on_anomaly)
         self._inbox = CommandInbox(max_inbox, link.wake)
-        self._log_level: LogLevel | None = None  # that workers are sent; None: they keep the one they start with
-        self._is_released = False  # a stopping worker may exit at once: its results are not needed any longer
         self._step_times: deque[StepTime] = deque(maxlen=MAX_STEP_TIMES)
         self._counters = EngineCounters()
         self._next_wakeup = math.inf  # latest time at which wait() was to return
@@ -115,7 +111,6 @@ class Engine:
         self._snapshot_at = -math.inf
         self._iteration_started_at: float | None = None  # None while waiting
         self._stopped = False
-        self._draining = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- from any thread --------------------------------------------------------------------------------------------
@@ -156,11 +151,11 @@ class Engine:
 
     def drain(self) -> None:
         """Refuse new requests from now on; live ones run to their end."""
-        self._inbox.add(self._drain)
+        self._inbox.add(self._changes.drain)
 
     def release_worker(self) -> None:
         """Let a stopping worker exit at once: its further results are not needed."""
-        self._inbox.add(self._release)
+        self._inbox.add(self._changes.release)
 
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache of each worker."""
@@ -172,7 +167,7 @@ class Engine:
 
     def set_log_level(self, level: str) -> None:
         """Have each worker log from `level` upwards, also those that join later."""
-        self._inbox.add(partial(self._set_log_level, LogLevel[level.upper()]))
+        self._inbox.add(partial(self._changes.set_log_level, LogLevel[level.upper()]))
 
     def worker_exited(self, pid: int, exit_code: int | None = None) -> None:
         """Handle the exit of a process. The requests of a joined worker continue on the others, or on the next one.
@@ -225,14 +220,15 @@ class Engine:
         self._next_wakeup = math.inf
         events = self._inbox.run(now, self._snapshot.core.predicted_wait_seconds)
         for fact in self._link.receive(self._workers, now):
-            self._handle(fact, events, now)
+            if isinstance(fact, StepResult):
+                self._apply(fact, events, now)
+            else:
+                self._changes.handle(fact, events, now)
         self._check_workers(events, now)
         events += self._core.expire(now)
-        if self._log_level is not None:
-            for worker in self._workers.joined:
-                self._send_log_level(worker, self._log_level)
+        self._changes.send_log_level()
         if self._workers.has_stopping:  # before the plans, so that its requests continue in this iteration
-            self._release_stopping(events, now)
+            self._changes.release_stopping(events, now)
         self._steps.request_events(events)
         num_noted = len(events)
         self._send_plans(events, now)
@@ -258,19 +254,9 @@ class Engine:
         except LineclearError as error:
             return [refusal(request, error, now)]
 
-    def _drain(self, now: float) -> None:
-        self._draining = True
-        self._core.drain(now)
-
-    def _release(self, now: float) -> None:
-        self._is_released = True
-
-    def _set_log_level(self, level: LogLevel, now: float) -> None:
-        self._log_level = level
-
     def _worker_exited(self, pid: int, exit_code: int | None, now: float) -> list[Event]:
         events: list[Event] = []
-        self._handle_all(self._workers.on_process_exit(pid, loss_by_exit(exit_code), now), events, now)
+        self._changes.carry_out(self._workers.on_process_exit(pid, loss_by_exit(exit_code), now), events, now)
         return events
 
     # --- plans and results ------------------------------------------------------------------------------------------
@@ -304,7 +290,7 @@ class Engine:
         try:
             self._link.send(plan)
         except WorkerGone:
-            self._handle_all(self._workers.on_unsent_plan(worker, now), events, now)
+            self._changes.carry_out(self._workers.on_unsent_plan(worker, now), events, now)
             return False
         worker.plan_sent(plan, now)
         self._note_plan(plan, events, now)
@@ -321,7 +307,7 @@ class Engine:
         try:
             found = self._core.apply(result, now)
         except BadResult as error:
-            self._handle_all(self._workers.on_bad_result(worker, str(error), now), events, now)
+            self._changes.carry_out(self._workers.on_bad_result(worker, str(error), now), events, now)
             return
         events += found
         self._counters.apply_seconds += time.perf_counter() - begin
@@ -329,7 +315,7 @@ class Engine:
         timing = worker.result_applied(result, now)
         occupancy = self._core.occupancy(result.epoch)
         self._steps.executed(result.epoch, result.step_seconds, timing.time.total_seconds, occupancy, found)
-        self._report_progress(worker, now)
+        self._changes.report_progress(worker, now)
         if timing.is_slow:
             self._on_anomaly(f"step {result.step} was slow")
         self._step_times.append(timing.time)
@@ -346,81 +332,10 @@ class Engine:
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
-    def _handle_all(self, outputs: Iterable[Output], events: list[Event], now: float) -> None:
-        for fact in self._link.perform(outputs):
-            self._handle(fact, events, now)
-
-    def _handle(self, fact: Fact, events: list[Event], now: float) -> None:
-        match fact:
-            case StepResult():
-                self._apply(fact, events, now)
-            case StepError():
-                log.error("step_failed", step=fact.step, kind=fact.kind.name.lower(), summary=fact.summary)
-                events += self._core.on_step_error(fact, now)
-            case Joined(hello):
-                self._on_joined(hello, events, now)
-            case Lost():
-                self._on_lost(fact, events, now)
-            case Stopping():
-                log.info("worker_stopping", epoch=fact.epoch, num_live=self._core.num_live)
-            case JoinRefused(hello, reason):
-                hint = f"{reason}; this one may join after it"
-                log.warning("join_refused", epoch=hello.epoch, pid=hello.pid, hint=hint)
-                self._supervisor.worker_waits(hello)
-            case JoinRejected(hello):
-                self._on_rejected(hello)
-
     def _check_workers(self, events: list[Event], now: float) -> None:
-        self._handle_all(self._workers.check(now), events, now)
+        self._changes.carry_out(self._workers.check(now), events, now)
         for worker in self._workers.joined:
-            self._report_progress(worker, now)
-
-    def _report_progress(self, worker: WorkerSession, now: float) -> None:
-        if worker.take_progress(now) and worker.hello is not None:
-            self._supervisor.worker_progressed(worker.hello)
-
-    def _on_joined(self, hello: Hello, events: list[Event], now: float) -> None:
-        events += self._core.worker_joined(hello, now)
-        self._steps.worker_joined(hello, min(self._core.limits.max_batch_size, hello.num_slots))
-        log_join(hello, self._core.limits)
-        self._supervisor.worker_joined(hello)
-
-    def _on_lost(self, lost: Lost, events: list[Event], now: float) -> None:
-        """Put the requests of a lost worker back into the queue and have its process killed if necessary."""
-        hello = lost.hello
-        events += self._core.drain_events()
-        # A stopping worker may be killed because it takes too long: no request is a suspect then.
-        is_expected = self._draining or (lost.was_stopping and lost.loss is WorkerLoss.KILLED)
-        loss = WorkerLoss.CLEAN if is_expected else lost.loss
-        ended = self._core.worker_lost(hello.epoch, now, loss)
-        self._steps.worker_lost(hello.epoch)
-        events += ended
-        if any(isinstance(event, Failed) and isinstance(event.error, PoisonRequest) for event in ended):
-            log.error("poison_request_failed", epoch=hello.epoch)
-            self._supervisor.crashes_explained()
-        if loss is not WorkerLoss.CLEAN:
-            self._on_anomaly(lost.reason)
-        write = log.info if self._draining else log.warning  # a server that drains stops its worker
-        write("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=lost.reason, num_live=self._core.num_live)
-        if lost.must_kill:
-            is_being_killed = self._supervisor.worker_broken(hello, lost.reason)
-            self._handle_all(self._workers.on_kill_answer(hello.epoch, is_being_killed, now), events, now)
-
-    def _send_log_level(self, worker: WorkerSession, level: LogLevel) -> None:
-        if worker.log_level is level:
-            return
-        if self._link.send_control(SetLogLevel(worker.epoch, level)):
-            worker.log_level = level
-
-    def _release_stopping(self, events: list[Event], now: float) -> None:
-        """Release stopping workers: those whose requests can continue on others, or all once no request is left."""
-        if not self._draining:
-            self._handle_all(self._workers.retire(now), events, now)
-        if not self._is_released and self._core.num_live:
-            return
-        for worker in self._workers.joined:
-            if worker.is_stopping and not worker.is_released:
-                worker.is_released = self._link.send_control(Goodbye(worker.epoch, "no request is left to run"))
+            self._changes.report_progress(worker, now)
 
     def take_state(self) -> SchedulerState:
         """Return the state of the scheduler now. On the engine's thread: see `call_on_engine_thread`."""

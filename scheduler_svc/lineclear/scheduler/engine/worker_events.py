@@ -140,6 +140,8 @@ class Lost(NamedTuple):
     was_stopping: bool
 
 
-Fact = Joined | JoinRefused | JoinRejected | Lost | StepResult | StepError | Stopping
-"""Outputs for the engine, among them messages as received."""
+Change = Joined | JoinRefused | JoinRejected | Lost | StepError | Stopping
+"""Outputs that change what workers there are or what they run, among them messages as received."""
+Fact = Change | StepResult
+"""Outputs for the engine."""
 Output = Send | Fact
