@@ -38,7 +38,8 @@ class CheckedScheduler:
         self.started: set[str] = set()
         self.recent: deque[tuple[int, ...]] = deque(maxlen=4)
         self.last_result: StepResult | None = None
-        self.only_poison = not {"crash", "replace", "step_error"} & scenario.weights.keys()  # the only cause of crashes
+        # Whether poison is the only cause of crashes.
+        self.only_poison = not ({"crash", "replace", "step_error"} & scenario.weights.keys() or scenario.unsent)
         self._codec = scenario.codec and not checked
         self._poisonous: dict[str, str] = {}  # effect of live requests on their worker
 

@@ -46,4 +46,5 @@ class Worker:
         self.plans: deque[StepPlan] = deque()
         self.results: deque[StepResult | StepError | None] = deque()  # None: the worker crashes
         self.is_slow = self.is_stopping = False
+        self.is_cut_off = False  # no further plan can reach it; the results of earlier ones can still arrive
         self.broken = False  # a step failed: no further step is computed

@@ -240,15 +240,31 @@ def planted(bug: Bug) -> Iterator[None]:
     """Run the block with the bug in the product."""
     original, mutant = bug.function, mutate(bug)
     function = original.fget if isinstance(original, property) else original
-    owner: Any = sys.modules[function.__module__]
     *classes, name = function.__qualname__.split(".")
-    for part in classes:
-        owner = getattr(owner, part)
+    owners = [_class_of(function, classes)] if classes else _modules_with(name, original)
     entries = [key for key, policy in policies.PREEMPTION_POLICIES.items() if policy is original]
-    setattr(owner, name, mutant)
+    _put(owners, name, mutant)
     policies.PREEMPTION_POLICIES.update(dict.fromkeys(entries, mutant))
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        _put(owners, name, original)
         policies.PREEMPTION_POLICIES.update(dict.fromkeys(entries, original))
+
+
+def _class_of(function: Any, names: list[str]) -> Any:
+    owner: Any = sys.modules[function.__module__]
+    for name in names:
+        owner = getattr(owner, name)
+    return owner
+
+
+def _modules_with(name: str, function: Any) -> list[Any]:
+    """Return the module of a function and those of the product that import it by name."""
+    modules = [module for key, module in sys.modules.items() if key.startswith("lineclear.")]
+    return [module for module in modules if vars(module).get(name) is function]
+
+
+def _put(owners: list[Any], name: str, value: Any) -> None:
+    for owner in owners:
+        setattr(owner, name, value)

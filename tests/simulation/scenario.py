@@ -84,6 +84,8 @@ class Scenario:
     """Share of workers that compute a step only now and then."""
     estimated: float = 0.0
     """Share of requests with an expected output length, right or wrong."""
+    unsent: float = 0.0
+    """Share of plans that do not reach their worker, which is lost a little later."""
 
 
 def draw(seed: int) -> Scenario:
@@ -103,6 +105,8 @@ def draw(seed: int) -> Scenario:
         (_recomputing, 0.1),
         (_switching, 0.25),
         (_several, 0.6),
+        (_spoiled, 0.1),
+        (_cut_off, 0.15),
     )
     for variant, share in variants:
         if rng.random() < share:
@@ -241,6 +245,40 @@ def _several(rng: random.Random, scenario: Scenario) -> Scenario:
         change=rng.choice((0.0, scenario.change)),
         slow=rng.choice((0.0, 0.0, 0.3)),
     )
+
+
+def _spoiled(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Bad rows of requests that start together with the same prompt, in few blocks: others have read their blocks."""
+    block_size = rng.choice((1, 2, 4))
+    template = tuple(rng.randrange(scenario.vocab_size) for _ in range(rng.choice((4, 8, 12))))
+    limits = replace(
+        scenario.limits,
+        batching_strategy="continuous",
+        max_batch_size=8,
+        target_batch_tokens=rng.choice((16, 64)),
+        pipeline_depth=rng.randint(2, 3),
+        max_queue_size=40,
+        prefix_cache=True,
+    )
+    return replace(
+        scenario,
+        limits=limits,
+        capacity=Capacity(rng.randint(24, 56) // block_size, block_size, 8, 64, 4096),
+        weights=scenario.weights | {"burst": 1.0, "bad_token": rng.choice((0.05, 0.3))},
+        bad_per_mille=rng.choice((50, 150)),
+        longest_prompt=20,
+        behind=0.8,
+        pace=rng.choice((1, 2)),
+        late=0.0,
+        change=0.0,
+        templates=(template,),
+        salts=scenario.salts[:1],
+    )
+
+
+def _cut_off(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Connections close when a plan is sent: the core has made the plan and goes on with the other workers."""
+    return replace(scenario, unsent=rng.choice((0.01, 0.05)))
 
 
 def _updated(rng: random.Random, scenario: Scenario) -> Scenario:

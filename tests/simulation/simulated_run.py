@@ -41,6 +41,7 @@ class SimulatedRun:
         self.epochs = 0
         self.model = MODELS[0]
         self.num_requests = 0
+        self.unsent = scenario.unsent  # share of plans; 0 after the last fault
 
     def _poison_in(self, plan: StepPlan) -> str:
         """Return the effect of a poison request in `plan` on the worker, or an empty string."""
@@ -70,6 +71,7 @@ class SimulatedRun:
                 self._do_launch()
                 self._do_deliver()
                 self._run_engine(late=self.rng.random() < self.scenario.late)
+            self._lose_cut_off(0.3)
             if not self.workers and self.rng.random() < 0.3:
                 self._join(self._next_capacity())
                 self._run_engine()
@@ -89,7 +91,8 @@ class SimulatedRun:
         while max_plans != before:  # a plan of one worker may let another one run more
             before = max_plans
             for epoch in self.scheduler.core.workers:
-                max_plans = self._plan(epoch, max_plans)
+                if not self.workers[epoch].is_cut_off:
+                    max_plans = self._plan(epoch, max_plans)
         if self.scheduler.oracle:
             deadline = self.scheduler.core.next_deadline()
             self.scheduler.oracle.check_next_deadline(deadline, self.now, planned_all=max_plans > 0)
@@ -100,11 +103,20 @@ class SimulatedRun:
         preempted = counts["Preempted"]
         while max_plans and (plan := self.scheduler.plan(epoch, self.now)) is not None:
             max_plans -= 1
+            if self.unsent and self.rng.random() < self.unsent:
+                self.workers[epoch].is_cut_off = True
+                counts["unsent"] += 1
+                break  # the other workers still get plans
             self.workers[epoch].plans.append(plan)
             if counts["Preempted"] > preempted and self.rng.random() < self.scenario.cancel_after_preemption:
                 started = [i for i in self.scheduler.live if i in self.scheduler.started]
                 self.scheduler.cancel(self.rng.choice(started or ["unknown"]), None, self.now)
         return max_plans
+
+    def _lose_cut_off(self, share: float = 1.0) -> None:
+        for worker in [worker for worker in self.workers.values() if worker.is_cut_off]:
+            if self.rng.random() < share:
+                self._lose(worker, self.rng.choice(tuple(WorkerLoss)))
 
     def _expire(self) -> None:
         self.scheduler.expire(self.now)
@@ -304,6 +316,8 @@ class SimulatedRun:
 
     def _run_to_end(self) -> None:
         """Stop the faults: every request ends in a bounded number of steps without further calls."""
+        self.unsent = 0.0
+        self._lose_cut_off()
         for worker in [worker for worker in self.workers.values() if worker.broken or worker.is_stopping]:
             self._lose(worker, WorkerLoss.CLEAN)
         # Requests that only a lost worker could run fail when the next one joins.
@@ -338,6 +352,8 @@ class SimulatedRun:
 
     def _cancel_all(self) -> None:
         """Cancel all requests one by one while the worker continues."""
+        self.unsent = 0.0
+        self._lose_cut_off()
         for request_id in list(self.scheduler.live):
             self.scheduler.cancel(request_id, None, self.now)
             self._run_engine()

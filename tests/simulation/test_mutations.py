@@ -20,6 +20,7 @@ from simulation.planted_bugs import BUGS
 from simulation.simulated_run import SimulatedRun, run_seed
 from simulation.sweep import regressions
 
+from lineclear.scheduler.core import scheduler, wait_prediction
 from lineclear.scheduler.core.sequence import Sequence
 
 MAX_SEEDS = 1000
@@ -80,6 +81,14 @@ def test_bugs_are_removed_afterwards() -> None:
         with planted(bug):
             pass
     run_seed(1)
+
+
+def test_bug_is_planted_where_its_function_is_imported() -> None:
+    original = wait_prediction.queue_position
+    with planted(Bug("no place", wait_prediction.queue_position, off_by_one("_1.num_before(key) + _2"))):
+        assert wait_prediction.queue_position is not original
+        assert vars(scheduler)["queue_position"] is wait_prediction.queue_position
+    assert vars(scheduler)["queue_position"] is wait_prediction.queue_position is original
 
 
 @pytest.mark.parametrize(
