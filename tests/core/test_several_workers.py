@@ -9,7 +9,7 @@ from core.workers_harness import WorkersHarness
 from lineclear.errors import KvCapacityExceeded, PoisonRequest, PromptTooLong
 from lineclear.scheduler.core.events import Failed, Finished, TokensReady
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.core.policies import STRATEGIES
+from lineclear.scheduler.core.policies import STRATEGIES, PolicySettings
 
 SHARED = list(range(1, 41))  # ten full blocks
 
@@ -78,6 +78,18 @@ def test_request_is_left_to_a_busy_worker_no_longer_than_that_saves() -> None:
     assert 0.3 < wakeup - harness.now < 0.42, "40 tokens at 0.01 seconds, less the work queued there"
     harness.now = wakeup
     assert harness.plan(2) is not None, "the first worker hangs, so the request starts here"
+
+
+def test_worker_that_gets_no_plans_has_no_wakeup() -> None:
+    harness = WorkersHarness(1, policy=PolicySettings(min_batch_size=2, batch_timeout_seconds=0.05))
+    harness.join(num_slots=1)
+    harness.submit("runs", 8)
+    assert harness.plan(1) is None
+    assert harness.plan(2) is not None, "one request fills its slot"
+    harness.submit("waits", 8)
+    assert harness.core.next_deadline() == 0.05, "the first worker starts a smaller batch then"
+    harness.now = 0.06  # but its connection is closed
+    assert harness.core.next_deadline({2}) is None
 
 
 def test_streams_of_a_dead_worker_continue_at_the_next_plan_of_another() -> None:

@@ -69,8 +69,13 @@ class PlanChecks:
         partial = sorted((s for s in self.worker.running.values() if s.num_unplanned > 1), key=lambda s: s.queue_key)
         slots = {row.slot for row in plan.rows}
         require(0 < len(slots) == len(plan.rows), "I6", "each slot once in a step, and a step with rows")
-        started = self._apply_events(events, plan, ready, isolated)
-        self.preempted = {self.state.live[e.request_id] for e in events if isinstance(e, Preempted)}
+        started = self._started(events)
+        victims = [self.state.live[e.request_id] for e in events if isinstance(e, Preempted)]
+        self.preempted = set(victims)
+        # With `prefill_first` requests join before decodes preempt others, and may share blocks of a victim.
+        prompts_first = self.state.limits.scheduling_policy == "prefill_first"
+        if isolated is not None or not prompts_first:
+            self._preempt(victims, slots, ready, isolated)
         is_open = isolated is None and self.worker.batching.is_open(now)
         step = ModelStep(plan.step)
         inits = {init.slot: init for init in plan.inits}
@@ -80,9 +85,10 @@ class PlanChecks:
         self.grown.clear()
         total = num_decodes = 0
         # In the order of planning, which is the order in which blocks were handed out.
-        prompts_first = self.state.limits.scheduling_policy == "prefill_first"
         for row in (*plan.chunks, *plan.decodes.rows()) if prompts_first else plan.rows:
             joins, num_running = row.slot in inits, len(self.worker.running)
+            if victims and self.worker.running.get(row.slot) in ready:
+                self._preempt(victims, slots, ready, isolated)
             if joins:
                 self._apply_init(inits.pop(row.slot), step, started, is_open, now, isolated)
             # So a request that ended costs only the steps in flight at its end.
@@ -99,6 +105,7 @@ class PlanChecks:
             total += row.num_tokens
             step.num_tokens = total
             num_decodes += sequence in ready
+        self._preempt(victims, slots, ready, isolated)
         place = {row.slot: index for index, row in enumerate(plan.rows)}
         step.rows.sort(key=lambda entry: place[entry[0].slot])
         step.samples.sort(key=lambda sequence: place[sequence.slot])
@@ -124,27 +131,33 @@ class PlanChecks:
         self.state.counters.step_positions += sum(sequence.num_planned for sequence in held)
         self.worker.budget.count_step()
 
-    def _apply_events(
-        self, events: list[Event], plan: StepPlan, ready: list[ModelSequence], isolated: ModelSequence | None
-    ) -> dict[str, Started]:
+    def _started(self, events: list[Event]) -> dict[str, Started]:
         started: dict[str, Started] = {}
-        rows = {row.slot for row in plan.rows}
         for event in events:
             if isinstance(event, Started):
                 require(event.request_id not in started, "I11", "started twice")
                 started[event.request_id] = event
             else:
                 require(isinstance(event, Preempted), "I11", "planning only starts and preempts")
-                assert isinstance(event, Preempted)
-                victim = self.state.live[event.request_id]
-                if isolated is None:
-                    self._check_preemption(victim, rows, ready)
-                else:
-                    others = [s for s in self.worker.running.values() if s is not isolated]
-                    youngest = max(others, key=lambda s: s.queue_key)
-                    require(victim is youngest, "isolation", "a suspect preempts the youngest")
-                self.state.preempt(victim)
         return started
+
+    def _preempt(
+        self,
+        victims: list[ModelSequence],
+        slots: set[int],
+        ready: list[ModelSequence],
+        isolated: ModelSequence | None,
+    ) -> None:
+        """Check and preempt the victims of the plan, which has rows in `slots`; empties the list."""
+        for victim in victims:
+            if isolated is None:
+                self._check_preemption(victim, slots, ready)
+            else:
+                others = [s for s in self.worker.running.values() if s is not isolated]
+                youngest = max(others, key=lambda s: s.queue_key)
+                require(victim is youngest, "isolation", "a suspect preempts the youngest")
+            self.state.preempt(victim)
+        victims.clear()
 
     def _check_preemption(self, victim: ModelSequence, rows: set[int], ready: list[ModelSequence]) -> None:
         require(victim.is_running, "I15", "only a running sequence is preempted")

@@ -151,7 +151,7 @@ _LOGPROBS = (
 
 _POISON = (
     Bug("no request is ever suspected", PoisonDetector.record_crash, drop("sequence.crash_count += 1")),
-    Bug("suspects run together", Isolation.choose, replace("state.poison", "not state.poison", role="test")),
+    Bug("suspects run together", Isolation.choose, replace("state.poison.isolated_by_age()", "()", role="iter")),
     Bug("a first crash is proof", PoisonDetector.is_poison, always("sequence.crash_count > 1")),
     Bug(
         "a crash beside others is proof",

@@ -104,7 +104,7 @@ _LOSS = (
     Bug(
         "only the first worker wakes the scheduler",
         Scheduler.next_deadline,
-        replace("self._state.workers.values()", "list(self._state.workers.values())[:1]"),
+        replace("self._state.workers.items()", "list(self._state.workers.items())[:1]"),
     ),
     Bug(
         "only the prefix cache of the first worker is emptied",

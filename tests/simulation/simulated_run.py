@@ -90,12 +90,17 @@ class SimulatedRun:
         before = None
         while max_plans != before:  # a plan of one worker may let another one run more
             before = max_plans
-            for epoch in self.scheduler.core.workers:
-                if not self.workers[epoch].is_cut_off:
-                    max_plans = self._plan(epoch, max_plans)
+            for epoch in self._reachable():
+                max_plans = self._plan(epoch, max_plans)
         if self.scheduler.oracle:
-            deadline = self.scheduler.core.next_deadline()
+            deadline = self._next_deadline()
             self.scheduler.oracle.check_next_deadline(deadline, self.now, planned_all=max_plans > 0)
+
+    def _reachable(self) -> list[int]:
+        return [epoch for epoch in self.scheduler.core.workers if not self.workers[epoch].is_cut_off]
+
+    def _next_deadline(self) -> float | None:
+        return self.scheduler.core.next_deadline(self._reachable())
 
     def _plan(self, epoch: int, max_plans: int) -> int:
         """Plan steps of a worker. Returns how many of `max_plans` are left."""
@@ -127,7 +132,7 @@ class SimulatedRun:
             self.now += self.rng.random() * 0.02
         elif kind < 0.6:
             self.now += self.rng.random() * 0.3
-        elif kind < 0.7 and (deadline := self.scheduler.core.next_deadline()) is not None:
+        elif kind < 0.7 and (deadline := self._next_deadline()) is not None:
             self.now = max(self.now, deadline)
 
     # --- actions ----------------------------------------------------------------------------------------------------
@@ -341,7 +346,7 @@ class SimulatedRun:
                 if len(self.workers) < num_workers:
                     self._join(self.scenario.capacity)
             else:
-                deadline = self.scheduler.core.next_deadline()
+                deadline = self._next_deadline()
                 require(deadline is not None, "I13", "waiting requests have a wakeup")
                 assert deadline is not None
                 self.now = deadline

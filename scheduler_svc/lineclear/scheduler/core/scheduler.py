@@ -10,6 +10,7 @@ for every later plan, and a freed block may be handed out at once: a late write 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -123,14 +124,17 @@ class Scheduler:
             events.append(self._live.fail(sequence, DeadlineExceeded(f"the deadline passed {where}"), now))
         return events
 
-    def next_deadline(self) -> float | None:
-        """Return the next time at which `expire` or `plan` may act without any other call before; None: never."""
+    def next_deadline(self, epochs: Collection[int] | None = None) -> float | None:
+        """Return the next time at which `expire` or `plan` may act without any other call before; None: never.
+
+        `epochs` are the workers that plans can be sent to, where not all joined workers are.
+        """
         deadline = self._live.next_deadline()
         times = [] if deadline is None else [deadline]
         oldest = self._state.fresh.oldest()
-        for worker in self._state.workers.values():
+        for epoch, worker in self._state.workers.items():
             # With a full pipeline no request can join before the next result arrives.
-            if worker.is_full:
+            if worker.is_full or (epochs is not None and epoch not in epochs):
                 continue
             wakeups = [worker.next_turn()]
             if oldest is not None:

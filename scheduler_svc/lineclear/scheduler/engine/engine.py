@@ -242,7 +242,8 @@ class Engine:
         if now - self._snapshot_at >= _SNAPSHOT_SECONDS or self._workers.is_idle:
             self._take_snapshot(now)
         if not self._inbox and not self._stopped:
-            self._next_wakeup = min(self._workers.next_check(now), _or_infinity(self._core.next_deadline()))
+            deadline = self._core.next_deadline(self._workers.joined_epochs)
+            self._next_wakeup = min(self._workers.next_check(now), math.inf if deadline is None else deadline)
             self._iteration_started_at = None
             self._link.wait(self._next_wakeup)
 
@@ -359,7 +360,3 @@ class Engine:
             link=copy(self._link.counters),
             membership=copy(self._workers.counters),
         )
-
-
-def _or_infinity(moment: float | None) -> float:
-    return math.inf if moment is None else moment

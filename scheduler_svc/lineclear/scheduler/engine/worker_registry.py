@@ -51,6 +51,7 @@ class WorkerRegistry:
         """A joined worker is stopping."""
         self.joined: tuple[WorkerSession, ...] = ()
         """The sessions that plans are sent to, the oldest first."""
+        self.joined_epochs: frozenset[int] = frozenset()
         self.serving: tuple[WorkerSession, ...] = ()
         """The sessions whose results are applied: joined, or just cut off."""
         self._timeouts = timeouts
@@ -242,6 +243,7 @@ class WorkerRegistry:
         self.is_connecting = any(session.state is S.CONNECTING for session in self._active)
         self.serving = tuple(session for session in self._active if session.state in (S.JOINED, S.CUT_OFF))
         self.joined = tuple(session for session in self.serving if session.state is S.JOINED)
+        self.joined_epochs = frozenset(session.epoch for session in self.joined)
         self.has_stopping = any(session.is_stopping for session in self.joined)
         self.has_hung = any(session.state in (S.UNHEALTHY, S.CONDEMNED) for session in self._active)
         hello = max((s.hello for s in self.serving if s.hello), key=lambda hello: hello.max_model_len, default=None)
