@@ -89,6 +89,31 @@ def test_every_word_exists_here(section: str) -> None:
                 check_word(word)
 
 
+WORDS = {
+    TRANSFORMERS: """generate_batch generation_config record_timestamps progress_bar add_request eos_token_id get_result
+        request_id_iter register_result_handler cancel_request start stop join is_running persistent_manager block_size
+        num_blocks max_batch_tokens max_memory_percent max_blocks_per_request allow_block_sharing fifo prefill_first
+        return_logprobs max_queue_size use_async_batching use_cuda_graph max_cached_graphs decode_compile_config""",
+    "batcher (Go)": """New Start Request{ID, Tokens, MaxNewTokens} Slot StepBatch{Slots} TotalTokens CompletionResult
+        WithPollInterval evict refill padding""",
+    "A batch processor with strategies (Zig)": """FixedSize DynamicTimeout Adaptive Continuous id prompt config priority
+        callback latency_ms queue_time_ms max_batch_size timeout_ms max_queue_size num_workers totals averages
+        throughput submit submitAsync poll QueueFull ProcessorStopped stop""",
+    "Continuous batching from scratch (article)": """static padded waves ragged packed positions block-diagonal picture
+        admissions barrier causal cuda mps cpu tokens""",
+    "TokenBatcher (Python)": """inference_fn process_fn token_estimator cost_estimator default_token_estimate default_cost
+        estimated_tokens estimated_cost target_batch_tokens target_batch_cost min_batch_size max_batch_size
+        max_queue_size batch_timeout_s prefetch_batches submit asyncio.Future""",
+}
+"""What the users of each system know. A word without a row is a gap in the page."""
+
+
+@pytest.mark.parametrize("section", WORDS)
+def test_every_word_of_a_system_has_a_row(section: str) -> None:
+    there = " ".join(cell for cell, _ in rows(section))
+    assert [word for word in WORDS[section].split() if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", there)] == []
+
+
 WRONG = ("--no-such-flag", "temprature=", "Client.sumbit", "Batcher(stepfn)", "Batcher(max=8)", "--batching-strategy x")
 
 

@@ -53,6 +53,18 @@ async def test_results_as_they_finish_in_a_loop() -> None:
         assert await manager.get_result() is None
 
 
+def test_requests_added_together() -> None:
+    with Client(transport=FakeTransport(reply)) as client, client.manager() as manager:
+        names = manager.add_requests(["a", "b", "c"], max_tokens=7)
+        assert {name: getattr(outcome, "text", "") for name, outcome in manager} == dict(zip(names, "abc", strict=True))
+
+
+async def test_requests_added_together_in_a_loop() -> None:
+    async with AsyncClient(transport=FakeTransport(reply)) as client, client.manager() as manager:
+        names = manager.add_requests(["a", "b", "c"])
+        assert sorted([name async for name, _ in manager]) == sorted(names)
+
+
 def test_result_of_one_request() -> None:
     with Client(transport=FakeTransport(reply)) as client, client.manager() as manager:
         first, second = manager.add_request("x"), manager.add_request("y")

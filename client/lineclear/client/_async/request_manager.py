@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -66,6 +66,12 @@ class AsyncRequestManager(AsyncIterator[tuple[str, Outcome]]):
             self._open[future.request_id] = future
         future.add_done_callback(lambda _: self._finish(future))
         return future.request_id
+
+    def add_requests(
+        self, prompts: Iterable[Prompt | Request], sampling: Sampling | None = None, **params: Unpack[Params]
+    ) -> list[str]:
+        """Send a request for each prompt, and return their ids."""
+        return [self.add_request(prompt, sampling, **params) for prompt in prompts]
 
     async def get_result(
         self, request_id: str | None = None, *, timeout_seconds: float | None = None

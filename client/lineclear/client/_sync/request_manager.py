@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -67,6 +67,12 @@ class RequestManager(Iterator[tuple[str, Outcome]]):
             self._open[future.request_id] = future
         future.add_done_callback(lambda _: self._finish(future))
         return future.request_id
+
+    def add_requests(
+        self, prompts: Iterable[Prompt | Request], sampling: Sampling | None = None, **params: Unpack[Params]
+    ) -> list[str]:
+        """Send a request for each prompt, and return their ids."""
+        return [self.add_request(prompt, sampling, **params) for prompt in prompts]
 
     def get_result(
         self, request_id: str | None = None, *, timeout_seconds: float | None = None
