@@ -101,8 +101,8 @@ WORDS = {
         throughput submit submitAsync poll QueueFull ProcessorStopped stop""",
     "Continuous batching from scratch (article)": """static padded waves ragged packed positions block-diagonal picture
         admissions barrier causal cuda mps cpu tokens""",
-    "TokenBatcher (Python)": """inference_fn process_fn token_estimator cost_estimator default_token_estimate default_cost
-        estimated_tokens estimated_cost target_batch_tokens target_batch_cost min_batch_size max_batch_size
+    "TokenBatcher (Python)": """inference_fn process_fn token_estimator cost_estimator default_token_estimate
+        default_cost estimated_tokens estimated_cost target_batch_tokens target_batch_cost min_batch_size max_batch_size
         max_queue_size batch_timeout_s prefetch_batches submit asyncio.Future""",
 }
 """What the users of each system know. A word without a row is a gap in the page."""

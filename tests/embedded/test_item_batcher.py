@@ -53,6 +53,41 @@ def test_asyncio_gather_gets_each_result_in_its_place() -> None:
     assert asyncio.run(main()) == doubled(list(range(20)))
 
 
+def test_asyncio_wait_returns_the_first_item(running: Callable[[Any], Any]) -> None:
+    gate = Gate(doubled)
+
+    async def main(batcher: ItemBatcher[int, int]) -> None:
+        first = batcher.submit(1)
+        await asyncio.to_thread(gate.wait_for_call)
+        second = batcher.submit(2)
+        asyncio.get_running_loop().call_later(0.01, gate.open)
+        done, _ = await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+        assert first in done
+        done, pending = await asyncio.wait([first, second])
+        assert (sorted(future.result() for future in done), pending) == ([2, 4], set())
+
+    asyncio.run(asyncio.wait_for(main(running(ItemBatcher(gate))), PATIENCE_SECONDS))
+
+
+def test_done_callback_of_a_task_runs_on_its_loop() -> None:
+    threads: list[threading.Thread] = []
+
+    def note(future: Any) -> None:
+        threads.append(threading.current_thread())
+
+    async def main() -> None:
+        async with ItemBatcher(doubled) as batcher:
+            kept, dropped = batcher.submit(1), batcher.submit(2)
+            kept.add_done_callback(note)
+            dropped.add_done_callback(note)
+            assert (dropped.remove_done_callback(note), dropped.remove_done_callback(note)) == (1, 0)
+            assert [await kept, await dropped] == [2, 4]
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert threads == [threading.current_thread()]
+
+
 def test_coroutine_function_runs_on_the_callers_loop() -> None:
     async def where(items: list[int]) -> list[threading.Thread]:
         return [threading.current_thread() for _ in items]

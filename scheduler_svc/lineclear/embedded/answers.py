@@ -36,8 +36,24 @@ class Completion:
         return len(self.tokens) / self.seconds if self.seconds else 0.0
 
 
+class _LoopCallback:
+    """A done callback that runs on the event loop of the task that added it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[Any], object]) -> None:
+        self._loop = loop
+        self.function: Callable[[Any], object] | None = function
+
+    def __call__(self, future: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._run, future)
+
+    def _run(self, future: Any) -> None:
+        if self.function is not None:
+            self.function(future)
+
+
 class EmbeddedFuture(Future[_T], Generic[_T]):
-    """A concurrent.futures.Future that can be awaited as well.
+    """A concurrent.futures.Future that can be awaited as well, and that `asyncio.wait` takes.
 
     `cancel` ends the request in the queue and while it runs; the step in progress still computes its row.
     """
@@ -51,6 +67,25 @@ class EmbeddedFuture(Future[_T], Generic[_T]):
         self._cancel_request = cancel
         self._lock = threading.Lock()
         self._is_cancelled = False
+        self._loop_callbacks: list[_LoopCallback] = []
+
+    def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
+        """Call `fn` with this future at its end: on the running event loop if there is one, else on any thread."""
+        try:
+            callback = _LoopCallback(asyncio.get_running_loop(), fn)
+        except RuntimeError:
+            super().add_done_callback(fn)
+        else:
+            self._loop_callbacks.append(callback)
+            super().add_done_callback(callback)
+
+    def remove_done_callback(self, fn: Callable[[Future[_T]], object]) -> int:
+        """Drop the callbacks `fn` that were added on an event loop, and return how many there were."""
+        removed = [callback for callback in self._loop_callbacks if callback.function == fn]
+        for callback in removed:
+            callback.function = None
+            self._loop_callbacks.remove(callback)
+        return len(removed)
 
     def cancel(self) -> bool:
         """Cancel the request. Returns False if it has ended."""
@@ -64,7 +99,31 @@ class EmbeddedFuture(Future[_T], Generic[_T]):
         return True
 
     def __await__(self) -> Generator[Any, None, _T]:
-        return asyncio.wrap_future(self).__await__()
+        # Not asyncio.wrap_future: its callback is thread-safe and would take a second turn of the loop.
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[_T] = loop.create_future()
+        waiter.add_done_callback(self._on_waiter_done)
+
+        def on_done(future: Future[_T]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._copy_to, waiter)
+
+        super().add_done_callback(on_done)
+        return waiter.__await__()
+
+    def _on_waiter_done(self, waiter: asyncio.Future[_T]) -> None:
+        if waiter.cancelled():
+            self.cancel()
+
+    def _copy_to(self, waiter: asyncio.Future[_T]) -> None:
+        if waiter.done():
+            return  # the task that waited is cancelled
+        if self.cancelled():
+            waiter.cancel()
+        elif (error := self.exception()) is not None:
+            waiter.set_exception(error)
+        else:
+            waiter.set_result(self.result())
 
     def succeed(self, value: _T) -> None:
         """Set the result, unless the caller has cancelled the request."""
@@ -100,7 +159,7 @@ class Answer(EmbeddedFuture[Completion]):
         self.data = data
         self._tokens: list[int] = []
         self._wakeups: list[Callable[[], None]] = []
-        self.add_done_callback(lambda _: self._wake())
+        Future.add_done_callback(self, lambda _: self._wake())  # on the batcher's thread
 
     @property
     def tokens(self) -> tuple[int, ...]:
