@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lineclear.client.batch_window import BatchWindow, Outcome, checked_window, default_concurrency
-from lineclear.client.results import Model, Stats, from_proto
+from lineclear.client.results import Model, from_proto
 from lineclear.errors import InternalError
 from lineclear.v1 import inference_pb2 as pb
 
@@ -120,12 +120,11 @@ def test_outcomes_are_read_as_they_come() -> None:
 
 @pytest.mark.parametrize(
     ("slots", "of_workers", "concurrency"),
-    [(1, [], 1), (8, [8], 8), (8, [8, 8, 8], 24), (4096, [4096], 256), (0, [], 32)],
+    [(1, 0, 1), (8, 8, 8), (8, 24, 24), (4096, 4096, 256), (0, 0, 32)],
 )
-def test_default_concurrency_is_the_number_of_slots(slots: int, of_workers: list[int], concurrency: int) -> None:
-    model = from_proto(Model, pb.GetModelResponse(limits=pb.Limits(max_batch_size=slots)))
-    workers = [pb.WorkerStats(num_slots=number) for number in of_workers]
-    assert default_concurrency(model, from_proto(Stats, pb.GetStatsResponse(workers=workers))) == concurrency
+def test_default_concurrency_is_the_number_of_slots(slots: int, of_workers: int, concurrency: int) -> None:
+    limits = pb.Limits(max_batch_size=slots, num_slots=of_workers)
+    assert default_concurrency(from_proto(Model, pb.GetModelResponse(limits=limits))) == concurrency
 
 
 @pytest.mark.parametrize("seed", range(20))

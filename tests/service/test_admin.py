@@ -26,6 +26,7 @@ from support.toy import expected
 from typer.testing import CliRunner, Result
 
 from lineclear.cli.app import app
+from lineclear.client import Client
 from lineclear.errors import RecordingFailed, WorkerRestartFailed
 from lineclear.v1 import admin_pb2 as pb
 from lineclear.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -279,6 +280,14 @@ def test_workers_that_another_program_started_are_not_restarted(model: Path, tmp
         assert "send SIGTERM to one after the other" in result.stderr
     finally:
         process.end()
+
+
+def test_batch_fills_the_slots_of_all_workers(start: Callable[..., Running]) -> None:
+    """Also where GetStats is at the admin address only."""
+    server = start("--num-workers", "2", "--max-batch-size", "5")
+    wait_until(lambda: len(workers_of(server)) == 2)
+    with Client(server.address) as client:
+        wait_until(lambda: client.model().limits.num_slots == 10)
 
 
 def test_stats_show_each_worker(start: Callable[..., Running]) -> None:

@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 from lineclear.errors import LineclearError
 
-from .results import Generation, Model, Stats
+from .results import Generation, Model
 
 Item = TypeVar("Item")
 Outcome = Generation | LineclearError
@@ -159,7 +159,7 @@ def checked_window(concurrency: int | None, window: int | None) -> int:
     return window or max(256, 8 * (concurrency or _MOST_SLOTS))
 
 
-def default_concurrency(model: Model, stats: Stats) -> int:
+def default_concurrency(model: Model) -> int:
     """Return the number of slots of all workers, so that batches are full and the queue is left to others."""
-    slots = sum(worker.num_slots for worker in stats.workers) or model.limits.max_batch_size
+    slots = model.limits.num_slots or model.limits.max_batch_size
     return min(slots, _MOST_SLOTS) or DEFAULT_CONCURRENCY

@@ -193,6 +193,7 @@ class Limits:
     max_prompt_bytes: int
     default_deadline_seconds: float
     max_deadline_seconds: float
+    num_slots: int
 
 
 @dataclass(frozen=True, slots=True)

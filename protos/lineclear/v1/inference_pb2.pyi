@@ -1432,6 +1432,7 @@ class Limits(_message.Message):
     MAX_PROMPT_BYTES_FIELD_NUMBER: _builtins.int
     DEFAULT_DEADLINE_FIELD_NUMBER: _builtins.int
     MAX_DEADLINE_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_FIELD_NUMBER: _builtins.int
     max_batch_size: _builtins.int
     """Most requests in one step."""
     target_batch_tokens: _builtins.int
@@ -1450,6 +1451,8 @@ class Limits(_message.Message):
     """Most output tokens of a request that does not set max_tokens."""
     max_prompt_bytes: _builtins.int
     """Largest text prompt in bytes."""
+    num_slots: _builtins.int
+    """Slots of all joined workers: most requests that run at the same time."""
     @_builtins.property
     def default_deadline(self) -> _duration_pb2.Duration:
         """Deadline of a request whose call has none, from its arrival."""
@@ -1474,10 +1477,11 @@ class Limits(_message.Message):
         max_prompt_bytes: _builtins.int = ...,
         default_deadline: _duration_pb2.Duration | None = ...,
         max_deadline: _duration_pb2.Duration | None = ...,
+        num_slots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_deadline", b"default_deadline", "max_deadline", b"max_deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "default_deadline", b"default_deadline", "default_max_tokens", b"default_max_tokens", "max_batch_size", b"max_batch_size", "max_deadline", b"max_deadline", "max_prompt_bytes", b"max_prompt_bytes", "max_queue_size", b"max_queue_size", "max_queue_tokens", b"max_queue_tokens", "num_blocks", b"num_blocks", "pipeline_depth", b"pipeline_depth", "target_batch_tokens", b"target_batch_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "default_deadline", b"default_deadline", "default_max_tokens", b"default_max_tokens", "max_batch_size", b"max_batch_size", "max_deadline", b"max_deadline", "max_prompt_bytes", b"max_prompt_bytes", "max_queue_size", b"max_queue_size", "max_queue_tokens", b"max_queue_tokens", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "pipeline_depth", b"pipeline_depth", "target_batch_tokens", b"target_batch_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

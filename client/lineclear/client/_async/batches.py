@@ -11,7 +11,7 @@ from lineclear.errors import LineclearError
 from ..batch_window import ALL_AT_ONCE, DEFAULT_CONCURRENCY, BatchWindow, Outcome, checked_window, default_concurrency
 from ..progress import Progress, display
 from ..requests import Params, Prompt, Request, Sampling, Unset
-from ..results import Generation, Model, Stats
+from ..results import Generation, Model
 from ..sigint import AsyncCanceller
 from .answer_stream import AsyncStream
 from .batch_workers import AsyncBatchResults, AsyncBatchWorkers
@@ -32,9 +32,6 @@ class AsyncBatches(ABC):
 
     @abstractmethod
     async def model(self, *, timeout_seconds: float | Unset | None = ...) -> Model: ...
-
-    @abstractmethod
-    async def stats(self, *, timeout_seconds: float | Unset | None = ...) -> Stats: ...
 
     @overload
     def iter_batch(
@@ -215,8 +212,7 @@ class AsyncBatches(ABC):
 
     async def _default_concurrency(self) -> int:
         try:
-            model = await self.model(timeout_seconds=_SLOTS_TIMEOUT_SECONDS)
-            return default_concurrency(model, await self.stats(timeout_seconds=_SLOTS_TIMEOUT_SECONDS))
+            return default_concurrency(await self.model(timeout_seconds=_SLOTS_TIMEOUT_SECONDS))
         except LineclearError:
             return DEFAULT_CONCURRENCY
 

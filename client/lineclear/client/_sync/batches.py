@@ -12,7 +12,7 @@ from lineclear.errors import LineclearError
 from ..batch_window import ALL_AT_ONCE, DEFAULT_CONCURRENCY, BatchWindow, Outcome, checked_window, default_concurrency
 from ..progress import Progress, display
 from ..requests import Params, Prompt, Request, Sampling, Unset
-from ..results import Generation, Model, Stats
+from ..results import Generation, Model
 from ..sigint import Canceller
 from .answer_stream import Stream
 from .batch_workers import BatchResults, BatchWorkers
@@ -33,9 +33,6 @@ class Batches(ABC):
 
     @abstractmethod
     def model(self, *, timeout_seconds: float | Unset | None = ...) -> Model: ...
-
-    @abstractmethod
-    def stats(self, *, timeout_seconds: float | Unset | None = ...) -> Stats: ...
 
     @overload
     def iter_batch(
@@ -216,8 +213,7 @@ class Batches(ABC):
 
     def _default_concurrency(self) -> int:
         try:
-            model = self.model(timeout_seconds=_SLOTS_TIMEOUT_SECONDS)
-            return default_concurrency(model, self.stats(timeout_seconds=_SLOTS_TIMEOUT_SECONDS))
+            return default_concurrency(self.model(timeout_seconds=_SLOTS_TIMEOUT_SECONDS))
         except LineclearError:
             return DEFAULT_CONCURRENCY
 

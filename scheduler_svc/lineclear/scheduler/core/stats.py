@@ -70,6 +70,11 @@ class CoreSnapshot:
     """Of a request at the end of the queue; None if unknown."""
 
     @property
+    def num_slots(self) -> int:
+        """Slots."""
+        return sum(worker.num_slots for worker in self.workers)
+
+    @property
     def num_requests_running(self) -> int:
         """Requests with a slot."""
         return sum(worker.num_requests_running for worker in self.workers)

@@ -370,6 +370,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return status_messages.model(
             self._settings,
             self._model.require_hello(),
+            num_slots=self._engine.snapshot().core.num_slots,
             has_chat_template=self.tokenizers.has_chat_template,
             version=VERSION,
         )

@@ -21,8 +21,10 @@ def served_model_name(settings: SchedulerSettings, hello: Hello) -> str:
     return settings.served_model_name or (DEMO_NAME if settings.demo else hello.model_id)
 
 
-def model(settings: SchedulerSettings, hello: Hello, *, has_chat_template: bool, version: str) -> pb.GetModelResponse:
-    """Build the description of the model of a worker."""
+def model(
+    settings: SchedulerSettings, hello: Hello, *, num_slots: int, has_chat_template: bool, version: str
+) -> pb.GetModelResponse:
+    """Build the description of the model of a worker. `num_slots` are those of all workers."""
     max_seconds = settings.max_deadline_seconds
     limits = pb.Limits(
         max_batch_size=min(settings.max_batch_size, hello.num_slots),
@@ -34,6 +36,7 @@ def model(settings: SchedulerSettings, hello: Hello, *, has_chat_template: bool,
         pipeline_depth=settings.pipeline_depth,
         default_max_tokens=settings.default_max_tokens,
         max_prompt_bytes=settings.max_prompt_bytes,
+        num_slots=num_slots or min(settings.max_batch_size, hello.num_slots),
     )
     limits.default_deadline.FromMicroseconds(round(min(settings.default_deadline_seconds, max_seconds) * 1e6))
     limits.max_deadline.FromMicroseconds(round(max_seconds * 1e6))
