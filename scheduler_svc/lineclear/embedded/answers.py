@@ -123,7 +123,7 @@ class EmbeddedFuture(Future[_T], Generic[_T]):
         elif (error := self.exception()) is not None:
             waiter.set_exception(error)
         else:
-            waiter.set_result(self.result())
+            waiter.set_result(self.result(timeout=0))
 
     def succeed(self, value: _T) -> None:
         """Set the result, unless the caller has cancelled the request."""
