@@ -89,6 +89,17 @@ def test_step_records_give_the_same_times(tmp_path: Path) -> None:
     assert timing.worker.num_blocks == 9
 
 
+def test_plans_of_a_late_scheduler_count_as_gaps() -> None:
+    # Both results of two plans in flight arrive at the scheduler at once, and it plans the next two.
+    steps = [
+        MeasuredStep(1, 2 * pair + n, StepWork(1, 1, 1), 0.002, 0.005 * pair, 0.005 * (pair + 1))
+        for pair in range(150)
+        for n in (1, 2)
+    ]
+    timing = fit.fitted(steps, WorkerCapacity()).timing
+    assert timing.gap_seconds == pytest.approx(0.0005, rel=0.05), "a step every 2.5 ms takes 2 ms"
+
+
 def test_size_corrects_a_model_that_is_not_linear() -> None:
     steps = [
         MeasuredStep(1, n, StepWork(tokens, 0, tokens), seconds, math.nan, n * 1.0)

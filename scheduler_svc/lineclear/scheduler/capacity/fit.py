@@ -198,14 +198,18 @@ def _by_size(values: Iterable[tuple[StepWork, _T]], least: int = _MIN_OF_SIZE) -
 
 
 def _intervals(steps: Iterable[MeasuredStep]) -> tuple[list[tuple[StepWork, float]], list[float]]:
-    """Return the times before steps of a busy worker, and of the ways to an idle one and back."""
+    """Return the times before steps of a busy worker, and of the ways to an idle one and back.
+
+    A plan made right after a result counts as one for a busy worker, also if the result was that of the last plan. The
+    scheduler was late then: on the virtual clock, which takes no time to plan, it would have been made before.
+    """
     gaps: list[tuple[StepWork, float]] = []
     latencies: list[float] = []
     before: MeasuredStep | None = None
     for step in sorted(steps, key=lambda s: (s.worker, s.step)):
         if before is not None and (before.worker, before.step + 1) == (step.worker, step.step):
             gap = step.applied_at - before.applied_at - step.seconds
-            was_idle = step.planned_at >= before.applied_at
+            was_idle = step.planned_at > before.applied_at
             if math.isnan(step.planned_at):  # a record without it: busy, unless the gap is as long as a step
                 was_idle = gap > max(step.seconds, 0.002)
             if not was_idle and gap < _MAX_GAP_SECONDS:
