@@ -28,8 +28,8 @@ class StepTimeModel:
     @property
     def coefficients(self) -> tuple[float, float, float]:
         """Seconds, seconds per token, seconds per kv token; each at least 0."""
-        base, token, kv = (max(0.0, w * s) for w, s in zip(self._weights, _SCALE, strict=True))
-        return base, token, kv
+        base, token, kv = self._weights
+        return max(0.0, base * _SCALE[0]), max(0.0, token * _SCALE[1]), max(0.0, kv * _SCALE[2])
 
     @property
     def is_fitted(self) -> bool:
