@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from structlog.testing import capture_logs
 from support.engine_harness import EngineHarness, eventually, request, supervised
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 
+from lineclear.errors import WorkerRestartFailed
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
@@ -330,6 +332,68 @@ async def test_a_worker_does_not_get_the_terminals_interrupt() -> None:
     assert supervisor.pid is not None
     assert os.getpgid(supervisor.pid) != os.getpgid(0)
     await supervisor.stop()
+
+
+async def joined_pids(supervisor: WorkerSupervisor) -> list[int]:
+    """Wait until each worker runs, report that it has joined, and return the pids."""
+    await until(lambda: None not in supervisor.pids)
+    pids = [pid for pid in supervisor.pids if pid is not None]
+    for pid in pids:
+        supervisor.worker_joined(hello(pid))
+    await asyncio.sleep(0)
+    return pids
+
+
+async def test_rolling_restart_waits_for_a_worker_that_starts() -> None:
+    """Another worker has just crashed: the one that is left is not stopped before the crashed one serves again."""
+    supervisor = WorkerSupervisor(FOR_EVER, flags=((), ()), limits=SupervisorLimits(min_backoff_seconds=0.001))
+    supervisor.start()
+    try:
+        with capture_logs() as lines:
+            first, second = await joined_pids(supervisor)
+            os.kill(second, signal.SIGKILL)
+            await until(lambda: supervisor.pids[1] not in (None, second))
+            restart = asyncio.create_task(supervisor.restart_all())
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert supervisor.pids[0] == first
+            assert "worker_restarting" not in [line["event"] for line in lines]
+            third = (await joined_pids(supervisor))[1]
+            await until(lambda: supervisor.pids[0] not in (None, first))
+            assert supervisor.pids[1] == third
+            await joined_pids(supervisor)
+            await until(lambda: supervisor.pids[1] not in (None, third))
+            pids = await joined_pids(supervisor)
+            assert await restart == pids
+    finally:
+        await supervisor.stop(kill=True)
+
+
+async def test_a_server_that_drains_restarts_no_worker() -> None:
+    supervisor = WorkerSupervisor(FOR_EVER, flags=((), ()))
+    supervisor.start()
+    try:
+        pids = await joined_pids(supervisor)
+        supervisor.drain()
+        with capture_logs() as lines, pytest.raises(WorkerRestartFailed, match="the server is stopping"):
+            await supervisor.restart_all()
+        assert lines == []
+        assert supervisor.pids == pids
+    finally:
+        await supervisor.stop(kill=True)
+
+
+async def test_a_stop_ends_a_rolling_restart_that_waits() -> None:
+    supervisor = WorkerSupervisor(FOR_EVER, flags=((), ()), limits=SupervisorLimits(min_backoff_seconds=60.0))
+    supervisor.start()
+    _, second = await joined_pids(supervisor)
+    os.kill(second, signal.SIGKILL)
+    await until(lambda: supervisor.pids[1] is None)  # for a minute
+    restart = asyncio.create_task(supervisor.restart_all())
+    await asyncio.sleep(0)
+    await supervisor.stop(kill=True)
+    with pytest.raises(WorkerRestartFailed, match="the server is stopping"):
+        await asyncio.wait_for(restart, PATIENCE_SECONDS)
 
 
 def _zombies() -> list[str]:

@@ -122,6 +122,7 @@ class WorkerSlot:
         self._set_timer(None)
         worker = self._worker
         if worker is None:
+            self._settled.set()
             return True
         if not kill:
             worker.send(signal.SIGTERM)
@@ -136,8 +137,11 @@ class WorkerSlot:
     async def restart(self) -> int:
         """Stop the worker with SIGTERM and start another one; return its pid once it has joined or waits to join.
 
-        A worker that is not running is waited for. Raises WorkerRestartFailed if the worker is given up.
+        A worker that is not running is waited for. Raises WorkerRestartFailed if the worker is given up or the server
+        stops.
         """
+        if self._draining or self._stopping:
+            raise WorkerRestartFailed(f"worker {self.number} was not restarted: {self._reason()}")
         worker = self._worker
         if worker is not None and not self._restarting:
             self._restarting = True
@@ -150,6 +154,10 @@ class WorkerSlot:
         if self.given_up is not None or self.pid is None:
             raise WorkerRestartFailed(f"worker {self.number} was not restarted: {self._reason()}")
         return self.pid
+
+    async def wait_until_settled(self) -> None:
+        """Wait until the worker has joined, waits to join, or is given up."""
+        await self._settled.wait()
 
     def _reason(self) -> str:
         return "the server is stopping" if self.given_up is None else self.given_up.value

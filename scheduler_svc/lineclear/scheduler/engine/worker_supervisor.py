@@ -122,12 +122,19 @@ class WorkerSupervisor:
         return await self._slots[number].restart()
 
     async def restart_all(self) -> list[int]:
-        """Restart one worker after the other; return the pids of the new ones. Raises WorkerRestartFailed."""
+        """Restart one worker after the other; return the pids of the new ones. Raises WorkerRestartFailed.
+
+        A worker is restarted once all others have joined, so that those carry its requests on.
+        """
         if not self._slots:
             raise WorkerRestartFailed(
                 "another program has started the workers; send SIGTERM to one after the other, and start it again"
             )
-        return [await slot.restart() for slot in self._slots]
+        pids = []
+        for slot in self._slots:
+            await asyncio.gather(*(other.wait_until_settled() for other in self._slots if other is not slot))
+            pids.append(await slot.restart())
+        return pids
 
     # --- reports of the engine ------------------------------------------------------------------------------------
 
