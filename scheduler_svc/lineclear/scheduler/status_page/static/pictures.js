@@ -1,10 +1,19 @@
 "use strict";
-// Canvas drawings of the status page. They get data and draw; they keep nothing.
+// Canvas drawings of the status page, from data and the colours of the style sheet.
 
 const KIND_COLOURS = { p: "prefill", d: "decode", r: "recompute" };
+const COLOURS = ["fore", "dim", "prefill", "decode", "recompute", "cached", "preempted", "idle", "free", "shared", "used",
+  "earlier", "new"];
+let palette = {};
+
+// Reads the colours before a drawing. Reading them for each of thousands of cells takes most of a core.
+function readPalette() {
+  const style = getComputedStyle(document.documentElement);
+  palette = Object.fromEntries(COLOURS.map((name) => [name, style.getPropertyValue("--" + name).trim()]));
+}
 
 function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+  return palette[name];
 }
 
 function prepared(canvas, height) {

@@ -5,7 +5,9 @@ const COLUMNS = 160;
 const KEPT = 2048;
 const KINDS = { p: "prefill", d: "decode", r: "recompute" };
 const get = (id) => document.getElementById(id);
-const view = { steps: [], state: null, chosen: null, skipped: 0, paused: false, rates: [] };
+const live = { steps: [], state: null, skipped: 0, rates: [] };
+let view = live; // what is drawn: all that was received, or a copy of it while paused
+let chosen = null;
 let token = sessionStorage.getItem("lineclear-token") || "";
 let isDrawn = true;
 
@@ -16,13 +18,13 @@ function say(text, className) {
 
 async function watch() {
   const headers = token ? { Authorization: "Bearer " + token } : {};
-  const last = view.steps.length;
-  const response = await fetch("/status/steps?history=" + (last ? 0 : COLUMNS), { headers, cache: "no-store" });
+  const response = await fetch("/status/steps?history=" + COLUMNS, { headers, cache: "no-store" });
   if (response.status === 401) return askForToken(token ? "This token is not valid." : "");
   if (!response.ok) throw new Error((await response.text()).trim());
   get("login").hidden = true;
   get("view").hidden = false;
   say("live", "live");
+  Object.assign(live, { steps: [], rates: [] }); // it may be another server, whose numbers begin anew
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
@@ -64,19 +66,18 @@ async function run() {
 
 function take(data) {
   if (data.steps) {
-    // After a restart of the server the numbers begin anew.
-    const newest = view.steps.length ? view.steps[view.steps.length - 1].number : 0;
-    if (data.steps.length && data.steps[0].number <= newest) view.steps = [];
-    view.steps.push(...data.steps);
-    view.steps.splice(0, Math.max(0, view.steps.length - KEPT));
-    view.skipped += data.skipped;
+    live.steps.push(...data.steps);
+    live.steps.splice(0, Math.max(0, live.steps.length - KEPT));
+    live.skipped += data.skipped;
   }
   if (data.state) {
-    view.state = data.state;
-    view.rates.push([data.state.at, data.state.generation_tokens]);
-    while (view.rates.length > 2 && view.rates[0][0] < data.state.at - 2) view.rates.shift();
+    live.state = data.state;
+    live.rates.push([data.state.at, data.state.generation_tokens]);
+    while (live.rates.length > 2 && live.rates[0][0] < data.state.at - 2) live.rates.shift();
+    const lack = data.state.draining ? "; the server drains" : data.state.workers.length ? "" : "; no worker has joined";
+    say("live" + lack, "live");
   }
-  if (isDrawn && !view.paused) {
+  if (isDrawn && view === live) {
     isDrawn = false;
     requestAnimationFrame(draw);
   }
@@ -120,14 +121,13 @@ function drawTiles() {
   }
   get("skipped").textContent = view.skipped;
   if (!state) return;
-  const [first, last] = [view.rates[0], view.rates[view.rates.length - 1]];
+  const [first, last] = [view.rates[0] || [0, 0], view.rates[view.rates.length - 1] || [0, 0]];
   const passed = last[0] - first[0];
   get("tokens-per-second").textContent = passed > 0 ? Math.round((last[1] - first[1]) / passed) : 0;
   get("hit-rate").textContent = state.queries ? Math.round((100 * state.hits) / state.queries) + " %" : "-";
   get("running-count").textContent = state.running.length;
   get("waiting-count").textContent = state.num_waiting;
   get("preemptions").textContent = state.preemptions;
-  if (state.draining) say("live; the server drains", "live");
 }
 
 function workers() {
@@ -159,10 +159,10 @@ function drawTimelines() {
   canvases(get("timelines"), "timeline-", names).forEach(({ title, canvas }, index) => {
     const steps = view.steps.filter((step) => step.worker === names[index]);
     title.textContent = `worker ${names[index]}: ${steps.length ? "step " + steps[steps.length - 1].step : "no step yet"}`;
-    const geometry = drawTimeline(canvas, steps, view.chosen, COLUMNS);
+    const geometry = drawTimeline(canvas, steps, chosen, COLUMNS);
     canvas.onclick = (event) => {
       const step = geometry.at(event.offsetX);
-      view.chosen = step ? step.number : null;
+      chosen = step ? step.number : null;
       draw();
     };
   });
@@ -180,14 +180,14 @@ function drawPools() {
 }
 
 function drawStep() {
-  const chosen = view.steps.find((step) => step.number === view.chosen) || view.steps[view.steps.length - 1];
-  if (!chosen) return;
-  const which = chosen.number === view.chosen ? "" : ", the newest";
-  get("mask-title").textContent = `of step ${chosen.step} of worker ${chosen.worker}${which}`;
-  drawMask(get("mask"), chosen);
-  const rows = chosen.slot.map((slot, row) => [
-    slot, "#" + chosen.request[row], KINDS[chosen.kind[row]],
-    `${chosen.start[row]} … ${chosen.start[row] + chosen.count[row] - 1}`, chosen.count[row], chosen.cached[row],
+  const shown = view.steps.find((step) => step.number === chosen) || view.steps[view.steps.length - 1];
+  if (!shown) return;
+  const which = shown.number === chosen ? "" : ", the newest";
+  get("mask-title").textContent = `of step ${shown.step} of worker ${shown.worker}${which}`;
+  drawMask(get("mask"), shown);
+  const rows = shown.slot.map((slot, row) => [
+    slot, "#" + shown.request[row], KINDS[shown.kind[row]],
+    `${shown.start[row]} … ${shown.start[row] + shown.count[row] - 1}`, shown.count[row], shown.cached[row],
   ]);
   table(get("rows"), ["slot", "request", "row", "positions", "tokens", "cached"], rows, "no rows");
 }
@@ -205,6 +205,7 @@ function drawRequests() {
 
 function draw() {
   isDrawn = true;
+  readPalette();
   drawTiles();
   drawTimelines();
   drawStep();
@@ -226,9 +227,9 @@ get("login").onsubmit = (event) => {
   run();
 };
 get("pause").onclick = () => {
-  view.paused = !view.paused;
-  get("pause").textContent = view.paused ? "Continue" : "Pause";
-  if (!view.paused) draw();
+  view = view === live ? { ...live, steps: [...live.steps], rates: [...live.rates] } : live;
+  get("pause").textContent = view === live ? "Pause" : "Continue";
+  draw();
 };
 window.onresize = draw;
 matchMedia("(prefers-color-scheme: dark)").onchange = draw;
