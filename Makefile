@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # Modules to compile at set-up, by importing them.
 SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner_factory, lineclear.cli.app
 
-.PHONY: help demo test serve bench bench-micro bench-neighbour simulation fuzz chaos mutants privacy soak hostile images lint format stubs baseline clean
+.PHONY: help demo test serve bench bench-micro bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images lint format stubs baseline clean
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -65,6 +65,11 @@ bench-neighbour: $(STAMP) ## Tokens a second beside 0, 1 and 2 busy processes; N
 	@$(BIN)/python -m bench.models --out $(BENCH_HOME)/models --only llama-110m-shape
 	@for model in $(BENCH_HOME)/models/llama-110m-shape demo/model; do $(BIN)/python -m bench.neighbour --model $$model \
 		--home $(BENCH_HOME) --contenders auto 1 $$(nproc) $(NEIGHBOUR_PEERS) --turns $(or $(TURNS),3) $(ARGS) || exit 1; done
+
+browser-test: $(STAMP) ## Test the status page in a headless Chromium; IMAGES=FOLDER for screenshots, CHROMIUM=program
+	@test -n "$$(command -v $(or $(CHROMIUM),chromium chromium-browser google-chrome))" || { echo "No Chromium was found." \
+		"Install one (on Debian or Ubuntu: apt install chromium), or name it: make browser-test CHROMIUM=/path/to/chrome"; exit 1; }
+	@STATUS_IMAGES=$(if $(IMAGES),$(abspath $(IMAGES))) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/service/test_status_page.py
 
 simulation: $(STAMP) ## Simulate SEEDS (20,000) histories, half with faults to the end, half without at the end
 	@$(BIN)/python tests/simulation/replay.py 0 $(or $(SEEDS),20000) --check

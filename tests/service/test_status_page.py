@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service.processes import Running, endless, starting, until
+import trustme
+from service.processes import Process, Running, endless, starting, until
 from support.chromium import Page, chromium
 from support.time_limits import PATIENCE_SECONDS
 
@@ -24,6 +26,7 @@ from lineclear.scheduler import settings
 from lineclear.v1 import inference_pb2 as pb
 
 TOKEN = "watcher-0123456789abcdef"
+TLS = ["--tls-cert-file", "c", "--tls-key-file", "k"]
 SLOW = {"min_step_seconds": 0.01, "max_step_seconds": 0.01}
 IMAGES = os.environ.get("STATUS_IMAGES", "")
 """A folder for the screenshots of the documentation."""
@@ -185,6 +188,92 @@ def test_streams_end_when_the_server_stops(start: Callable[..., Running]) -> Non
     assert server.exit_code() == 0
 
 
+def test_newer_connections_do_not_close_a_stream(start: Callable[..., Running]) -> None:
+    """The oldest connection makes room for a new one, unless it is a stream."""
+    server = start("--max-step-watchers", "1")
+    stream = events(get(server, "/status/steps"))
+    next(stream)
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(socket.create_connection(address(server), timeout=PATIENCE_SECONDS))
+        assert get(server, "/status").status == 200
+        list(server.stub.Generate(endless()))
+        assert any(step["ended"] for data in stream for step in data.get("steps", ()))
+
+
+# --- TLS -------------------------------------------------------------------------------------------------------------
+
+
+def pem_files(folder: Path, authority: trustme.CA) -> list[str]:
+    """Write a certificate for localhost and its key. Return the flags."""
+    leaf = authority.issue_cert("localhost", "127.0.0.1")
+    (folder / "chain.pem").write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
+    (folder / "key.pem").write_bytes(leaf.private_key_pem.bytes())
+    return ["--tls-cert-file", f"{folder}/chain.pem", "--tls-key-file", f"{folder}/key.pem"]
+
+
+def fetch(server: Running, authority: trustme.CA, path: str, *client: trustme.LeafCert, **headers: str) -> Any:
+    """Return the response to GET over TLS. Raises ssl.SSLError if one side does not trust the other."""
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    for leaf in client:
+        leaf.configure_cert(context)
+    connection = http.client.HTTPSConnection(*address(server), timeout=PATIENCE_SECONDS, context=context)
+    connection.request("GET", path, headers=headers)
+    return connection.getresponse()
+
+
+@pytest.fixture
+def start_on_a_socket(model: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """The clients of Running have no TLS, so gRPC is on a Unix socket."""
+    with starting(model, "--listen", f"unix:{tmp_path}/s", "--status-listen", "127.0.0.1:0") as start_scheduler:
+        yield start_scheduler
+
+
+def test_the_page_has_the_certificate_of_the_other_addresses(
+    start_on_a_socket: Callable[..., Running], tmp_path: Path, tokens: Path
+) -> None:
+    authority, other = trustme.CA(), trustme.CA()
+    server = start_on_a_socket(*pem_files(tmp_path, authority), "--admin-token-file", str(tokens))
+    assert server.wait_for("status_page_listening")["url"].startswith("https://")
+    assert fetch(server, authority, "/status").status == 200
+    stream = events(fetch(server, authority, "/status/steps", Authorization=f"Bearer {TOKEN}"))
+    assert "state" in next(stream)
+    list(server.stub.Generate(endless()))
+    assert any(step["ended"] for data in stream for step in data.get("steps", ()))
+    with pytest.raises(ssl.SSLCertVerificationError):
+        fetch(server, other, "/status")
+    with pytest.raises((http.client.HTTPException, OSError)):
+        get(server, "/status")  # plain HTTP
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):  # none of them begins the handshake
+            stack.enter_context(socket.create_connection(address(server), timeout=PATIENCE_SECONDS))
+        assert fetch(server, authority, "/status").status == 200
+    pem_files(tmp_path, other)
+    until(lambda: is_trusted(server, other))
+    assert not is_trusted(server, authority)
+
+
+def is_trusted(server: Running, authority: trustme.CA) -> bool:
+    try:
+        return bool(fetch(server, authority, "/status").status == 200)
+    except ssl.SSLCertVerificationError:
+        return False
+
+
+def test_the_page_asks_for_a_client_certificate_where_grpc_does(
+    start_on_a_socket: Callable[..., Running], tmp_path: Path
+) -> None:
+    authority, clients = trustme.CA(), trustme.CA()
+    clients.cert_pem.write_to_path(tmp_path / "clients.pem")
+    server = start_on_a_socket(*pem_files(tmp_path, authority), "--tls-client-ca-file", f"{tmp_path}/clients.pem")
+    with pytest.raises((ssl.SSLError, OSError, http.client.HTTPException)):
+        fetch(server, authority, "/status")
+    with pytest.raises((ssl.SSLError, OSError, http.client.HTTPException)):
+        fetch(server, authority, "/status", authority.issue_cert("operator@example.org"))
+    assert fetch(server, authority, "/status", clients.issue_cert("operator@example.org")).status == 200
+
+
 @pytest.mark.parametrize(
     ("flags", "accepted"),
     [
@@ -193,10 +282,13 @@ def test_streams_end_when_the_server_stops(start: Callable[..., Running]) -> Non
         (["--status-listen", "0.0.0.0:0", "--admin-token-file", "t"], False),
         (["--status-listen", "0.0.0.0:0", "--insecure-allow-remote"], False),
         (["--status-listen", "0.0.0.0:0", "--admin-token-file", "t", "--insecure-allow-remote"], True),
+        (["--status-listen", "0.0.0.0:0", "--admin-token-file", "t", *TLS], True),
+        (["--status-listen", "0.0.0.0:0", *TLS], False),
+        (["--listen", "unix:/tmp/s", "--status-listen", "127.0.0.1:0", *TLS], True),
         (["--status-listen", "unix:/tmp/s"], False),
     ],
 )
-def test_a_remote_page_needs_a_token_and_consent(flags: list[str], accepted: bool) -> None:
+def test_a_remote_page_needs_a_token_and_tls_or_consent(flags: list[str], accepted: bool) -> None:
     raises = contextlib.nullcontext() if accepted else pytest.raises(ConfigurationError, match="status-listen")
     with raises:
         settings.load(["--model", "m", *flags])
@@ -222,6 +314,76 @@ def load(server: Running) -> list[Any]:
         calls.append(server.stub.Generate(request))
         time.sleep(0.05)
     return calls
+
+
+def watch(page: Page, server: Running) -> None:
+    """Open the page and wait for the stream."""
+    host, port = address(server)
+    page.go(f"http://{host}:{port}/status")
+    page.wait("document.querySelector('#connection') && document.querySelector('#connection').innerText === 'live'")
+
+
+def test_a_drawing_reads_the_colours_once(start: Callable[..., Running], page: Page) -> None:
+    server = start("--max-batch-size", "8", **SLOW)
+    watch(page, server)
+    page.evaluate("const read = getComputedStyle; globalThis.reads = 0")
+    page.evaluate("globalThis.getComputedStyle = (...of) => { reads += 1; return read(...of) }")
+    calls = load(server)
+    page.wait("document.querySelectorAll('#running progress').length === 8")
+    assert page.evaluate("reads = 0, draw(), reads") == 1
+    for call in calls:
+        call.cancel()
+
+
+def test_a_paused_page_stays_as_it_is(start: Callable[..., Running], page: Page) -> None:
+    """A click on a step, or a new size, draws the steps that were there at the pause."""
+    server = start("--max-batch-size", "8", **SLOW)
+    watch(page, server)
+    calls = load(server)
+    page.wait("document.querySelectorAll('#running progress').length === 8")
+    page.evaluate("document.querySelector('#pause').click()")
+    title, running = page.text("#timelines .worker"), page.text("#running")
+    page.wait("live.steps.at(-1).number > view.steps.at(-1).number + 20")
+    page.evaluate("document.querySelector('#timelines canvas').dispatchEvent(new MouseEvent('click'))")
+    page.resize(1000, 900)
+    page.wait("innerWidth === 1000")
+    assert (page.text("#timelines .worker"), page.text("#running")) == (title, running)
+    page.evaluate("document.querySelector('#pause').click()")
+    page.wait(f"document.querySelector('#timelines .worker').innerText !== {title!r}")
+    for call in calls:
+        call.cancel()
+
+
+def test_the_page_follows_a_server_that_starts_again(start: Callable[..., Running], page: Page) -> None:
+    """Its steps and totals begin anew: nothing of the first server is left, and no rate is negative."""
+    first = start("--max-batch-size", "8", **SLOW)
+    watch(page, first)
+    for call in load(first)[:8]:
+        list(call)
+    page.evaluate(
+        """globalThis.rates = []; new MutationObserver(() => rates.push(document.querySelector('#tokens-per-second')
+        .innerText)).observe(document.querySelector('#tokens-per-second'), {childList: true}); 0"""
+    )
+    first.popen.kill()
+    page.wait("document.querySelector('#connection').innerText.includes('trying again')")
+    second = start("--status-listen", ":".join(map(str, address(first))))
+    page.wait("document.querySelector('#connection').innerText === 'live'")
+    page.wait("view.state && view.state.generation_tokens === 0 && view.steps.length === 0")
+    list(second.stub.Generate(endless()))
+    page.wait("view.state.generation_tokens === 500")
+    assert [rate for rate in page.evaluate("rates") if int(rate) < 0] == []
+    page.problems.clear()  # the browser reports the connections that failed
+
+
+def test_the_page_says_that_no_worker_has_joined(model: Path, tmp_path: Path, page: Page) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    flags = ["--status-listen", "127.0.0.1:0", "--socket-directory", f"{tmp_path}/run", "--log-format", "json"]
+    server = Process(["--model", str(model), "--listen", "127.0.0.1:0", *flags])
+    try:
+        page.go(server.wait_for("status_page_listening")["url"])
+        page.wait("(document.querySelector('#connection') || {}).innerText === 'live; no worker has joined'")
+    finally:
+        server.end()
 
 
 def test_the_page_in_a_browser(start: Callable[..., Running], page: Page, tokens: Path) -> None:

@@ -19,6 +19,7 @@ from prometheus_client.core import Metric
 from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
 from lineclear.exit_codes import ExitCode
 from lineclear.process.exception_location import exception_fields
+from lineclear.scheduler.addresses import is_local
 from lineclear.scheduler.admin_operations import AdminOperations
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core_limits import core_limits
@@ -35,6 +36,7 @@ from lineclear.scheduler.grpc_api.server import Server
 from lineclear.scheduler.metrics_server import MetricsServer
 from lineclear.scheduler.requests import settings_limits
 from lineclear.scheduler.security.reloading_file import ReloadingFile
+from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.scheduler.security.token_file import read_tokens
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.shutdown import ShutdownController
@@ -105,7 +107,7 @@ async def serve(
     )
     watchdog.start()
     stack.callback(watchdog.stop)
-    async with _metrics_server(settings, service), _status_server(settings, steps):
+    async with _metrics_server(settings, service), _status_server(settings, steps, server.certificates):
         try:
             await _run(settings, shutdown, service, server, supervisor, steps)
         finally:
@@ -157,7 +159,9 @@ async def _metrics_server(settings: SchedulerSettings, service: InferenceService
 
 
 @contextlib.asynccontextmanager
-async def _status_server(settings: SchedulerSettings, steps: StepFeed) -> AsyncIterator[None]:
+async def _status_server(
+    settings: SchedulerSettings, steps: StepFeed, certificates: ServerCertificates | None
+) -> AsyncIterator[None]:
     """Serve the status page, also during the shutdown, if an address is set."""
     if not settings.status_listen:
         yield
@@ -166,8 +170,17 @@ async def _status_server(settings: SchedulerSettings, steps: StepFeed) -> AsyncI
     if settings.admin_token_file:
         path = Path(settings.admin_token_file)
         tokens = ReloadingFile([path], lambda: read_tokens(path))
-    server = StatusServer(settings.status_listen, steps, tokens, settings.max_step_watchers, settings.step_history)
-    log.info("status_page_listening", url=f"http://{server.address}/status")
+    server = StatusServer(
+        settings.status_listen,
+        steps,
+        tokens,
+        settings.max_step_watchers,
+        settings.step_history,
+        certificates.context if certificates else None,
+    )
+    if certificates is None and not is_local(settings.status_listen):
+        log.warning("insecure_listener", address=settings.status_listen, there_is="no encryption (--tls-cert-file)")
+    log.info("status_page_listening", url=server.url)
     try:
         yield
     finally:

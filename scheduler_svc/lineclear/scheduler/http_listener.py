@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterable
 from socketserver import TCPServer
@@ -44,8 +45,13 @@ class HttpListener(ThreadingWSGIServer):
 
     request_queue_size = 64  # connections that wait to be accepted
 
-    def __init__(self, address: str, name: str, max_connections: int) -> None:
-        """Listen on `address`, a host:port. Raises ConfigurationError if that fails. Call `serve` then."""
+    def __init__(
+        self, address: str, name: str, max_connections: int, tls: Callable[[], ssl.SSLContext] | None = None
+    ) -> None:
+        """Listen on `address`, a host:port. Raises ConfigurationError if that fails. Call `serve` then.
+
+        `tls()` returns the context of the next connection; without it, the listener is plain HTTP.
+        """
         parsed = parse_address(address)
         assert not isinstance(parsed, str), "the settings accept only host:port"
         self.address_family = socket.AF_INET6 if ":" in parsed[0] else socket.AF_INET
@@ -54,7 +60,7 @@ class HttpListener(ThreadingWSGIServer):
         except OSError:
             raise ConfigurationError(f"cannot listen on {address}: in use, or not an address of this machine") from None
         self.address = f"{address.rpartition(':')[0]}:{self.server_port}"
-        self._name = name
+        self._name, self._tls = name, tls
         self._free = threading.BoundedSemaphore(max_connections)
         self._connections: dict[socket.socket, None] = {}  # the oldest first
         self._kept: dict[socket.socket, None] = {}
@@ -83,12 +89,31 @@ class HttpListener(ThreadingWSGIServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection. The TLS handshake is left to the connection's thread."""
+        connection, address = super().get_request()
+        if self._tls is None:
+            return connection, address
+        try:
+            return self._tls().wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
+        except OSError:  # the peer has gone, or no descriptor is left for the certificates
+            connection.close()
+            raise
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer the requests of a connection, after its handshake."""
+        if isinstance(request, ssl.SSLSocket):
+            request.settimeout(Handler.timeout)
+            request.do_handshake()
+        super().finish_request(request, client_address)
+
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Reserve a thread for the connection. If all are busy, close the oldest connection and take its thread."""
         if self._free.acquire(blocking=False):
             return True
         with contextlib.suppress(StopIteration, OSError):
-            next(iter(self._connections)).shutdown(socket.SHUT_RDWR)
+            # Not SSLSocket.shutdown, which lets the connection's thread go on in plaintext.
+            socket.socket.shutdown(next(iter(self._connections)), socket.SHUT_RDWR)
         return self._free.acquire(timeout=Handler.timeout)
 
     def process_request(self, request: Any, client_address: Any) -> None:

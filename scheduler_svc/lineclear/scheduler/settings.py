@@ -164,13 +164,15 @@ class SchedulerSettings(SchedulerFields):
             raise ValueError(f"{given} is set without {lacking}; give both")
         if self.tls_client_ca_file and not self.tls_cert_file:
             raise ValueError("--tls-client-ca-file needs --tls-cert-file and --tls-key-file")
-        if self.tls_cert_file and not any(map(is_tcp, (self.listen, self.admin_listen))):
+        if self.tls_cert_file and not any(map(is_tcp, (self.listen, self.admin_listen, self.status_listen))):
             raise ValueError(
-                "--tls-cert-file is set, but neither --listen nor --admin-listen is host:port; a unix socket is not"
-                " encrypted"
+                "--tls-cert-file is set, but none of --listen, --admin-listen and --status-listen is host:port; a unix"
+                " socket is not encrypted"
             )
         if self.admin_token_file and not (self.admin_listen or self.status_listen):
-            raise ValueError("--admin-token-file is set without --admin-listen; give an address for operators")
+            raise ValueError(
+                "--admin-token-file is set without --admin-listen or --status-listen; give an address for operators"
+            )
         if self.channelz and not self.admin_listen:
             raise ValueError("--channelz is set without --admin-listen; give an address for operators")
         if not is_local(self.listen) and not self.insecure_allow_remote and (lack := self.lacks()):
@@ -184,12 +186,11 @@ class SchedulerSettings(SchedulerFields):
                 f"--admin-listen {self.admin_listen} can be reached from other machines; use 127.0.0.1 or unix:, or"
                 " set --tls-cert-file and --admin-token-file"
             )
-
-        is_accepted = self.admin_token_file and self.insecure_allow_remote
+        is_accepted = self.admin_token_file and (self.tls_cert_file or self.insecure_allow_remote)
         if self.status_listen and not is_local(self.status_listen) and not is_accepted:
             raise ValueError(
-                f"--status-listen {self.status_listen} can be reached from other machines over plain HTTP; use"
-                " 127.0.0.1 and a tunnel, or set --admin-token-file and --insecure-allow-remote behind a proxy with TLS"
+                f"--status-listen {self.status_listen} can be reached from other machines; use 127.0.0.1 and a tunnel,"
+                " or set --admin-token-file and --tls-cert-file (behind a proxy with TLS, --insecure-allow-remote)"
             )
 
     def lacks(self) -> str:

@@ -58,8 +58,8 @@ class SchedulerFields(settings_base.ProcessSettings):
     On a network interface it needs TLS and tokens."""
     status_listen: str = ADDRESSES.field("")
     """A host:port for the status page. It shows steps, slots, queue and KV blocks in a browser. It needs the token of
-    admin_token_file if that is set. It is plain HTTP: on a network interface it needs the token file and
-    insecure_allow_remote, and belongs behind a proxy with TLS."""
+    admin_token_file if that is set, and has TLS if tls_cert_file is set. On a network interface it needs both; behind a
+    proxy with TLS, insecure_allow_remote instead of the certificate."""
     reflection: bool = ADDRESSES.field(True)
     """Offer gRPC server reflection (v1 and v1alpha)."""
     channelz: bool = ADDRESSES.field(False)
@@ -67,9 +67,11 @@ class SchedulerFields(settings_base.ProcessSettings):
 
     # --- security ---
     insecure_allow_remote: bool = SECURITY.field(False)
-    """Allow a remote `listen` without TLS or authentication. Also allows a remote `status_listen` with tokens."""
+    """Allow a remote `listen` without TLS or authentication. Also allows a remote `status_listen` with tokens and
+    without TLS."""
     tls_cert_file: str = SECURITY.field("")
-    """PEM file of the certificate chain. It turns TLS on for every host:port address."""
+    """PEM file of the certificate chain. It turns TLS on for every host:port address but health_listen and
+    metrics_listen."""
     tls_key_file: str = SECURITY.field("")
     """PEM file of the certificate's key, without a password."""
     tls_client_ca_file: str = SECURITY.field("")
@@ -78,7 +80,7 @@ class SchedulerFields(settings_base.ProcessSettings):
     """File of bearer tokens for `listen`. Each line is a name and a token, or a name and sha256: with the token's hash.
     A name may have several tokens. The name is the tenant."""
     admin_token_file: str = SECURITY.field("")
-    """File of bearer tokens for admin_listen, in the same format."""
+    """File of bearer tokens for admin_listen and status_listen, in the same format."""
     tenant_weights: str = SECURITY.field("")
     """Shares of tenants, as name=weight,name=weight. With the order fair, a tenant of weight 2 gets twice the tokens of
     one of weight 1, which is the weight of all others. From 0.01 to 100."""

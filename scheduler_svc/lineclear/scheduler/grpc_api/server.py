@@ -78,10 +78,10 @@ class Server:
         # With an admin address, statistics are offered there and not on the data address.
         withheld = admin_module.METHODS | ADMIN_ONLY if settings.admin_listen else admin_module.METHODS
         offered = admin_module.METHODS | ADMIN_ONLY | EVERYWHERE
-        self._certificates = ServerCertificates(settings) if settings.tls_cert_file else None
-        credentials = self._certificates.credentials if self._certificates else None
-        if self._certificates is not None:
-            service.certificate = self._certificates
+        self.certificates = ServerCertificates(settings) if settings.tls_cert_file else None
+        credentials = self.certificates.credentials if self.certificates else None
+        if self.certificates is not None:
+            service.certificate = self.certificates
         self._expiry_task: asyncio.Task[None] | None = None
         data = self._offer(settings, service, settings.token_file, lambda method: method not in withheld)
         self.address = bind(data, settings.listen, credentials)
@@ -135,8 +135,8 @@ class Server:
         """Start accepting calls."""
         for server in self._servers:
             await server.start()
-        if self._certificates is not None:
-            self._expiry_task = asyncio.ensure_future(_log_expiry(self._certificates))
+        if self.certificates is not None:
+            self._expiry_task = asyncio.ensure_future(_log_expiry(self.certificates))
         self.set_live(True)
         self.health.set((WORKER,), True)
 

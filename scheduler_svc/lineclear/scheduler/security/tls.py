@@ -36,6 +36,16 @@ class Certificates:
         """Return the certificates as gRPC expects them."""
         return grpc.ssl_server_certificate_configuration([(self.key, self.chain)], self.client_authority)
 
+    def context(self) -> ssl.SSLContext:
+        """Return the certificates as a listener without gRPC expects them."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        with memory_file(self.chain) as chain, memory_file(self.key) as key:
+            context.load_cert_chain(chain, key)
+        if self.client_authority is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(cadata=self.client_authority.decode("ascii", "replace"))
+        return context
+
 
 class ServerCertificates:
     """Certificates of the TCP listeners, reloaded on change. The constructor raises ConfigurationError."""
@@ -45,6 +55,7 @@ class ServerCertificates:
         self._file = ReloadingFile([Path(name) for name in names if name], lambda: _read_as_named(settings))
         self._sent_version = self._file.version
         self._logged: tuple[datetime, int] | None = None
+        self._context: tuple[Certificates, ssl.SSLContext] | None = None
         self.credentials = grpc.dynamic_ssl_server_credentials(
             self._file.current().configuration(),
             self._fetch,  # type: ignore[arg-type]  # None is documented, the stubs leave it out
@@ -56,6 +67,13 @@ class ServerCertificates:
     def expires_at(self) -> datetime:
         """Expiry of the certificate in force."""
         return self._file.current().expires_at
+
+    def context(self) -> ssl.SSLContext:
+        """Return a context with the certificates in force, for the next connection. Any thread."""
+        certificates = self._file.current()
+        if self._context is None or self._context[0] is not certificates:
+            self._context = certificates, certificates.context()
+        return self._context[1]
 
     def log_expiry(self, now: datetime) -> None:
         """Log once a day that the certificate expires within 14 days, or has expired."""

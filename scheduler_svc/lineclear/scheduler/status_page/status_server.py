@@ -1,4 +1,4 @@
-"""HTTP server of the status page.
+"""HTTP server of the status page, with TLS where the other listeners have it.
 
 The page and its files hold no data and are served to everyone who can connect. The steps need the admin token where
 there is one: the page sends it in a header, so that it is in no address and no log. Without a token only requests that
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -55,10 +56,17 @@ class StatusServer(HttpListener):
     """Serves the page and its stream until `close`. A stream that does not read for 5 seconds is closed."""
 
     def __init__(
-        self, address: str, steps: StepFeed, tokens: ReloadingFile[TokenTable] | None, max_streams: int, history: int
+        self,
+        address: str,
+        steps: StepFeed,
+        tokens: ReloadingFile[TokenTable] | None,
+        max_streams: int,
+        history: int,
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         """Listen on `address`, a host:port. Raises ConfigurationError if that fails."""
-        super().__init__(address, "status", _MAX_PAGE_CONNECTIONS + max_streams)
+        super().__init__(address, "status", _MAX_PAGE_CONNECTIONS + max_streams, tls)
+        self.url = f"{'https' if tls else 'http'}://{self.address}/status"
         self.num_rejected = 0
         self._steps, self._tokens = steps, tokens
         self._texts = StepTexts(history)
