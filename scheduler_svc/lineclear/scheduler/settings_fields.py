@@ -70,8 +70,7 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Allow a remote `listen` without TLS or authentication. Also allows a remote `status_listen` with tokens and
     without TLS."""
     tls_cert_file: str = SECURITY.field("")
-    """PEM file of the certificate chain. It turns TLS on for every host:port address but health_listen and
-    metrics_listen."""
+    """PEM file of the certificate chain. It turns TLS on for host:port addresses but those for health and metrics."""
     tls_key_file: str = SECURITY.field("")
     """PEM file of the certificate's key, without a password."""
     tls_client_ca_file: str = SECURITY.field("")
@@ -80,7 +79,7 @@ class SchedulerFields(settings_base.ProcessSettings):
     """File of bearer tokens for `listen`. Each line is a name and a token, or a name and sha256: with the token's hash.
     A name may have several tokens. The name is the tenant."""
     admin_token_file: str = SECURITY.field("")
-    """File of bearer tokens for admin_listen and status_listen, in the same format."""
+    """Bearer tokens for admin_listen and status_listen. The file has the same format."""
     tenant_weights: str = SECURITY.field("")
     """Shares of tenants, as name=weight,name=weight. With the order fair, a tenant of weight 2 gets twice the tokens of
     one of weight 1, which is the weight of all others. From 0.01 to 100."""
