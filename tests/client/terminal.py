@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -32,6 +33,7 @@ class Terminal:
         self._resize(columns, rows)
         self._attributes = termios.tcgetattr(self._ours)
         self.text = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end within a character
         environment = {**os.environ, **ENVIRONMENT, "TERM": "xterm-256color"}
         for name in ("NO_COLOR", "COLUMNS", "LINES"):
             environment.pop(name, None)
@@ -97,5 +99,5 @@ class Terminal:
             data = os.read(self._ours, 1 << 16)
         except OSError:  # Linux: no process has the terminal any more
             return False
-        self.text += data.decode(errors="replace")
+        self.text += self._decoder.decode(data)
         return bool(data)

@@ -121,7 +121,7 @@ def test_top_fits_the_terminal_after_a_resize(service: Watched, load: Any) -> No
     with Terminal("top", "--target", service.admin, "--interval", "10", columns=120, rows=40) as terminal:
         terminal.read_until(slots)
         terminal.resize(44, 9)
-        # The next update of the server is ten seconds away: the new size itself redraws.
+        # The screen is redrawn for the new size; what it shows of the server may be up to ten seconds old.
         screen = terminal.read_until(lambda screen: any("slots" in line for line in screen))
         assert len(screen) <= 9
         assert max(map(len, screen)) <= 44
@@ -203,6 +203,18 @@ def test_timeline_of_the_history(service: Watched, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     marks = [rect.get("class") for rect in ET.parse(file).getroot().iter(f"{SVG}rect")]
     assert {"prefill", "decode", "end", "idle"} <= set(marks)
+
+
+def test_sigterm_keeps_the_trace(service: Watched, load: Any, tmp_path: Path) -> None:
+    """As `timeout 60 lineclear trace ...` sends it."""
+    file = tmp_path / "trace.json"
+    process = spawn("trace", "--target", service.admin, "--output", str(file))
+    wait_for(lambda: file.exists() and file.stat().st_size > 10_000, "the trace grows")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert (process.returncode, err) == (0, b"")
+    steps = int(out.split()[0])
+    assert sum(event["ph"] == "X" and event["tid"] == 0 for event in json.loads(file.read_text())) == steps
 
 
 def test_server_that_stops_ends_the_trace(service: Watched, load: Any, tmp_path: Path) -> None:
@@ -293,6 +305,9 @@ def test_explain_names_the_steps_that_are_kept(service: Watched) -> None:
     assert "no step yet" in done.stderr
     generate(service, PROMPT, max_tokens=2)
     steps = [record["step"] for record in records(service)]
+    done = run("explain", "--worker", "7", "--target", service.admin)
+    assert done.returncode == 1
+    assert "no step of worker 7 is kept; there are steps of worker 0" in done.stderr
     done = run("explain", "4000000", "--target", service.admin)
     assert done.returncode == 1
     assert f"there are steps {min(steps)} to {max(steps)}" in done.stderr

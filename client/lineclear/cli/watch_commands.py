@@ -69,7 +69,7 @@ def record_trace(
 ) -> None:  # fmt: skip
     """Record the steps of a server: a trace of each row, or a timeline as an image.
 
-    --target is the admin address of the server. Ctrl-C ends the recording and keeps it.
+    --target is the admin address of the server. Ctrl-C and SIGTERM end the recording and keep it.
     """
     if output_file.suffix not in (".json", ".svg"):
         raise typer.BadParameter("ends with .json or .svg", param_hint="--output")
@@ -78,7 +78,7 @@ def record_trace(
     most = trace_file.MAX_SVG_STEPS if output_file.suffix == ".svg" else None
     with StepFeed(connection.client, retries=False, history=history, include_state=True) as feed:
         recording = trace_file.Recording(feed, seconds, most)
-        with _on_sigint(recording.stop):
+        with _on_signal(recording.stop):
             trace_file.write(output_file, recording)
     if recording.ended_by:
         output.print_stderr(f"the recording ended early: {recording.ended_by}", "yellow")
@@ -122,13 +122,14 @@ def explain_step(
 
 
 @contextlib.contextmanager
-def _on_sigint(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on Ctrl-C, instead of an exception in the middle of a write."""
-    before = signal.signal(signal.SIGINT, lambda *_: stop())
+def _on_signal(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on Ctrl-C and SIGTERM, instead of an end in the middle of a write."""
+    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _history(connection: Connection) -> WatchedSteps:
@@ -148,7 +149,10 @@ def _choose(steps: tuple[StepRecord, ...], number: int | None, worker: int | Non
     matching = [step for step in of_worker if number in (None, step.step)]
     if matching:
         return matching[-1]
-    if not of_worker:
+    if not of_worker and steps:
+        workers = ", ".join(map(str, sorted({step.worker for step in steps})))
+        output.print_stderr(f"no step of worker {worker} is kept; there are steps of worker {workers}", "yellow")
+    elif not of_worker:
         output.print_stderr("no step yet: the server has computed nothing that it still keeps", "yellow")
     else:
         kept = [step.step for step in of_worker]
