@@ -64,6 +64,7 @@ def test_number_of_workers() -> None:
         (["--worker-devices", "cuda:1"], "--worker-devices needs --spawn-worker"),
         (["--spawn-worker", "--num-workers", "3", "--worker-devices", "cuda:0,cuda:1"], "names 2 devices"),
         (["--spawn-worker", "--worker-devices", "gpu0"], "'gpu0' is no device"),
+        (["--spawn-worker", "--worker-devices", "cpu:0-1,cpu:3-2"], "'cpu:3-2' is no device"),
         (["--spawn-worker", "--num-workers", "3", "--max-workers", "2"], "larger than --max-workers"),
     ],
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 _DEVICE = re.compile(r"auto|cuda|mps|cpu|cuda:\d{1,3}|cpu:\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
+_RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def check_device(name: str) -> str:
     """Return the name. Raises ValueError if it names no device."""
-    if not _DEVICE.fullmatch(name):
+    if not _DEVICE.fullmatch(name) or any(int(first) > int(last) for first, last in _RANGE.findall(name)):
         raise ValueError(f"{name!r} is no device; give auto, cpu, cuda, mps, a GPU as cuda:1, or cores as cpu:0-3")
     return name
 
