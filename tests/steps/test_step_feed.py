@@ -25,7 +25,7 @@ class Harness:
         self.now = 100.0
         self.calls: list[Callable[[], object]] = []
         self.history = StepHistory(size)
-        self.history.worker_joined(HELLO, 4)
+        self.history.worker_joined(HELLO)
         self.feed = StepFeed(
             self.history, self.calls.append, self._state, max_watchers=max_watchers, clock=lambda: self.now
         )
@@ -37,7 +37,7 @@ class Harness:
         for _ in range(count):
             plan = StepPlan(7, self.history.last + 1, decodes=Decodes((0, 1), (5, 6)))
             self.history.planned(plan, (), (), self.now)
-            self.history.executed(7, 0.001, 0.002, Occupancy(0, 2, 4, 0), ())
+            self.history.executed(7, 0.001, 0.002, Occupancy(0, 2, 4, 4, 0), ())
 
 
 def test_a_watcher_reads_each_step_once() -> None:

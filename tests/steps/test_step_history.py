@@ -192,3 +192,21 @@ def test_the_history_keeps_no_prompt_and_no_id() -> None:
     assert not kinds & {SlotInit, Sequence, Request}
     assert not [entry for entry in seen.values() if isinstance(entry, str) and entry.startswith("r1")]
     assert len(seen) > 100
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 8), (8, 2)])
+def test_history_follows_a_switched_number_of_slots(before: int, after: int) -> None:
+    """A worker has 8 slots, of which the scheduler uses max_batch_size, and that may change while it runs."""
+    history = StepHistory()
+    with EngineHarness(options=SMALL, core=CoreLimits(max_batch_size=before), step_history=history) as harness:
+        harness.start_worker()
+        harness.wait_ended([harness.submit(request(number)) for number in range(before)])
+        harness.engine.switch(max_batch_size=after)
+        streams = [harness.submit(request(before + number)) for number in range(after + 2)]
+        harness.wait_ended(streams)
+        for stream in streams:
+            stream.check(SMALL.vocab_size)
+    found = records(history)
+    assert {len({*record.rows.slot}) for record in found} >= {before, after}
+    assert (found[0].num_slots, found[-1].num_slots) == (before, after)
+    assert all(slot < record.num_slots for record in found for slot in record.rows.slot)

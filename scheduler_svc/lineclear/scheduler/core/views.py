@@ -27,10 +27,11 @@ class PlannedChunk(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """Waiting requests of all workers; running requests and KV blocks of one."""
+    """Waiting requests of all workers; running requests, usable slots and KV blocks of one."""
 
     num_waiting: int
     num_running: int
+    num_slots: int
     blocks_used: int
     blocks_cached: int
 
@@ -91,9 +92,9 @@ def planned_chunks(inflight: InflightStep) -> list[PlannedChunk]:
 
 def occupancy(state: SharedState, worker: WorkerState) -> Occupancy:
     """Return the queue's length and what is in use of a worker."""
-    pool = worker.batch.pool
+    batch, pool = worker.batch, worker.batch.pool
     waiting = len(state.fresh) + len(state.resuming)
-    return Occupancy(waiting, worker.batch.num_running, pool.num_used, pool.num_cached)
+    return Occupancy(waiting, batch.num_running, batch.num_slots, pool.num_used, pool.num_cached)
 
 
 def core_view(state: SharedState) -> CoreView:

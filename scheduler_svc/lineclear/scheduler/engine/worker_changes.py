@@ -89,7 +89,7 @@ class WorkerChanges:
 
     def _on_joined(self, hello: Hello, events: list[Event], now: float) -> None:
         events += self._core.worker_joined(hello, now)
-        self._steps.worker_joined(hello, min(self._core.limits.max_batch_size, hello.num_slots))
+        self._steps.worker_joined(hello)
         log_join(hello, self._core.limits)
         self._supervisor.worker_joined(hello)
 

@@ -35,7 +35,7 @@ class _Worker:
     """A joined worker: its small number, its slots, and the plans without result."""
 
     def __init__(self, index: int, epoch: int, num_slots: int, num_blocks: int) -> None:
-        self.index, self.epoch, self.num_slots, self.num_blocks = index, epoch, num_slots, num_blocks
+        self.index, self.epoch, self.num_blocks = index, epoch, num_blocks
         self.slots: tuple[_Slot, ...] = (_EMPTY,) * num_slots  # replaced, never changed: steps refer to it
         self.planned: deque[_Planned] = deque()
 
@@ -83,7 +83,7 @@ class ExecutedStep(NamedTuple):
             preempted=plan.preempted,
             num_waiting=self.occupancy.num_waiting,
             num_running=self.occupancy.num_running,
-            num_slots=worker.num_slots,
+            num_slots=self.occupancy.num_slots,
             blocks_used=self.occupancy.blocks_used,
             blocks_cached=self.occupancy.blocks_cached,
             num_blocks=worker.num_blocks,
@@ -133,11 +133,11 @@ class StepHistory:
         """Return the small number of a joined worker."""
         return self._workers[epoch].index
 
-    def worker_joined(self, hello: Hello, num_slots: int) -> None:
+    def worker_joined(self, hello: Hello) -> None:
         """Give a worker the lowest free number."""
         used = {worker.index for worker in self._workers.values()}
         index = next(index for index in range(len(used) + 1) if index not in used)
-        self._workers[hello.epoch] = _Worker(index, hello.epoch, num_slots, hello.num_blocks)
+        self._workers[hello.epoch] = _Worker(index, hello.epoch, hello.num_slots, hello.num_blocks)
 
     def worker_lost(self, epoch: int) -> None:
         """Forget a worker and its plans in flight."""

@@ -39,11 +39,12 @@ function legend(element, entries) {
 
 // Rows are slots, columns are steps. Returns the geometry, for clicks.
 function drawTimeline(canvas, steps, chosen, columns) {
-  const slots = Math.max(1, ...steps.map((step) => step.slots));
+  const shown = steps.slice(-columns);
+  // After max_batch_size is lowered, a request may still have a slot beyond it.
+  const slots = Math.max(1, ...shown.flatMap((step) => [step.slots, ...step.slot.map((slot) => slot + 1)]));
   const cell = Math.max(3, Math.min(16, Math.floor(320 / slots)));
   const label = 30;
   const { pen, width } = prepared(canvas, slots * cell + 4);
-  const shown = steps.slice(-columns);
   const step = Math.max(2, Math.min(16, (width - label) / columns));
   pen.fillStyle = colour("idle");
   pen.fillRect(label, 2, step * columns, slots * cell);
