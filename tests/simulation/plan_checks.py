@@ -116,7 +116,11 @@ class PlanChecks:
         require(fits, "I6", "no more sequences than slots, but for those that a smaller number of slots finds running")
         is_short = bool(self.preempted) or any(s.is_running and s.slot not in slots for s in ready)
         has_prompts = bool(plan.inits) or any(row.num_tokens > 1 for row in plan.chunks)
-        self.has_tokens_left = total < budget and not is_short and not has_prompts
+        # Beside decodes, the inter-token target may leave a prompt fewer tokens than the budget. And each of several
+        # workers counts the prompts of its plan as work.
+        is_exact = num_decodes == 0 or self.state.limits.policy.target_inter_token_latency_seconds == 0
+        is_exact = is_exact and len(self.state.workers) == 1 and self.state.limits.batching_strategy == "continuous"
+        self.has_tokens_left = total < budget and not is_short and (is_exact or not has_prompts)
         if isolated is None:
             self._check_age_order(slots, ready, partial, budget, num_decodes)
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from simulation.scenario import draw
+from simulation.scenario_draw import draw
 from simulation.simulated_run import SimulatedRun, run_seed
 
 from lineclear.wire.messages import StepPlan

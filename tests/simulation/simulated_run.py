@@ -14,7 +14,8 @@ from typing import Any
 from simulation.checked_scheduler import CheckedScheduler
 from simulation.invariant_error import require
 from simulation.model_worker import Worker
-from simulation.scenario import MODELS, Capacity, Scenario, draw, draw_capacity, draw_request, draw_switch, poison
+from simulation.scenario import MODELS, Capacity, Scenario, draw_capacity, draw_request, draw_switch, poison
+from simulation.scenario_draw import draw
 
 from lineclear.errors import ShutdownInterrupted
 from lineclear.scheduler.core.poison_detector import WorkerLoss
@@ -275,7 +276,8 @@ class SimulatedRun:
             self._join(self._next_capacity())
 
     def _do_switch(self) -> None:
-        self.scheduler.switch(draw_switch(self.rng, self.scheduler.core.limits), self.now)
+        limits = draw_switch(self.rng, self.scheduler.core.limits, self.scenario.switched)
+        self.scheduler.switch(limits, self.now)
 
     def _do_join(self) -> None:
         if len(self.workers) < self.scenario.num_workers:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from simulation.scenario import draw
+from simulation.scenario_draw import draw
 from simulation.simulated_run import SimulatedRun, run_seed
 
 

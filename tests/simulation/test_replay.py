@@ -7,7 +7,7 @@ import random
 
 import pytest
 import simulation.checked_scheduler
-from simulation.scenario import draw
+from simulation.scenario_draw import draw
 from simulation.simulated_run import SimulatedRun
 
 from lineclear.scheduler.core.limits import CoreLimits

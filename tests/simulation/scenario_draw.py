@@ -1,0 +1,292 @@
+"""Draws the scenario of a seed.
+
+Swarm testing (Groce et al., 2012): each seed disables most faults and policies and makes the others frequent.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from simulation.scenario import Capacity, Scenario, draw_capacity, draw_limits
+
+_FAULTS = (
+    *("cancel", "finish", "crash", "replace", "step_error", "bad_token"),
+    *("malformed", "stale", "clear_cache", "drain"),
+)
+
+
+def draw(seed: int) -> Scenario:
+    """Return the scenario of a seed; even seeds run under faults to the end, odd seeds do not."""
+    rng = random.Random(seed)
+    scenario = _mixed(rng, seed)
+    theme = rng.choice((_unchanged, _unchanged, _preempting, _cancelling, _fragile, _poisoned))
+    scenario = theme(rng, scenario)
+    # Drawn last, so that a new variant leaves the rest of a seed's scenario as it was.
+    fair = 0.5 if scenario.limits.scheduling_policy == "fair" else 0.05
+    variants = (
+        (_resumed, 0.2),
+        (_deep, 0.15),
+        (_shared, fair),
+        (_updated, 0.15),
+        (_estimated, 0.3),
+        (_recomputing, 0.1),
+        (_switching, 0.25),
+        (_several, 0.6),
+        (_spoiled, 0.1),
+        (_cut_off, 0.15),
+        (_switching_victims, 0.04),
+        (_poisoned_workers, 0.06),
+    )
+    for variant, share in variants:
+        if rng.random() < share:
+            scenario = variant(rng, scenario)
+    return scenario
+
+
+def _mixed(rng: random.Random, seed: int) -> Scenario:
+    vocab_size = rng.choice((3, 17, 97, 97))
+    weights = {"submit": rng.choice((0.5, 1.0, 2.0)), "burst": rng.choice((0.0, 0.1, 0.4)), "idle": 0.3}
+    weights["launch"] = rng.choice((2.0, 5.0))
+    weights["deliver"] = rng.choice((2.0, 5.0))
+    for fault in _FAULTS:
+        if rng.random() < 0.3:
+            weights[fault] = rng.choice((0.05, 0.2, 0.8)) * (0.15 if fault in ("drain", "replace", "oom") else 1.0)
+    return Scenario(
+        seed=seed,
+        liveness=seed % 2 == 1,
+        ticks=rng.choice((30, 60, 90, 120)),
+        limits=draw_limits(rng),
+        capacity=draw_capacity(rng),
+        vocab_size=vocab_size,
+        weights=weights,
+        longest_prompt=200,
+        shortest_answer=1,
+        change=0.3,
+        pace=rng.choice((0, 1, 2)),
+        cancel_after_preemption=0.0,
+        late=rng.choice((0.0, 0.0, 0.3)),
+        bad_per_mille=rng.choice((0, 0, 0, 10, 50)),
+        poison_per_mille=rng.choice((0, 0, 0, 0, 50)),
+        step_seconds=(rng.choice((0.0, 0.01)), rng.choice((0.0, 0.0005, 0.01)), rng.choice((0.0, 1e-5))),
+        codec=rng.random() < 0.25,
+        templates=tuple(
+            tuple(rng.randrange(vocab_size) for _ in range(rng.choice((4, 20, 60)))) for _ in range(rng.randrange(3))
+        ),
+        salts=(b"", b"a", b"b")[: rng.randint(1, 3)],
+        deadlines=rng.choice((0.0, 0.0, 0.2, 0.7)),
+        num_ids=rng.choice((6, 1000, 1000, 1000)),
+    )
+
+
+def _unchanged(rng: random.Random, scenario: Scenario) -> Scenario:
+    return scenario
+
+
+def _preempting(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Short prompts with long answers in few blocks: many preemptions."""
+    return _short_of_blocks(rng, scenario, budget=64, longest_prompt=8, pace=2)
+
+
+def _cancelling(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Chunked prompts, late results and cancelled requests: preempted requests soon have blocks again."""
+    order = rng.choice(("prefill_first", scenario.limits.scheduling_policy))
+    scenario = _short_of_blocks(rng, scenario, budget=rng.choice((8, 12)), longest_prompt=24, pace=1)
+    limits = replace(scenario.limits, scheduling_policy=order, pipeline_depth=3)
+    return replace(scenario, limits=limits, cancel_after_preemption=0.5, late=0.0)
+
+
+def _short_of_blocks(
+    rng: random.Random, scenario: Scenario, *, budget: int, longest_prompt: int, pace: int
+) -> Scenario:
+    block_size = rng.choice((1, 1, 2, 4))
+    return replace(
+        scenario,
+        limits=replace(
+            scenario.limits,
+            batching_strategy=rng.choice(("continuous", "adaptive")),
+            max_batch_size=8,
+            target_batch_tokens=budget,
+            max_queue_size=40,
+            max_preemptions=rng.choice((1, 2, 4)),
+        ),
+        capacity=Capacity(rng.randint(24, 64) // block_size, block_size, 8, 200, 4096),
+        longest_prompt=longest_prompt,
+        shortest_answer=8,
+        pace=pace,
+    )
+
+
+def _fragile(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Workers are replaced often, each with another capacity, and most prompts share a prefix."""
+    template = tuple(rng.randrange(scenario.vocab_size) for _ in range(40))
+    return replace(
+        scenario,
+        limits=replace(scenario.limits, prefix_cache=True),
+        weights=scenario.weights | {"crash": 0.5, "replace": 0.3, "step_error": 0.3, "stale": 0.2},
+        change=1.0,
+        templates=(template,),
+        salts=scenario.salts[:1],
+    )
+
+
+def _poisoned(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Only poison requests cause faults."""
+    return replace(
+        scenario,
+        weights={name: weight for name, weight in scenario.weights.items() if name not in _FAULTS or name == "cancel"},
+        poison_per_mille=rng.choice((50, 150)),
+        bad_per_mille=0,
+        late=0.0,
+        change=0.0,
+        pace=rng.choice((1, 2)),
+    )
+
+
+def _resumed(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Requests resume answers that another server began."""
+    return replace(scenario, resumed=rng.choice((0.2, 0.8)))
+
+
+def _shared(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Several tenants with unequal load wait for few slots."""
+    limits = replace(scenario.limits, scheduling_policy="fair", max_batch_size=rng.randint(1, 4), max_queue_size=1000)
+    if rng.random() < 0.4:
+        weights_of = {f"t{tenant}": rng.choice((0.5, 1.0, 4.0)) for tenant in range(2)}
+        limits = replace(limits, policy=replace(limits.policy, share_weights=weights_of))
+    weights = scenario.weights | {"submit": 2.0, "burst": 0.4}
+    scenario = replace(scenario, estimated=rng.choice((0.0, 1.0)))
+    return replace(scenario, limits=limits, weights=weights, num_tenants=rng.randint(2, 4))
+
+
+def _several(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Several workers, which join, stop and are lost one by one."""
+    weights = scenario.weights | {"join": 0.2, "stop": rng.choice((0.0, 0.1)), "deliver": 8.0, "launch": 8.0}
+    if rng.random() < 0.5 and "launch" in weights:
+        weights |= {"crash": 0.2, "step_error": rng.choice((0.0, 0.2))}
+    if rng.random() < 0.7:
+        limits = replace(scenario.limits, batching_strategy=rng.choice(("continuous", "continuous", "adaptive")))
+        scenario = replace(scenario, limits=limits)
+    return replace(
+        scenario,
+        weights=weights,
+        num_workers=rng.randint(2, 4),
+        pace=rng.choice((2, 4)),
+        change=rng.choice((0.0, scenario.change)),
+        slow=rng.choice((0.0, 0.0, 0.3)),
+    )
+
+
+def _spoiled(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Bad rows of requests that start together with the same prompt, in few blocks: others have read their blocks."""
+    block_size = rng.choice((1, 2, 4))
+    template = tuple(rng.randrange(scenario.vocab_size) for _ in range(rng.choice((4, 8, 12))))
+    limits = replace(
+        scenario.limits,
+        batching_strategy="continuous",
+        max_batch_size=8,
+        target_batch_tokens=rng.choice((16, 64)),
+        pipeline_depth=rng.randint(2, 3),
+        max_queue_size=40,
+        prefix_cache=True,
+    )
+    return replace(
+        scenario,
+        limits=limits,
+        capacity=Capacity(rng.randint(24, 56) // block_size, block_size, 8, 64, 4096),
+        weights=scenario.weights
+        | {"burst": 1.0, "bad_token": rng.choice((0.05, 0.3)), "crash": rng.choice((0.05, 0.5))},
+        bad_per_mille=rng.choice((50, 150)),
+        longest_prompt=20,
+        behind=0.8,
+        pace=rng.choice((1, 2)),
+        late=0.0,
+        change=0.0,
+        templates=(template,),
+        salts=scenario.salts[:1],
+    )
+
+
+def _switching_victims(rng: random.Random, scenario: Scenario) -> Scenario:
+    """An operator changes which of many sequences is preempted."""
+    scenario = _short_of_blocks(rng, scenario, budget=64, longest_prompt=12, pace=2)
+    weights = scenario.weights | {"switch": 0.8, "burst": 0.8, "submit": 2.0}
+    limits = replace(scenario.limits, batching_strategy="continuous", max_preemptions=4)
+    capacity = replace(scenario.capacity, num_blocks=56 // scenario.capacity.block_size)
+    return replace(scenario, limits=limits, capacity=capacity, weights=weights, switched=("preemption_policy",))
+
+
+def _poisoned_workers(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Poison requests on several workers, some of which are stopping: the suspects run alone on one of them."""
+    scenario = _several(rng, _poisoned(rng, scenario))
+    weights = scenario.weights | {"join": 4.0, "burst": 1.0, "submit": 2.0, "crash": 0.1}
+    weights["stop"] = rng.choice((0.0, 0.5))
+    limits = replace(
+        scenario.limits,
+        batching_strategy="continuous",
+        max_batch_size=4,
+        max_queue_size=40,
+        max_isolated_crashes=rng.choice((1, 2)),
+    )
+    capacity = Capacity(30, 4, 4, 64, 4096)
+    workers = {"num_workers": rng.randint(2, 3), "change": 0.0, "slow": 0.0, "pace": 4}
+    return replace(scenario, limits=limits, capacity=capacity, weights=weights, longest_prompt=12, **workers)
+
+
+def _cut_off(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Connections close when a plan is sent: the core has made the plan and goes on with the other workers."""
+    return replace(scenario, unsent=rng.choice((0.01, 0.05)))
+
+
+def _updated(rng: random.Random, scenario: Scenario) -> Scenario:
+    """A rolling update: some workers join with another model."""
+    weights = scenario.weights | {"crash": 0.3, "replace": 0.3}
+    return replace(scenario, updates=rng.choice((0.5, 1.0)), weights=weights)
+
+
+def _estimated(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Requests come with expected output lengths."""
+    return replace(scenario, estimated=rng.choice((0.3, 1.0)))
+
+
+def _switching(rng: random.Random, scenario: Scenario) -> Scenario:
+    """An operator changes limits and policies while the server runs."""
+    weights = scenario.weights | {"switch": rng.choice((0.1, 0.5))}
+    return replace(scenario, weights=weights, num_tenants=max(scenario.num_tenants, rng.choice((1, 2, 4))))
+
+
+def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Deep positions cost more and many prompts share a prefix, so prompts start where tokens are expensive."""
+    template = tuple(rng.randrange(scenario.vocab_size) for _ in range(100))
+    target, stretch = rng.choice((0.1, 0.3)), rng.choice((2.0, 4.0, 50.0))
+    policy = replace(scenario.limits.policy, target_inter_token_latency_seconds=target, max_prefill_slowdown=stretch)
+    return replace(
+        scenario,
+        limits=replace(
+            scenario.limits,
+            batching_strategy="continuous",
+            max_batch_size=24,
+            target_batch_tokens=512,
+            max_queue_size=40,
+            max_queue_tokens=10_000,
+            prefix_cache=True,
+            policy=policy,
+        ),
+        capacity=Capacity(200, 4, 24, 200, 4096),
+        weights=scenario.weights | {"burst": 0.8},
+        longest_prompt=24,
+        behind=0.3,
+        pace=2,
+        step_seconds=(0.01, 0.001, rng.choice((2e-4, 5e-4))),
+        templates=(template,),
+        salts=scenario.salts[:1],
+    )
+
+
+def _recomputing(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Few blocks and small steps: a preempted request is recomputed in chunks beside younger decodes."""
+    budget = rng.choice((4, 6, 10))
+    scenario = _short_of_blocks(rng, scenario, budget=budget, longest_prompt=20, pace=rng.choice((1, 2)))
+    order = rng.choice(("fifo", "priority", "shortest"))
+    limits = replace(scenario.limits, scheduling_policy=order, pipeline_depth=rng.randint(1, 3), max_preemptions=4)
+    return replace(scenario, limits=limits, late=0.0)
