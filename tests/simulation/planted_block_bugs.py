@@ -133,6 +133,7 @@ _PREFIX_CACHE = (
         RunningBatch._block_content,
         replace("sequence.block_keys.setdefault(size, [])", "sequence.block_keys.setdefault(0, [])"),
     ),
+    Bug("an emptied prefix cache keeps unused blocks", BlockPool.clear_cache, drop("self._cached.clear()")),
 )
 
 _SHARED_WHEN_PLANNED = (
@@ -179,6 +180,16 @@ _SHARED_WHEN_PLANNED = (
         BlockPool.release_pending,
         replace("self._references[block] -= 1", "self._references[block] = 0"),
     ),
+    Bug(
+        "positions with void samples count as computed",
+        ResultApplier._restart_readers,
+        drop("sequence.max_computed_before = _"),
+    ),
+    Bug(
+        "the block that a row in flight fills is not pending",
+        RunningBatch.free,
+        replace("sequence.num_computed // self.pool.block_size", "-(-sequence.num_computed // self.pool.block_size)"),
+    ),
 )
 
 _NON_FINITE_VALUES = (
@@ -207,6 +218,7 @@ _NON_FINITE_VALUES = (
     ),
     Bug("pending writes that were non-finite are forgotten", BlockPool.resolve_pending, never("tainted", role="test")),
     Bug("pending writes are never resolved", RunningBatch.resolve_pending, never("_.last_step <= step", role="test")),
+    Bug("a pending block is handed out without zeros", BlockPool.take, without("block in self._pending")),
 )
 
 BLOCK_BUGS = (*_BLOCKS, *_SLOTS, *_PREFIX_CACHE, *_SHARED_WHEN_PLANNED, *_NON_FINITE_VALUES)

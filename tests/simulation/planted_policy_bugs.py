@@ -8,6 +8,7 @@ from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.policies import Adaptive, BatchingState, Continuous, DynamicTimeout, FixedSize
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.worker_state import WorkerState
 
 _STRATEGIES = (
@@ -71,6 +72,7 @@ _STRATEGIES = (
         DynamicTimeout._is_open,
         replace("self._settings.min_batch_size > 1", "self._settings.min_batch_size > 2"),
     ),
+    Bug("draining workers wait for full batches", SharedState.batching_state, replace("self.draining", "False")),
 )
 
 _SWITCHING = (
@@ -105,6 +107,16 @@ _SWITCHING = (
         "fewer slots are not kept to",
         RunningBatch.num_free_slots,
         replace("max(0, _)", "len(self.unused_slots)"),
+    ),
+    Bug(
+        "a switch keeps the queue limits",
+        Scheduler.switch,
+        replace("self.limits = state.limits = limits", "state.limits = limits"),
+    ),
+    Bug(
+        "a switch fills slots beyond the worker's",
+        WorkerState.follow,
+        replace("min(limits.max_batch_size, self._hello.num_slots)", "limits.max_batch_size"),
     ),
 )
 

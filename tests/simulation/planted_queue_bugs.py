@@ -12,6 +12,7 @@ from lineclear.scheduler.core.queue_walk import QueueWalk
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.sorted_keys import SortedKeys
 
@@ -80,6 +81,9 @@ _ORDER = (
         "shortest leaves out the expected output length",
         Shortest.key,
         replace("request.expected_len", "(len(request.prompt) + request.max_tokens)"),
+    ),
+    Bug(
+        "an expected length is taken for the whole length", Request.expected_len, replace("len(self.prompt) + _1", "_1")
     ),
 )
 

@@ -12,6 +12,7 @@ from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import PoisonDetector
 from lineclear.scheduler.core.result_applier import ResultApplier
+from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Sequence
 from lineclear.scheduler.core.worker_state import WorkerState
@@ -198,6 +199,8 @@ _MODEL = (
 _COUNTERS = (
     Bug("recomputed tokens are not counted", StepPlanner._add, drop("sequence.recomputed_tokens += again")),
     Bug("cached tokens are not counted", StepPlanner._start, drop("state.counters.prefix_cache_hits += start")),
+    Bug("positions of last rows are not held", RunningBatch.num_held_positions, replace("self.finishing", "()")),
+    Bug("tokens of steps are not totalled", Scheduler.plan, drop("state.counters.step_tokens += inflight.num_tokens")),
 )
 
 RESULT_BUGS = (*_RESULTS, *_ENDS, *_LOGPROBS, *_POISON, *_MODEL, *_COUNTERS)

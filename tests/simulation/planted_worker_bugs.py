@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from simulation.mutations import Bug, always, never, replace, swap, without
+from simulation.mutations import Bug, always, boundary, drop, never, replace, swap, without
 
 from lineclear.scheduler.core import placement
 from lineclear.scheduler.core.isolation import Isolation
 from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.placement import Placement
 from lineclear.scheduler.core.planner import StepPlanner
-from lineclear.scheduler.core.queue_walk import QueueWalk
+from lineclear.scheduler.core.poison_detector import PoisonDetector
+from lineclear.scheduler.core.queue_walk import QueueWalk, _Cursor
 from lineclear.scheduler.core.result_applier import ResultApplier
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.shared_state import SharedState
+from lineclear.scheduler.core.token_budget import TokenBudget
 from lineclear.scheduler.core.worker_state import WorkerState
 
 _PLACEMENT = (
@@ -63,6 +65,33 @@ _PLACEMENT = (
     ),
     Bug("a left request does not wake the scheduler", Scheduler.next_deadline, replace("worker.next_turn()", "None")),
     Bug("the queue is passed in two parts", QueueWalk.next, replace("entry[0]", "-entry[0][1]")),
+    Bug(
+        "a started request waits for a worker that is busy",
+        Placement.leaves,
+        without("sequence.started_at is not None"),
+    ),
+    Bug(
+        "a member of a group is left to another worker",
+        Placement.__init__,
+        without("not worker.strategy.fills_batches"),
+    ),
+    Bug(
+        "the blocks that growing sequences need are not kept on another worker",
+        Placement._choices,
+        replace("batch.headroom + other.blocks_left", "-99"),
+    ),
+    Bug(
+        "tokens of the plan are not counted as work",
+        Placement.leaves,
+        replace("self._worker.queued_tokens() + planned_tokens", "self._worker.queued_tokens()"),
+    ),
+    Bug(
+        "a step in flight is not counted as work",
+        WorkerState.queued_tokens,
+        replace("sum(_ for step in self.inflight)", "0"),
+    ),
+    Bug("a sequence is passed twice in one plan", _Cursor.head, always("s.queue_key > self._last_key")),
+    Bug("only the first of the queue is looked at", _Cursor.head, boundary("len(found) < self._count")),
 )
 
 _LOSS = (
@@ -111,6 +140,13 @@ _LOSS = (
         Scheduler.clear_prefix_cache,
         replace("self._state.workers.values()", "list(self._state.workers.values())[:1]"),
     ),
+    Bug("void samples outlive their worker", WorkerState.leave, drop("sequence.num_void = 0")),
+    Bug("positions of lost samples count as computed", WorkerState.leave, drop("sequence.max_computed_before = _")),
+    Bug(
+        "a worker that gets no plans wakes the scheduler",
+        Scheduler.next_deadline,
+        without("epochs is not None and epoch not in epochs"),
+    ),
 )
 
 _ISOLATION = (
@@ -129,6 +165,29 @@ _ISOLATION = (
         Isolation._worker_for,
         replace("suspect.max_len <= w.max_len", "True"),
     ),
+    Bug(
+        "the only worker runs its other requests before the suspect",
+        Isolation.is_due,
+        without("len(state.workers) == 1"),
+    ),
+    Bug(
+        "a reservation for suspects never ends",
+        Isolation.choose,
+        drop("state.isolation_epoch, state.is_isolating = None, False"),
+    ),
+    Bug(
+        "the next reserved worker pauses its own requests",
+        Isolation.choose,
+        replace("state.is_isolating and worker.epoch == state.isolation_epoch", "state.is_isolating"),
+    ),
+    Bug("a suspect runs on a worker that stops", Isolation._worker_for, without("not state.is_leaving(w)")),
+    Bug("a suspect keeps its slot", StepPlanner.run_isolated, drop("self._release_slots()")),
+    Bug(
+        "the youngest suspect goes first",
+        PoisonDetector.isolated_by_age,
+        replace("s.queue_key", "(-s.queue_key[0], -s.queue_key[1])"),
+    ),
+    Bug("a suspect preempts nobody", StepPlanner._preempt_for_blocks, drop("self._preempt(other)")),
 )
 
 _CAPACITY = (
@@ -148,6 +207,14 @@ _CAPACITY = (
         SharedState.batching_state,
         replace("self.may_take(worker, sequence)", "True"),
     ),
+    Bug("a stopping worker takes requests", SharedState.takes_requests, without("not self.is_leaving(worker)")),
+    Bug("a second halving has no effect", TokenBudget.halve, replace("self._halvings += 1", "self._halvings = 1")),
+    Bug(
+        "the budget stays halved after a request that never fits",
+        Scheduler.on_step_error,
+        drop("worker.budget.restore()"),
+    ),
+    Bug("the budget doubles after each step", TokenBudget.count_step, replace("self._steps_to_doubling == 0", "True")),
 )
 
 WORKER_BUGS = (*_PLACEMENT, *_LOSS, *_ISOLATION, *_CAPACITY)
