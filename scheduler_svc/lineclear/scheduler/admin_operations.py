@@ -20,9 +20,10 @@ _RECORDING_SECONDS = 10.0
 
 
 class AdminOperations:
-    """Shutdown, recording dump, prefix-cache flush, log level, restart of workers and the steps. On the event loop."""
+    """Shutdown, recording dump, prefix-cache flush, scheduling, log level, restart of workers and the steps.
 
-    """Shutdown, recording dump, prefix-cache flush, scheduling and log level. On the event loop."""
+    On the event loop.
+    """
 
     def __init__(
         self,
