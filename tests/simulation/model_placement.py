@@ -25,10 +25,16 @@ class ModelPlacement:
     def __init__(self, state: ModelState) -> None:
         self._state = state
         self._snapshots: dict[int, WorkerSnapshot] = {}
+        self._open: set[int] = set()  # workers that requests may join, as the core asks once a plan
 
     def observe(self, snapshots: Iterable[WorkerSnapshot]) -> None:
         """Note the workers' step-time models before a plan."""
         self._snapshots = {snapshot.epoch: snapshot for snapshot in snapshots}
+
+    def begin_plan(self, now: float) -> None:
+        """Note before a plan which workers requests that have not started may join."""
+        if len(self._state.workers) > 1 and self._state.limits.batching_strategy in ("continuous", "adaptive"):
+            self._open = {epoch for epoch, worker in self._state.workers.items() if worker.batching.is_open(now)}
 
     def note_passed(self, worker: ModelWorker, now: float) -> None:
         """Note after a plan which requests it did not take: they may have been left to another worker."""
@@ -49,8 +55,8 @@ class ModelPlacement:
         if sequence.started_at is None and state.limits.batching_strategy == "adaptive":
             return
         slack = 2 * worker.num_slots
-        for other in self._choices(sequence, worker, now):
-            in_seconds = self._in_seconds(sequence, worker, now)
+        for other in self._choices(sequence, worker):
+            in_seconds = self._in_seconds(sequence, worker)
             own = self._cost(worker, worker.queued_tokens() + planned + worker.uncached(sequence) - slack, in_seconds)
             cost = self._cost(other, other.queued_tokens() + other.uncached(sequence), in_seconds)
             require(own <= cost, "I26", "a request goes to the worker that has computed its prompt first")
@@ -62,21 +68,21 @@ class ModelPlacement:
         if not sequence.is_left:
             self._extend(sequence, worker, now)
         sequence.is_left = True  # the bound is that of the first plan that certainly left it, or of one before
-        in_seconds = self._in_seconds(sequence, worker, now)
-        return self._saved(sequence, worker, now, in_seconds) > 0.0 and now < sequence.left_until
+        in_seconds = self._in_seconds(sequence, worker)
+        return self._saved(sequence, worker, in_seconds) > 0.0 and now < sequence.left_until
 
     def _extend(self, sequence: ModelSequence, worker: ModelWorker, now: float) -> None:
         """A plan may have left a sequence to another worker: for as many seconds as this saves."""
-        is_timed = sequence.started_at is None and self._in_seconds(sequence, worker, now)
-        saved = self._saved(sequence, worker, now, in_seconds=True) if is_timed else 0.0
+        is_timed = sequence.started_at is None and self._in_seconds(sequence, worker)
+        saved = self._saved(sequence, worker, in_seconds=True) if is_timed else 0.0
         sequence.left_until = max(sequence.left_until, now + max(_MIN_WAIT_SECONDS, saved))
 
-    def _saved(self, sequence: ModelSequence, worker: ModelWorker, now: float, in_seconds: bool) -> float:
+    def _saved(self, sequence: ModelSequence, worker: ModelWorker, in_seconds: bool) -> float:
         """Return how much earlier, in seconds or tokens, another worker has computed the prompt; 0.0: none does."""
         # During the plan, sequences with their last row in it counted as work.
         queued = worker.queued_tokens() + len(worker.finishing)
         own = self._cost(worker, queued + worker.uncached(sequence), in_seconds)
-        choices = self._choices(sequence, worker, now)
+        choices = self._choices(sequence, worker)
         best = min((self._cost(w, w.queued_tokens() + w.uncached(sequence), in_seconds) for w in choices), default=own)
         return max(0.0, own - best)
 
@@ -88,7 +94,7 @@ class ModelPlacement:
             and sequence.overtaken_count < limits.max_queue_overtakes
         )
 
-    def _candidates(self, sequence: ModelSequence, worker: ModelWorker, now: float) -> list[ModelWorker]:
+    def _candidates(self, sequence: ModelSequence, worker: ModelWorker) -> list[ModelWorker]:
         return [
             other
             for other in self._state.workers.values()
@@ -96,17 +102,17 @@ class ModelPlacement:
             and self._state.takes_requests(other)
             and self._state.is_possible(sequence, other)
             and other.has_room(sequence)
-            and (sequence.started_at is not None or other.batching.is_open(now))
+            and (sequence.started_at is not None or other.epoch in self._open)
         ]
 
-    def _in_seconds(self, sequence: ModelSequence, worker: ModelWorker, now: float) -> bool:
-        workers = (worker, *self._candidates(sequence, worker, now))
+    def _in_seconds(self, sequence: ModelSequence, worker: ModelWorker) -> bool:
+        workers = (worker, *self._candidates(sequence, worker))
         return all(self._snapshots[other.epoch].is_fitted for other in workers)
 
-    def _choices(self, sequence: ModelSequence, worker: ModelWorker, now: float) -> list[ModelWorker]:
+    def _choices(self, sequence: ModelSequence, worker: ModelWorker) -> list[ModelWorker]:
         """Return the other workers to which the request may be left: without step-time models, only ready ones."""
-        may_wait = self._in_seconds(sequence, worker, now) and sequence.started_at is None
-        return [other for other in self._candidates(sequence, worker, now) if may_wait or not other.is_full]
+        may_wait = self._in_seconds(sequence, worker) and sequence.started_at is None
+        return [other for other in self._candidates(sequence, worker) if may_wait or not other.is_full]
 
     def _cost(self, worker: ModelWorker, tokens: int, in_seconds: bool) -> float:
         base, per_token, _ = self._snapshots[worker.epoch].step_time

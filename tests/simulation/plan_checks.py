@@ -35,6 +35,7 @@ class PlanChecks:
         if worker is None:
             return require(plan is None, "I9", "no plan for a worker that is lost")
         self.worker = worker
+        self.placement.begin_plan(now)
         require(plan is None or not worker.is_full, "I9", "within the pipeline depth")
         if worker.is_full or not self.state.live:
             return None
