@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -39,14 +39,15 @@ class ResponseWriter:
 
     async def send_headers(self, metadata: Sequence[tuple[str, str]]) -> None:
         """Send the headers before the first message."""
-        await _await_cancellation(self._context.send_initial_metadata(tuple(metadata)), self._limit_seconds)
+        try:
+            await self._context.send_initial_metadata(tuple(metadata))
+        except cygrpc.ExecuteBatchError:
+            await asyncio.sleep(self._limit_seconds)  # see write_only
+            raise
         self._is_open = True
 
     async def write(self, message: Message) -> None:
         """Send a message. Return once the transport has it. Raises SlowConsumer."""
-        await _await_cancellation(self._write(message), self._limit_seconds)
-
-    async def _write(self, message: Message) -> None:
         try:
             async with asyncio.timeout(self._limit_seconds):
                 if self._is_open:
@@ -59,6 +60,9 @@ class ResponseWriter:
                 f"the stream took no message for {limit} s, the server's --stall-timeout-seconds; read faster",
                 metadata={"stall_timeout_seconds": limit},
             ) from None
+        except cygrpc.ExecuteBatchError:
+            await asyncio.sleep(self._limit_seconds)  # see write_only
+            raise
 
     async def _write_first(self, message: Message) -> None:
         # The headers travel with the first message. After a cancelled write gRPC would send them again with the status,
@@ -71,15 +75,10 @@ class ResponseWriter:
 
 async def write_only(context: Context, message: Message | bytes, cancel_seconds: float = 20.0) -> None:
     """Send the only message of a unary call. A hang-up cancels this task, within `cancel_seconds`."""
-    await _await_cancellation(context.write(message), cancel_seconds)
-
-
-async def _await_cancellation(sending: Awaitable[None], seconds: float) -> None:
-    """Await `sending`. If it fails because the call has ended, wait for gRPC to cancel this task, a moment later."""
     try:
-        await sending
-    except cygrpc.ExecuteBatchError:
-        await asyncio.sleep(seconds)
+        await context.write(message)
+    except cygrpc.ExecuteBatchError:  # the call has ended; gRPC cancels this task a moment later
+        await asyncio.sleep(cancel_seconds)
         raise
 
 
