@@ -184,10 +184,6 @@ COMBINATIONS = [
     ({"min_batch_size": "65"}, {"min_batch_size"}),
     ({"max_prompt_bytes": "3000000", "max_message_bytes": "2000000"}, {"max_prompt_bytes", "max_message_bytes"}),
     ({"demo": True, "model": "x"}, {"demo", "model"}),
-    (
-        {"reject_unmeetable_deadlines": True, "scheduling_policy": "fair"},
-        {"reject_unmeetable_deadlines", "scheduling_policy"},
-    ),
     ({"standby_worker": True}, {"standby_worker"}),
     ({"tls_cert_file": "c"}, {"tls_cert_file"}),
     ({"tls_key_file": "k"}, {"tls_key_file"}),

@@ -99,7 +99,7 @@ def test_absent_tenants_are_forgotten() -> None:
 
     def arrive(number: int) -> Sequence:
         request = make_request(f"r{number}", 1, 1, tenant=f"t{number}")
-        return Sequence(request, (order.key(request, 0.0), number), 0.0)
+        return Sequence(request, (order.key(request, 0.0, 0.0), number), 0.0)
 
     stays = arrive(-1)
     for number in range(5000):

@@ -98,13 +98,6 @@ async def test_wrong_update_changes_nothing(tmp_path: Path) -> None:
         assert s.operations.calls == []
 
 
-async def test_order_that_excludes_unmeetable_deadlines_is_rejected(tmp_path: Path) -> None:
-    async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", reject_unmeetable_deadlines=True) as s:
-        request = pb.UpdateSchedulingRequest(changes=pb.Scheduling(scheduling_policy="shortest"))
-        error = await error_of(stub_of(s).UpdateScheduling(request))
-        assert [v.field for v in error.violations] == ["changes.scheduling_policy"]
-
-
 # --- real processes --------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ between charge and use of a tenant's ended requests counts for it in both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from simulation.invariant_error import require
@@ -54,19 +54,27 @@ class ModelQueue:
         self._waiting: dict[ModelSequence, _Waiting] = {}
         self._leads: dict[tuple[str, str], _Lead] = {}  # while both tenants have a request waiting
 
-    def key(self, request: Request, now: float) -> tuple[float, int]:
-        """Return the queue key of a request that arrives."""
+    def key(self, request: Request, now: float, run_seconds: float) -> tuple[float, int]:
+        """Return the queue key of a request that arrives and is expected to run that long."""
         self._num_arrivals += 1
-        return self._key(request, now), self._num_arrivals
+        return self._key(request, now, run_seconds), self._num_arrivals
 
-    def _key(self, request: Request, now: float) -> float:
+    def preview(self, request: Request, now: float, run_seconds: float) -> tuple[float, int]:
+        """Return the key that the request would get if it was admitted."""
+        if self._limits.scheduling_policy != "fair":
+            return self._key(request, now, run_seconds), self._num_arrivals + 1
+        start = max(self._charged[request.tenant], self._clock)
+        return max(start, self._last_key.get(request.tenant, 0)), self._num_arrivals + 1
+
+    def _key(self, request: Request, now: float, run_seconds: float) -> float:
         aging = self._limits.policy.priority_aging_seconds
         if self._limits.scheduling_policy == "priority":
             return now + request.priority * aging
         if self._limits.scheduling_policy == "shortest":
             return now + _tokens(request) / 256 * aging
         if self._limits.scheduling_policy == "deadline":
-            return now + 256 * aging if request.deadline is None else request.deadline
+            due = now + 256 * aging if request.deadline is None else request.deadline
+            return max(now, due - run_seconds)
         if self._limits.scheduling_policy == "fair":
             return self._charge(request)
         return 0.0
@@ -81,7 +89,9 @@ class ModelQueue:
         self._last_key[tenant] = max(start, self._last_key.get(tenant, 0))
         return self._last_key[tenant]
 
-    def switch(self, limits: CoreLimits, live: Collection[ModelSequence]) -> None:
+    def switch(
+        self, limits: CoreLimits, live: Collection[ModelSequence], run_seconds: Callable[[Request], float]
+    ) -> None:
         """Follow other limits. Under another order, started requests and then waiting ones arrive again, by number."""
         before, self._limits = self._limits, limits
         aging = limits.policy.priority_aging_seconds
@@ -94,11 +104,13 @@ class ModelQueue:
             state.clear()
         by_number = sorted(live, key=lambda sequence: sequence.number)
         for sequence in (s for s in by_number if s.started_at is not None):
-            sequence.queue_key = (self._key(sequence.request, sequence.arrival), sequence.number)
+            key = self._key(sequence.request, sequence.arrival, run_seconds(sequence.request))
+            sequence.queue_key = (key, sequence.number)
             self._last_key.clear()  # it does not wait
             self._clock = max(self._clock, sequence.queue_key[0])
         for sequence in (s for s in by_number if s.started_at is None):
-            sequence.queue_key = (self._key(sequence.request, sequence.arrival), sequence.number)
+            key = self._key(sequence.request, sequence.arrival, run_seconds(sequence.request))
+            sequence.queue_key = (key, sequence.number)
             self.push(sequence)
 
     def _size(self, request: Request) -> float:
@@ -160,7 +172,7 @@ class ModelQueue:
         if self._limits.scheduling_policy == "shortest":
             return _tokens(request) / 256 * aging
         if self._limits.scheduling_policy == "deadline":
-            return 256 * aging if request.deadline is None else request.deadline - sequence.arrival
+            return 256 * aging if request.deadline is None else max(0.0, request.deadline - sequence.arrival)
         return 0.0
 
     def _check_shares(self, sequence: ModelSequence, waiting: Collection[ModelSequence]) -> None:

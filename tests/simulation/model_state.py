@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from simulation.invariant_error import require
 from simulation.model_queue import ModelQueue
 from simulation.model_sequence import ModelSequence
+from simulation.model_wait import ModelWait
 from simulation.model_workers import ModelStep, ModelWorker
 
 from lineclear.errors import KvCapacityExceeded, LineclearError, ModelChanged, PromptTooLong
@@ -32,6 +33,7 @@ class ModelState:
         self._vacant: list[ModelWorker] = []
         self.isolating: int | None = None  # epoch of the worker that runs suspects alone
         self.queue = ModelQueue(limits)
+        self.wait = ModelWait(self)
         self.counters = Counters()
         self.draining = False
         self.refusing = False  # a request was rejected since the last one joined

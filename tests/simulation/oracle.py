@@ -6,6 +6,7 @@ file checks admission, results, the ends of requests, and the counters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -21,6 +22,7 @@ from support.toy import expected, fingerprint
 
 from lineclear.errors import (
     DeadlineExceeded,
+    DeadlineUnreachable,
     DeviceOutOfMemory,
     DuplicateRequest,
     InternalError,
@@ -63,21 +65,34 @@ class Oracle:
     def on_submit(self, request: Request, now: float, outcome: list[Event] | LineclearError) -> None:
         """Check the outcome of `submit`."""
         error = self._expected_error(request)
+        run_seconds = self.state.wait.pace.run_seconds(request)
+        if error is None and self._must_expire(request, self.state.queue.preview(request, now, run_seconds), now):
+            error = DeadlineUnreachable
         if error is not None:
             self.state.counters.requests_rejected += 1
             self.state.refusing |= error is QueueFull
             require(type(outcome) is error, "I12", "rejected with the right error")
             return
         require(isinstance(outcome, list), "I12", "admitted if no limit is reached")
-        sequence = ModelSequence(request, self.state.queue.key(request, now), now)
+        sequence = ModelSequence(request, self.state.queue.key(request, now, run_seconds), now)
         assert isinstance(outcome, list)
-        self._check_position(sequence, outcome[0])
         sequence.protected = self.limits.max_preemptions == 0
         self._set_answer(sequence)
         self.state.add(sequence)
+        self._check_position(sequence, outcome[0], now)
         self.state.counters.requests_admitted += 1
 
-    def _check_position(self, sequence: ModelSequence, admitted: Event) -> None:
+    def _must_expire(self, request: Request, queue_key: tuple[float, int], now: float) -> bool:
+        """Return whether a request is rejected because a third of its wait is longer than its time."""
+        if request.deadline is None or not self.limits.reject_unmeetable_deadlines:
+            return False
+        ahead = sum(other.queue_key < queue_key for other in (*self.state.fresh, *self.state.resuming))
+        if ahead < sum(worker.num_slots for worker in self.state.workers.values()):
+            return False
+        wait = self.state.wait.seconds(queue_key, now, arriving=1)
+        return bool(wait) and now + (wait or 0.0) / 3 > request.deadline
+
+    def _check_position(self, sequence: ModelSequence, admitted: Event, now: float) -> None:
         """Check the place in the queue of a request that has arrived."""
         assert isinstance(admitted, Admitted)
         ahead = sum(other.queue_key < sequence.queue_key for other in (*self.state.fresh, *self.state.resuming))
@@ -88,14 +103,16 @@ class Oracle:
             require(ahead < free, "I12", "a request without a place finds a free slot")
         else:
             require(admitted.position.requests_ahead == ahead, "I12", "the place counts the requests before")
-            seconds = admitted.position.seconds
-            require(seconds is None or 0.0 <= seconds < float("inf"), "I12", "a predicted wait is a time")
+            seconds, right = admitted.position.seconds, self.state.wait.seconds(sequence.queue_key, now)
+            require((seconds is None) == (right is None), "I12", "a wait is predicted from the first answer on")
+            close = math.isclose(seconds or 0.0, right or 0.0, rel_tol=1e-6, abs_tol=1e-9)
+            require(close, "I12", "the predicted wait is that of the requests before")
 
     def on_switch(self, limits: CoreLimits) -> None:
         """Follow other limits and policies."""
         before, self.limits = self.limits, limits
         self.state.switch(before, limits)
-        self.state.queue.switch(limits, list(self.state.live.values()))
+        self.state.queue.switch(limits, list(self.state.live.values()), self.state.wait.pace.run_seconds)
 
     def on_cancel(self, request_id: str, error: type[LineclearError], now: float, events: list[Event]) -> None:
         """Check the events of `cancel`."""
@@ -111,6 +128,7 @@ class Oracle:
         sequence = self.state.live.get(request_id)
         if sequence is None:
             return require(events == [], "I10", "nothing happens to an unknown request")
+        self.state.wait.pace.observe(sequence)
         self.state.remove(sequence)
         self.state.counters.requests_finished += 1
         stats = sequence.stats(now, num_tokens)
@@ -269,6 +287,7 @@ class Oracle:
         if not sequence.is_live or sequence.num_outputs < len(sequence.answer):
             return None
         request, last = sequence.request, sequence.answer[-1]
+        self.state.wait.pace.observe(sequence)
         self.state.remove(sequence)
         self.state.counters.requests_finished += 1
         if last in request.sampling.stop_ids and sequence.num_outputs > request.sampling.min_tokens:

@@ -7,13 +7,14 @@ from simulation.mutations import Bug, always, boundary, drop, never, off_by_one,
 from lineclear.scheduler.core import limits, policies, wait_prediction
 from lineclear.scheduler.core.fair_share import FairShare
 from lineclear.scheduler.core.planner import StepPlanner
-from lineclear.scheduler.core.policies import Priority, Shortest
+from lineclear.scheduler.core.policies import Deadline, Priority, Shortest
 from lineclear.scheduler.core.queue_walk import QueueWalk
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.core.shared_state import SharedState
+from lineclear.scheduler.core.slot_pace import SlotPace
 from lineclear.scheduler.core.sorted_keys import SortedKeys
 
 _QUEUE = (
@@ -84,6 +85,46 @@ _ORDER = (
     ),
     Bug(
         "an expected length is taken for the whole length", Request.expected_len, replace("len(self.prompt) + _1", "_1")
+    ),
+)
+
+_DEADLINES = (
+    Bug("the order deadline leaves out the run time", Deadline.key, replace("due - run_seconds", "due")),
+    Bug("a start in the past goes before all that wait", Deadline.key, replace("max(now, _1)", "_1")),
+    Bug(
+        "the run time leaves out the expected output length",
+        SlotPace.run_seconds,
+        replace("request.expected_len", "(len(request.prompt) + request.max_tokens)"),
+    ),
+    Bug(
+        "a wait leaves out the expected output length",
+        wait_prediction._seconds_to_run,
+        replace("sequence.request.expected_len - sequence.prompt_len", "sequence.request.max_tokens"),
+    ),
+    Bug(
+        "deadlines that would pass in the queue are admitted",
+        Scheduler.submit,
+        never("self.limits.reject_unmeetable_deadlines and request.deadline is not None"),
+    ),
+    Bug(
+        "a deadline is compared with the whole wait",
+        limits.check_deadline,
+        replace("place.seconds / MAX_SPEEDUP", "place.seconds"),
+    ),
+    Bug(
+        "a preview ignores what the tenant has waiting",
+        FairShare.preview,
+        replace("max(key, account.last_key) if _ else key", "key"),
+    ),
+    Bug(
+        "a request that completes a batch is not counted",
+        Scheduler._preview,
+        replace("queue_position(_1, _2, _3, arriving=1)", "queue_position(_1, _2, _3)"),
+    ),
+    Bug(
+        "requests are rejected behind less than a batch",
+        limits.check_deadline,
+        replace("place.requests_ahead < num_slots", "place.requests_ahead < 1"),
     ),
 )
 
@@ -190,4 +231,4 @@ _PLACES = (
     ),
 )
 
-QUEUE_BUGS = (*_QUEUE, *_ORDER, *_SHARES, *_PREEMPTION, *_PLACES)
+QUEUE_BUGS = (*_QUEUE, *_ORDER, *_DEADLINES, *_SHARES, *_PREEMPTION, *_PLACES)

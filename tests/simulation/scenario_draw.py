@@ -37,6 +37,7 @@ def draw(seed: int) -> Scenario:
         (_cut_off, 0.15),
         (_switching_victims, 0.04),
         (_poisoned_workers, 0.06),
+        (_rejecting, 0.06),
     )
     for variant, share in variants:
         if rng.random() < share:
@@ -290,3 +291,10 @@ def _recomputing(rng: random.Random, scenario: Scenario) -> Scenario:
     order = rng.choice(("fifo", "priority", "shortest"))
     limits = replace(scenario.limits, scheduling_policy=order, pipeline_depth=rng.randint(1, 3), max_preemptions=4)
     return replace(scenario, limits=limits, late=0.0)
+
+
+def _rejecting(rng: random.Random, scenario: Scenario) -> Scenario:
+    """A server that rejects deadlines in the queue, with few slots and expected lengths."""
+    limits = replace(scenario.limits, reject_unmeetable_deadlines=True, max_batch_size=rng.randint(1, 4))
+    weights = scenario.weights | {"submit": 2.0, "burst": 0.4}
+    return replace(scenario, limits=limits, weights=weights, deadlines=0.7, estimated=rng.choice((0.0, 1.0)))

@@ -19,6 +19,7 @@ def core_limits(settings: SchedulerSettings) -> CoreLimits:
         max_isolated_crashes=settings.max_isolated_crashes,
         # A request runs alone after two crashes, and those count towards max_worker_crashes as well.
         max_isolated_kills=max(1, settings.max_worker_crashes - 2),
+        reject_unmeetable_deadlines=settings.reject_unmeetable_deadlines,
         prefix_cache=settings.prefix_cache,
         cache_secret=secrets.token_bytes(32),  # new for each process: cached prefixes cannot be guessed
     )

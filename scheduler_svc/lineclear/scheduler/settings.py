@@ -117,11 +117,6 @@ class SchedulerSettings(SchedulerFields):
         if self.demo and self.model:
             raise ValueError("--demo and --model exclude each other; omit one of them")
         self._check_security()
-        if self.reject_unmeetable_deadlines and self.scheduling_policy not in ("fifo", "prefill_first"):
-            raise ValueError(
-                "--reject-unmeetable-deadlines needs --scheduling-policy fifo or prefill_first: with"
-                f" {self.scheduling_policy} a later request may be scheduled first"
-            )
         if self.standby_worker and not self.spawn_worker:
             raise ValueError(
                 "--standby-worker needs --spawn-worker; where another program starts workers, start two of them"

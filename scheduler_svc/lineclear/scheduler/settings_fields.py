@@ -135,9 +135,9 @@ class SchedulerFields(settings_base.ProcessSettings):
     scheduling_policy: SchedulingPolicy = BATCHING.field("fifo")
     """Order of waiting requests. fair gives tenants equal numbers of tokens."""
     output_length_estimator: str = BATCHING.field("learned")
-    """Estimator of output lengths. It serves the orders shortest and fair, and predicted waits. learned takes the mean
-    of the tenant's last answers, none takes max_tokens. module:factory loads another one from the Python path. A
-    request may name its own expected_tokens."""
+    """Estimator of output lengths. It serves the orders shortest, deadline and fair, and predicted waits. learned takes
+    the mean of the tenant's last answers, none takes max_tokens. module:factory loads another one from the Python path.
+    A request may name its own expected_tokens."""
     priority_aging_seconds: float = BATCHING.field(30.0, gt=0, le=86_400)
     """Waiting time that raises a request by one priority. It prevents starvation."""
     target_inter_token_latency_ms: float = BATCHING.field(200.0, gt=0, le=60_000)
@@ -164,8 +164,8 @@ class SchedulerFields(settings_base.ProcessSettings):
     max_queue_tokens_per_tenant: int = REQUESTS.field(0, ge=0, le=2**31)
     """Most prompt tokens a tenant has waiting; 0: any number."""
     reject_unmeetable_deadlines: bool = REQUESTS.field(False)
-    """Reject requests that would expire in the queue. The prediction uses the queue's rate since it was last empty.
-    Needs scheduling_policy fifo or prefill_first."""
+    """Reject requests that would expire in the queue. A request is rejected if a batch of requests or more waits before
+    it, and a third of its predicted wait, by their expected output lengths, is longer than its time."""
     max_prompt_bytes: int = REQUESTS.field(512 * 1024, ge=1, le=2**30)
     """Largest text or conversation in bytes of UTF-8."""
     default_max_tokens: int = REQUESTS.field(512, ge=1, le=2**20)

@@ -42,7 +42,13 @@ class FairShare:
         self._present: dict[str, _Account] = {}  # tenants with a live request
         self._debtors: dict[str, _Account] = {}  # others charged beyond the clock, longest absent first
 
-    def key(self, request: Request, now: float) -> float:
+    def preview(self, request: Request, now: float, run_seconds: float) -> float:
+        """Return the key that `key` would return, without a charge."""
+        account = self._present.get(request.tenant) or self._debtors.get(request.tenant) or _Account()
+        key = max(account.charged, self._clock)
+        return max(key, account.last_key) if account.num_waiting else key
+
+    def key(self, request: Request, now: float, run_seconds: float) -> float:
         """Return the tenant's account and charge it with the request."""
         account = self._present.get(request.tenant)
         if account is None:

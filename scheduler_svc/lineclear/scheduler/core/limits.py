@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from lineclear.errors import KvCapacityExceeded, ModelChanged, ModelReplaced, PromptTooLong, QueueFull
+from lineclear.errors import (
+    DeadlineUnreachable,
+    KvCapacityExceeded,
+    ModelChanged,
+    ModelReplaced,
+    PromptTooLong,
+    QueueFull,
+)
+from lineclear.scheduler.core.events import QueuePosition
 from lineclear.scheduler.core.policies import PolicySettings
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.sequence import Request
@@ -20,6 +28,8 @@ SWITCHABLE = frozenset(
 )
 """The fields of CoreLimits that may change while the core serves."""
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 60.0
+MAX_SPEEDUP = 3.0
+"""How much sooner than predicted a request may start, as answers may be shorter than expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,7 @@ class CoreLimits:
     max_queue_overtakes: int = 16
     max_isolated_crashes: int = 1
     max_isolated_kills: int = 3
+    reject_unmeetable_deadlines: bool = False
     prefix_cache: bool = True
     cache_secret: bytes = b""
     batching_strategy: str = "continuous"
@@ -91,6 +102,22 @@ def queue_full(
         retry_seconds = min(max(predicted_wait / 2, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
     sentence = f"{message}, the limit is {limit}; retry in about {retry_seconds:.1f} s"
     return QueueFull(sentence, retry_after_seconds=retry_seconds, metadata=metadata)
+
+
+def check_deadline(request: Request, place: QueuePosition, num_slots: int, now: float) -> None:
+    """Raises DeadlineUnreachable if the deadline passes in the queue even at MAX_SPEEDUP times the predicted pace.
+
+    With fewer requests ahead than slots nothing is raised: any running request may end in the next step.
+    """
+    if request.deadline is None or not place.seconds or place.requests_ahead < num_slots:
+        return
+    least = place.seconds / MAX_SPEEDUP
+    if now + least > request.deadline:
+        raise DeadlineUnreachable(
+            f"{place.requests_ahead} requests are ahead; the deadline, in {request.deadline - now:.1f} s, would "
+            f"pass in the queue, which takes {least:.1f} s at least",
+            metadata={"requests_ahead": str(place.requests_ahead), "least_wait_seconds": f"{least:.3f}"},
+        )
 
 
 def check_model(request: Request, hello: Hello, started_on: str = "") -> None:

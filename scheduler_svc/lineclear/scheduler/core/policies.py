@@ -209,8 +209,15 @@ class QueueOrder(Protocol):
     prefill_first: bool
     """Whether a step computes prompts before decodes."""
 
-    def key(self, request: Request, now: float) -> float:
-        """Return the key of an admitted request: lowest first, equal keys by arrival. Called once a request."""
+    def key(self, request: Request, now: float, run_seconds: float) -> float:
+        """Return the key of an admitted request: lowest first, equal keys by arrival. Called once a request.
+
+        `run_seconds` is the time that the request is expected to run; 0 if unknown.
+        """
+        ...
+
+    def preview(self, request: Request, now: float, run_seconds: float) -> float:
+        """Return the key that the request would get, and change nothing."""
         ...
 
     def on_start(self, sequence: Sequence) -> None:
@@ -238,8 +245,11 @@ class Fifo:
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
 
-    def key(self, request: Request, now: float) -> float:
+    def key(self, request: Request, now: float, run_seconds: float) -> float:
         return 0.0
+
+    def preview(self, request: Request, now: float, run_seconds: float) -> float:
+        return self.key(request, now, run_seconds)
 
     def on_start(self, sequence: Sequence) -> None:
         pass
@@ -263,22 +273,26 @@ class PrefillFirst(Fifo):
 class Priority(Fifo):
     """By priority, 0 first. A wait of `priority_aging_seconds` counts as one priority class, so no request starves."""
 
-    def key(self, request: Request, now: float) -> float:
+    def key(self, request: Request, now: float, run_seconds: float) -> float:
         return now + request.priority * self._settings.priority_aging_seconds
 
 
 class Shortest(Fifo):
     """By prompt and expected output tokens, fewest first. A wait of `priority_aging_seconds` counts as 256 tokens."""
 
-    def key(self, request: Request, now: float) -> float:
+    def key(self, request: Request, now: float, run_seconds: float) -> float:
         return now + request.expected_len / 256 * self._settings.priority_aging_seconds
 
 
 class Deadline(Fifo):
-    """Earliest deadline first. A request without deadline counts as due after 256 times `priority_aging_seconds`."""
+    """Latest start first: the deadline minus the expected run time (least slack time, Leung 1989), but not in the past.
 
-    def key(self, request: Request, now: float) -> float:
-        return request.deadline if request.deadline is not None else now + 256 * self._settings.priority_aging_seconds
+    A request without deadline counts as due after 256 times `priority_aging_seconds`.
+    """
+
+    def key(self, request: Request, now: float, run_seconds: float) -> float:
+        due = request.deadline if request.deadline is not None else now + 256 * self._settings.priority_aging_seconds
+        return max(now, due - run_seconds)  # a start in the past would overtake all that wait
 
 
 QUEUE_ORDERS: dict[str, Callable[[PolicySettings], QueueOrder]] = {

@@ -26,7 +26,7 @@ from lineclear.errors import (
 )
 from lineclear.scheduler.core import limits, views
 from lineclear.scheduler.core.block_pool import BlockHash, BlockHasher
-from lineclear.scheduler.core.events import Admitted, Event, FinishReason, WorkerJoined, WorkerLost
+from lineclear.scheduler.core.events import Admitted, Event, FinishReason, QueuePosition, WorkerJoined, WorkerLost
 from lineclear.scheduler.core.inflight_step import InflightStep
 from lineclear.scheduler.core.isolation import Isolation
 from lineclear.scheduler.core.limits import SWITCHABLE, CoreLimits
@@ -85,12 +85,15 @@ class Scheduler:
                 largest = self._largest_worker()
                 limits.check_model(request, largest)
                 limits.check_capacity(request, largest)
+            if self.limits.reject_unmeetable_deadlines and request.deadline is not None:
+                num_slots = sum(worker.batch.num_slots for worker in state.workers.values())
+                limits.check_deadline(request, self._preview(request, now), num_slots, now)
         except LineclearError as error:
             state.counters.requests_rejected += 1
             state.refusing = state.refusing or isinstance(error, QueueFull)
             raise
         self._num_arrivals += 1
-        sequence = Sequence(request, (state.queue_order.key(request, now), self._num_arrivals), now)
+        sequence = Sequence(request, (self._key(request, now), self._num_arrivals), now)
         sequence.protected = self.limits.max_preemptions == 0
         self._live.add(sequence)
         state.fresh.push(sequence)
@@ -99,6 +102,15 @@ class Scheduler:
             return [Admitted(request.request_id)]
         place = queue_position(state, sequence.queue_key, now)
         return [Admitted(request.request_id, place if must_wait(state, place) else None)]
+
+    def _key(self, request: Request, now: float) -> float:
+        return self._state.queue_order.key(request, now, self._state.pace.run_seconds(request) or 0.0)
+
+    def _preview(self, request: Request, now: float) -> QueuePosition:
+        """Return the place that the request would get."""
+        state = self._state
+        key = state.queue_order.preview(request, now, state.pace.run_seconds(request) or 0.0)
+        return queue_position(state, (key, self._num_arrivals + 1), now, arriving=1)
 
     def cancel(self, request_id: str, error: LineclearError | None, now: float) -> list[Event]:
         """Fail a request with `error` or Cancelled. An unknown id does nothing."""
@@ -164,8 +176,7 @@ class Scheduler:
         """Give every live request a key of the queue order: first those that have started, then by arrival."""
         state = self._state
         for sequence in sorted(self._live, key=lambda s: (s.started_at is None, s.number)):
-            key = state.queue_order.key(sequence.request, sequence.arrival)
-            sequence.queue_key = (key, sequence.number)
+            sequence.queue_key = (self._key(sequence.request, sequence.arrival), sequence.number)
             if sequence.started_at is not None:
                 state.queue_order.on_start(sequence)
         state.fresh.sort()

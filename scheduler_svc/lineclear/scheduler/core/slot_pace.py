@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lineclear.scheduler.core.sequence import Sequence
+from lineclear.scheduler.core.sequence import Request, Sequence
 
 _DECAY = 0.95  # weight of a request, against the next one that ends
 
@@ -33,6 +33,11 @@ class SlotPace:
         # Before an answer of two tokens has ended, an output token counts as a prompt token.
         per_output_token = self._decode_seconds / self._decode_tokens if self._decode_tokens else per_prompt_token
         return per_prompt_token * prompt_tokens + per_output_token * output_tokens
+
+    def run_seconds(self, request: Request) -> float | None:
+        """Return how long a request is expected to hold a slot; None before a request has ended."""
+        known = len(request.prompt) + len(request.output)
+        return self.seconds(known, max(0, request.expected_len - known))
 
     def dump(self) -> list[float]:
         """Return a copy of the state."""

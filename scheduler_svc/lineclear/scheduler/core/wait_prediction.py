@@ -20,11 +20,11 @@ LAST = (float("inf"), 0)
 """A key behind all requests."""
 
 
-def queue_position(state: SharedState, key: tuple[float, int], now: float) -> QueuePosition:
-    """Return the place and the predicted wait of a request with this key."""
+def queue_position(state: SharedState, key: tuple[float, int], now: float, *, arriving: int = 0) -> QueuePosition:
+    """Return the place and the predicted wait of a request with this key, which waits or is one that is `arriving`."""
     ahead = state.resuming.num_before(key) + state.fresh.num_before(key)
     if state.limits.batching_strategy == "fixed_size":
-        return QueuePosition(ahead, _seconds_to_batch(state, ahead, now))
+        return QueuePosition(ahead, _seconds_to_batch(state, ahead, now, len(state.fresh) + arriving))
     return QueuePosition(ahead, _seconds_to_slot(state, ahead, now))
 
 
@@ -56,19 +56,22 @@ def _seconds_to_slot(state: SharedState, ahead: int, now: float) -> float | None
     return free_in[0] + max(0, ahead - _MAX_SIMULATED) * (_mean_seconds(state) or 0.0) / len(free_in)
 
 
-def _seconds_to_batch(state: SharedState, ahead: int, now: float) -> float | None:
-    """Return the wait with `fixed_size`: batches start full, one after the other. None if the batch is not full."""
+def _seconds_to_batch(state: SharedState, ahead: int, now: float, num_fresh: int) -> float | None:
+    """Return the wait with `fixed_size`: batches start full, one after the other. None if the batch is not full.
+
+    `num_fresh` requests have not started.
+    """
     slots = sum(_capacity(worker) for worker in state.workers.values())
     timeout = state.limits.policy.fixed_size_timeout_seconds
     batches = ahead // max(slots, 1)
-    if not slots or (len(state.fresh) < (batches + 1) * slots and timeout is None):
+    if not slots or (num_fresh < (batches + 1) * slots and timeout is None):
         return None
     busy = [_seconds_left(state, s, now) for worker in state.workers.values() for s in worker.batch.running]
     mean = _mean_seconds(state) if batches else 0.0
     if mean is None or any(seconds is None for seconds in busy):
         return None
     running = max((seconds or 0.0 for seconds in busy), default=0.0)
-    is_full = len(state.fresh) >= (batches + 1) * slots
+    is_full = num_fresh >= (batches + 1) * slots
     return max(running + batches * mean, 0.0 if is_full else timeout or 0.0)
 
 

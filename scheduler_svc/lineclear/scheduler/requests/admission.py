@@ -73,7 +73,7 @@ class Admission:
         seconds = self._settings.default_deadline_seconds if seconds is None else seconds
         seconds = min(seconds, self._settings.max_deadline_seconds)
         validated = validation.check(message, bounds) if num_bytes <= SMALL_BYTES else None
-        place = self._quota.reserve(tenant, seconds)
+        place = self._quota.reserve(tenant)
         try:
             if validated is None:
                 with self._pacer.measured():

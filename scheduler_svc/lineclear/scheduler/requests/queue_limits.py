@@ -6,20 +6,14 @@ same total limits.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lineclear.errors import DeadlineUnreachable
 from lineclear.scheduler.core.limits import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, queue_full
 
 _WINDOW_SECONDS = 10
 _UNKNOWN_SECONDS = 1.0  # retry hint while no request has started lately
-# Minimum observation before the wait estimate is used: 3 s of non-empty queue and 16 started requests.
-_MIN_BUSY_SECONDS, _MIN_STARTED = 3, 16
-# A queue may speed up. At half load, a factor of 3 rejected one in 400,000 requests that would have started in time.
-_MAX_SPEEDUP = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +24,6 @@ class QueueLimits:
     tokens: int
     requests_per_tenant: int = 0
     tokens_per_tenant: int = 0
-    reject_unmeetable_deadlines: bool = False
-    """Reject requests whose deadline would pass in the queue."""
 
 
 class QueuePlace:
@@ -72,7 +64,6 @@ class QueueLimiter:
         self._requests: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
         self._num_requests = self._num_tokens = 0
-        self._busy_since = 0.0  # when the queue was last empty
         self._started: deque[tuple[int, int, int]] = deque()  # (second, requests, tokens)
 
     def __len__(self) -> int:
@@ -87,8 +78,8 @@ class QueueLimiter:
         """Return the tenants with waiting requests."""
         return tuple(self._requests)
 
-    def reserve(self, tenant: str, seconds: float = math.inf) -> QueuePlace:
-        """Reserve a place for a request whose deadline is in `seconds`. Raises QueueFull or DeadlineUnreachable."""
+    def reserve(self, tenant: str) -> QueuePlace:
+        """Reserve a place for a request. Raises QueueFull."""
         limits, of_tenant = self.limits, self._requests.get(tenant, 0)
         if self._num_requests >= limits.requests:
             self._reject(f"{self._num_requests} requests are waiting", "", self._num_requests, limits.requests)
@@ -97,14 +88,6 @@ class QueueLimiter:
         if limits.requests_per_tenant and of_tenant >= limits.requests_per_tenant:
             message = f"{of_tenant} requests of this tenant are waiting"
             self._reject(message, "_of_tenant", of_tenant, limits.requests_per_tenant)
-        if limits.reject_unmeetable_deadlines and seconds < (wait := self.min_wait_seconds()):
-            self.num_rejected += 1
-            raise DeadlineUnreachable(
-                f"{self._num_requests} requests are waiting; the deadline, in {seconds:.1f} s, would pass in the queue",
-                metadata={"waiting": str(self._num_requests), "least_wait_seconds": f"{wait:.1f}"},
-            )
-        if self._num_requests == 0:
-            self._busy_since = self._clock()
         self._num_requests += 1
         self._requests[tenant] = of_tenant + 1
         return QueuePlace(self, tenant)
@@ -146,19 +129,6 @@ class QueueLimiter:
         window_seconds = min(self._clock() - self._started[0][0] + 1.0, float(_WINDOW_SECONDS))
         ahead = max(self._num_requests / requests, self._num_tokens / tokens if tokens else 0.0)
         return min(max(ahead * window_seconds / 2, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
-
-    def min_wait_seconds(self) -> float:
-        """Return the shortest plausible wait of a new request, at three times the recent rate; 0 while that is unknown.
-
-        The rate is measured over whole seconds during which the queue was never empty.
-        """
-        self._expire_window()
-        now = self._clock()
-        since = max(int(self._busy_since) + 1, int(now) - _WINDOW_SECONDS)
-        num_started = sum(requests for second, requests, _ in self._started if second >= since)
-        if not self._num_requests or now - since < _MIN_BUSY_SECONDS or num_started < _MIN_STARTED:
-            return 0.0
-        return self._num_requests * (now - since) / num_started / _MAX_SPEEDUP
 
     def _record_start(self, tokens: int) -> None:
         second = int(self._clock())

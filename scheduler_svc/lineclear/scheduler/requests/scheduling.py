@@ -36,8 +36,6 @@ def changed(settings: SchedulerSettings, changes: Mapping[str, Any], num_slots: 
     found = settings.model_copy(update=dict(changes))
     if found.min_batch_size > found.max_batch_size:
         violations.add("changes.min_batch_size", f"must be at most {found.max_batch_size}, the batch size")
-    if found.reject_unmeetable_deadlines and found.scheduling_policy not in ("fifo", "prefill_first"):
-        violations.add("changes.scheduling_policy", "must be fifo or prefill_first with --reject-unmeetable-deadlines")
     violations.raise_if_any()
     return found
 

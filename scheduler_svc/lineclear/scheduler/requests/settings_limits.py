@@ -31,7 +31,6 @@ def quota_limits(settings: SchedulerSettings) -> QueueLimits:
         tokens=settings.max_queue_tokens,
         requests_per_tenant=settings.max_queue_size_per_tenant,
         tokens_per_tenant=settings.max_queue_tokens_per_tenant,
-        reject_unmeetable_deadlines=settings.reject_unmeetable_deadlines,
     )
 
 

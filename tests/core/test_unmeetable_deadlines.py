@@ -1,0 +1,178 @@
+"""Deadlines in the queue: the order `deadline` starts in time, and requests that cannot are rejected, others not."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from core.harness import CoreHarness, make_request
+
+from lineclear.errors import DeadlineUnreachable
+from lineclear.scheduler.core.events import Admitted, QueuePosition, Started
+from lineclear.scheduler.core.limits import check_deadline
+from lineclear.scheduler.core.policies import QUEUE_ORDERS
+
+STEP_SECONDS = 0.05
+MEAN_TOKENS = 20
+NUM_SLOTS = 8
+
+
+class Queue(CoreHarness):
+    """Slots whose answers take a second on average, and only that average is expected.
+
+    Every request is admitted, and counted where it would be rejected, so that wrong rejections are visible.
+    """
+
+    def __init__(self, seed: int, **sizes: Any) -> None:
+        super().__init__(**{"max_batch_size": NUM_SLOTS, "worker_num_blocks": 4000, "max_queue_size": 100_000} | sizes)
+        self.rng = random.Random(seed)
+        self.waiting: dict[str, float] = {}  # deadline of each
+        self.rejected: set[str] = set()
+        self.late: set[str] = set()
+        self.count = 0
+
+    def run_load(self, load: float, arrivals: int) -> None:
+        """Serve requests, single and in bursts, at `load` times what the slots can do."""
+        until = self.count + arrivals
+        next_at = self.now
+        while self.count < until:
+            while next_at <= self.now:
+                burst = self.rng.choice((1, 1, 1, 1, self.rng.randint(2, 16)))
+                for _ in range(burst):
+                    self._arrive(self.rng.uniform(0.05, 4.0))
+                next_at += self.rng.expovariate(load * NUM_SLOTS) * burst
+            self._tick()
+
+    def _arrive(self, timeout: float) -> None:
+        name, self.count = f"r{self.count}", self.count + 1
+        length = max(1, min(200, round(MEAN_TOKENS * self.rng.lognormvariate(-0.32, 0.8))))
+        request = make_request(name, 4, length, expected_tokens=MEAN_TOKENS, wants_position=True)
+        (event,) = self.core.submit(request, self.now)
+        assert isinstance(event, Admitted)
+        self.waiting[name] = self.now + timeout
+        if event.position is not None and would_reject(timeout, event.position, self.now):
+            self.rejected.add(name)
+
+    def _tick(self) -> None:
+        self.events.clear()
+        self.plan()
+        for event in self.events:
+            if isinstance(event, Started) and self.waiting.pop(event.request_id) < self.now:
+                self.late.add(event.request_id)
+        self.plans.clear()
+        self.now += STEP_SECONDS
+        if self.flights:
+            self.apply()
+
+
+def would_reject(timeout: float, place: QueuePosition, now: float) -> bool:
+    try:
+        check_deadline(make_request("x", 1, deadline=now + timeout), place, NUM_SLOTS, now)
+    except DeadlineUnreachable:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_wrong_rejection_at_half_load(seed: int) -> None:
+    queue = Queue(seed)
+    queue.run_load(0.5, 1500)
+    assert queue.rejected - queue.late - set(queue.waiting) == set()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_overload_rejects_most_late_requests(seed: int) -> None:
+    queue = Queue(seed)
+    queue.run_load(0.5, 300)
+    queue.run_load(2.0, 1500)
+    started = queue.rejected - set(queue.waiting)
+    assert started - queue.late == set()
+    assert len(queue.late) > 400
+    assert len(started & queue.late) > 0.8 * len(queue.late)
+
+
+def trained(**sizes: Any) -> CoreHarness:
+    """Return a harness with one slot that knows its pace: a tenth of a second for each token."""
+    harness = CoreHarness(**{"max_batch_size": 1, "worker_num_blocks": 200} | sizes)
+    harness.submit("first", 4, max_tokens=10)
+    tick(harness, 12)
+    return harness
+
+
+def tick(harness: CoreHarness, steps: int) -> None:
+    for _ in range(steps):
+        harness.plan()
+        harness.now += 0.1
+        if harness.flights:
+            harness.apply()
+
+
+def test_longer_answer_with_the_same_deadline_starts_first() -> None:
+    harness = trained(scheduling_policy="deadline")
+    due = harness.now + 60.0
+    harness.submit("short", 4, max_tokens=100, expected_tokens=5, deadline=due)
+    harness.submit("long", 4, max_tokens=100, expected_tokens=90, deadline=due)
+    harness.submit("later", 4, max_tokens=100, expected_tokens=90, deadline=due + 8.0)  # 0.5 s before `short` has to
+    tick(harness, 400)
+    assert harness.started() == ["first", "long", "later", "short"]
+
+
+def test_deadline_that_can_not_be_met_overtakes_nothing() -> None:
+    harness = trained(scheduling_policy="deadline")
+    harness.submit("waiting", 4, max_tokens=20, deadline=harness.now + 2.5)
+    harness.now += 1.0
+    harness.submit("hopeless", 4, max_tokens=100, deadline=harness.now + 1.0)
+    tick(harness, 1)
+    assert harness.started() == ["first", "waiting"]
+
+
+@pytest.mark.parametrize("order", sorted(QUEUE_ORDERS))
+def test_deadline_within_a_third_of_the_wait_is_rejected(order: str) -> None:
+    harness = trained(scheduling_policy=order, reject_unmeetable_deadlines=True)
+    harness.submit("running", 4, max_tokens=90, priority=0, deadline=harness.now + 9.0, tenant="a")
+    tick(harness, 1)
+    harness.submit("waiting", 4, max_tokens=100, priority=0, deadline=harness.now + 2.9, tenant="b", expected_tokens=4)
+    before = harness.core.snapshot(harness.now).counters
+    with pytest.raises(DeadlineUnreachable) as caught:
+        harness.submit("late", 4, deadline=harness.now + 3.0, tenant="b", priority=0 if order != "priority" else 9)
+    assert caught.value.metadata["requests_ahead"] == "1"
+    assert float(caught.value.metadata["least_wait_seconds"]) == pytest.approx(9.5 / 3, rel=0.1)
+    after = harness.core.snapshot(harness.now).counters
+    assert after.requests_rejected == before.requests_rejected + 1
+    assert after.requests_admitted == before.requests_admitted
+    harness.submit("in time", 4, deadline=harness.now + 5.0, tenant="b", priority=9)
+    harness.submit("without", 4, tenant="b")
+    assert harness.core.num_live == 4
+
+
+def test_expected_lengths_decide_which_request_is_rejected() -> None:
+    for expected, is_rejected in ((0, True), (20, False)):
+        harness = trained(reject_unmeetable_deadlines=True)
+        harness.submit("running", 4, max_tokens=20)
+        tick(harness, 1)
+        harness.submit("waiting", 4, max_tokens=190, expected_tokens=expected)
+        try:
+            harness.submit("next", 4, deadline=harness.now + 5.0)
+        except DeadlineUnreachable:
+            assert is_rejected
+        else:
+            assert not is_rejected
+
+
+def test_tenant_that_is_next_by_its_share_is_not_rejected() -> None:
+    harness = trained(reject_unmeetable_deadlines=True, scheduling_policy="fair")
+    harness.submit("running", 4, max_tokens=20, tenant="a")
+    tick(harness, 1)
+    for number in range(10):
+        harness.submit(f"a{number}", 4, max_tokens=100, tenant="a")
+    with pytest.raises(DeadlineUnreachable):
+        harness.submit("of a", 4, deadline=harness.now + 5.0, tenant="a")
+    harness.submit("of b", 4, deadline=harness.now + 5.0, tenant="b")
+
+
+def test_no_rejection_before_the_pace_is_known() -> None:
+    harness = CoreHarness(max_batch_size=1, reject_unmeetable_deadlines=True)
+    for number in range(9):
+        harness.submit(f"r{number}", 4, max_tokens=100, deadline=0.001)
+    assert harness.core.num_live == 9
