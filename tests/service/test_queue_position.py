@@ -10,6 +10,7 @@ from service.serving import HELLO_IDS, error_of, read_all, serving, text_request
 from service.session_driver import Caller, submit
 
 from lineclear.client import AsyncClient, Queued
+from lineclear.errors import QueueFull
 from lineclear.scheduler.core.events import FinishReason, QueuePosition
 from lineclear.v1 import inference_pb2 as pb
 
@@ -67,6 +68,48 @@ async def test_session_sends_the_place_as_an_event(tmp_path: Path) -> None:
         await s.idle()
 
 
+async def test_submitted_request_gets_its_place_at_once(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.position = QueuePosition(3, 1.5)
+        answer = await s.stub.Submit(pb.SubmitRequest(request=ASKING))
+        assert answer.queued == QUEUED
+        attached = s.stub.Attach(pb.AttachRequest(request_id=answer.request_id))
+        assert (await attached.read()).response == pb.GenerateResponse(queued=QUEUED)
+        key = await s.engine.next_request()
+        s.engine.start(key)
+        started = (await attached.read()).response
+        assert (started.HasField("started"), started.HasField("queued")) == (True, False)
+        late = s.stub.Attach(pb.AttachRequest(request_id=answer.request_id))
+        assert not (await late.read()).response.HasField("queued")  # it does not wait any more
+        await s.stub.Cancel(pb.CancelRequest(request_id=answer.request_id))
+        await s.idle()
+
+
+async def test_submitted_request_that_does_not_ask_or_wait_gets_no_place(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.position = QueuePosition(3, 1.5)
+        answers = [await s.stub.Submit(pb.SubmitRequest(request=text_request()))]
+        s.engine.position = None
+        answers.append(await s.stub.Submit(pb.SubmitRequest(request=ASKING)))
+        assert not any(answer.HasField("queued") for answer in answers)
+        for answer in answers:
+            await s.stub.Cancel(pb.CancelRequest(request_id=answer.request_id))
+        await s.idle()
+
+
+async def test_submitted_request_that_the_core_rejects_is_not_kept(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.refusal = QueueFull("no", retry_after_seconds=1.0)
+        error = await error_of(s.stub.Submit(pb.SubmitRequest(request=text_request(request_id="full"))))
+        assert (error.reason, error.retry_after_seconds) == ("QUEUE_FULL", 1.0)
+        gone = await error_of(s.stub.GetResult(pb.GetResultRequest(request_id="full")))
+        assert gone.reason == "UNKNOWN_REQUEST"
+        s.engine.refusal = None
+        again = await s.stub.Submit(pb.SubmitRequest(request=text_request(request_id="full")))
+        await s.stub.Cancel(pb.CancelRequest(request_id=again.request_id))
+        await s.idle()
+
+
 async def test_result_of_a_waiting_request_has_its_place(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         s.engine.position = QueuePosition(3, 1.5)
@@ -94,6 +137,22 @@ async def test_client_shows_the_place(tmp_path: Path) -> None:
             assert stream.result.token_ids == tuple(HELLO_IDS)
             other = await client.stream("hi").read_all()
             assert other.token_ids == tuple(HELLO_IDS)
+
+
+async def test_client_shows_the_place_of_a_submitted_request(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.position = QueuePosition(3, 1.5)
+        async with AsyncClient(s.server.address, max_attempts=1) as client:
+            submitted = await client.submit("hi", queue_position=True)
+            assert submitted.queued == (await submitted.poll()).queued == Queued(3, 1.5)
+            key = await s.engine.next_request()
+            stream = submitted.attach()
+            s.engine.start(key)
+            s.engine.tokens(key, HELLO_IDS)
+            s.engine.finish_by(key, FinishReason.LENGTH)
+            assert (await stream.read_all()).token_ids == tuple(HELLO_IDS)
+            assert (await submitted.poll()).queued is None
+            assert client.submitted(submitted.request_id).queued is None
 
 
 async def test_full_queue_names_the_predicted_wait(tmp_path: Path) -> None:

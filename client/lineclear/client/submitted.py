@@ -10,6 +10,7 @@ from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 from .call_settings import CallOptions
+from .results import Queued, queued_from_proto
 from .retry import bounded
 
 _STATES = {
@@ -24,13 +25,15 @@ _STATES = {
 class SubmittedStatus:
     """The state of a submitted request, and its answer so far.
 
-    `state` is "waiting", "running", "finished" or "failed"; `error` is set if it is "failed".
+    `state` is "waiting", "running", "finished" or "failed"; `error` is set if it is "failed", `queued` if it is
+    "waiting" and the request has `queue_position=True`.
     """
 
     state: str
     text: str
     token_ids: tuple[int, ...]
     error: LineclearError | None = None
+    queued: Queued | None = None
 
     @property
     def is_over(self) -> bool:
@@ -42,7 +45,9 @@ def submitted_status(message: pb.GetResultResponse) -> SubmittedStatus:
     """Convert the response of GetResult."""
     error = from_status(message.error) if message.HasField("error") else None
     state = _STATES.get(message.state, "unspecified")
-    return SubmittedStatus(state, message.response.text, tuple(message.response.token_ids), error)
+    answer = message.response
+    queued = queued_from_proto(answer.queued) if answer.HasField("queued") else None
+    return SubmittedStatus(state, answer.text, tuple(answer.token_ids), error, queued)
 
 
 def submit_request(options: CallOptions) -> pb.SubmitRequest:

@@ -991,16 +991,24 @@ class SubmitResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request: GenerateRequest.request_id, or the server's."""
+    @_builtins.property
+    def queued(self) -> Global___Queued:
+        """Its place in the queue, if it waits and OutputOptions.queue_position is
+        set.
+        """
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        queued: Global___Queued | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queued", b"queued"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queued", b"queued", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1043,7 +1051,10 @@ class AttachResponse(_message.Message):
     RESPONSE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def response(self) -> Global___GenerateResponse:
-        """The part, as Generate sends it."""
+        """The part, as Generate sends it. If the request waits and
+        OutputOptions.queue_position is set, the first part has `queued`, its place
+        on arrival.
+        """
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from ..requests import (
     pairs,
     tokenize_request,
 )
-from ..results import Generation, HealthStatus, Model, Stats, from_proto
+from ..results import Generation, HealthStatus, Model, Queued, Stats, from_proto, queued_from_proto
 from ..retry import RetryPolicy
 from ..submitted import SubmittedStatus, submit_request, submitted_status
 from ..transports import Transport
@@ -53,8 +53,10 @@ class Submitted:
     Another process finds it by its `request_id`: `client.submitted(request_id)`.
     """
 
-    def __init__(self, client: Client, request_id: str, metadata: Pairs) -> None:
+    def __init__(self, client: Client, request_id: str, metadata: Pairs, queued: Queued | None = None) -> None:
         self.request_id = request_id
+        self.queued = queued
+        """Its place in the queue on arrival, if it waited and `queue_position=True` was given to `submit`."""
         self._client = client
         self._metadata = metadata
         self._future: AnswerFuture | None = None
@@ -191,13 +193,15 @@ class Client(Batches):
         """
         options = self._config.outgoing(prompt, sampling, **params)
         request = submit_request(options)
+        queued = None
         try:
-            self._unary(rpc_methods.SUBMIT, request, UNSET, options.metadata)
+            answer = self._unary(rpc_methods.SUBMIT, request, UNSET, options.metadata)
+            queued = queued_from_proto(answer.queued) if answer.HasField("queued") else None
         except DuplicateRequest:
             if options.has_own_id:
                 raise
             # The id is random: an earlier attempt of this call did arrive.
-        submitted = self.submitted(request.request.request_id, metadata=options.metadata)
+        submitted = Submitted(self, request.request.request_id, options.metadata, queued)
         if options.has_callbacks:
             attaching = self._config.attaching(submitted.request_id, 0, options.metadata, None)
             callbacks = replace(attaching, on_delta=options.on_delta, on_token=options.on_token)

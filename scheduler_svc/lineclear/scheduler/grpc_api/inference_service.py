@@ -304,9 +304,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         await self.requests.pace(request.request)
         self._detached.check_unused(caller, request.request.request_id)  # no await between this and `admit`
         with self.requests.admit(request.request, self._model.require(), caller, tenant, seconds) as live:
+            admission = live.output.admission()
             await live.submit(request.request)
-            self._detached.add(live, live.max_tokens)
-        return pb.SubmitResponse(request_id=live.request_id)
+            answer = self._detached.add(live, live.max_tokens)
+        await admission
+        if answer.error is not None and answer.started is None:
+            self._detached.remove(answer)
+            raise answer.error
+        return pb.SubmitResponse(request_id=live.request_id, queued=answer.queued)
 
     async def Attach(  # type: ignore[override]  # writes to the context instead of returning an iterator
         self, request: pb.AttachRequest, context: Context

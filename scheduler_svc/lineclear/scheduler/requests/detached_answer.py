@@ -161,6 +161,7 @@ class Attachment:
     def __init__(self, answer: DetachedAnswer, from_index: int) -> None:
         self._answer = answer
         self._index = from_index
+        self._has_sent_queued = False
         self._has_sent_started = False
         self._is_done = False
 
@@ -170,6 +171,9 @@ class Attachment:
     async def __anext__(self) -> pb.GenerateResponse:
         answer = self._answer
         while not self._is_done:
+            if answer.state == pb.RESULT_STATE_WAITING and answer.queued is not None and not self._has_sent_queued:
+                self._has_sent_queued = True
+                return pb.GenerateResponse(first_index=self._index, queued=answer.queued)
             started = answer.started if not self._has_sent_started else None
             if started is not None or self._index < answer.next_index or answer.finished is not None:
                 return self._next(started)

@@ -123,7 +123,6 @@ class OutputRouter:
         elif isinstance(event, Failed):
             stream.on_failed(event)
         elif isinstance(event, Admitted):
-            if event.position is not None:
-                stream.on_queued(event.position)
+            stream.on_admitted(event.position)
         else:
             assert isinstance(event, Preempted)

@@ -78,6 +78,7 @@ class OutputStream:
     """
 
     __slots__ = (
+        "_admission",
         "_end",
         "_engine",
         "_error",
@@ -144,6 +145,12 @@ class OutputStream:
         self._error: LineclearError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._subscriber: Callable[[], None] | None = None
+        self._admission: asyncio.Future[None] | None = None
+
+    def admission(self) -> asyncio.Future[None]:
+        """Return a future that is done when the engine has queued or rejected the request. Call it before `submit`."""
+        self._admission = asyncio.get_running_loop().create_future()
+        return self._admission
 
     # --- the reader --------------------------------------------------------------------------------------------------
 
@@ -252,15 +259,22 @@ class OutputStream:
     def _fail(self, error: LineclearError) -> None:
         # Not when the client reads of it: unread failures would fill the queue.
         self._queue_place.release(started=False)
+        self._resolve_admission()
         if self._end is None and self._error is None:
             self._error = error
             self._wake()
 
     # --- the engine's events -----------------------------------------------------------------------------------------
 
-    def on_queued(self, position: QueuePosition) -> None:
-        self._unsent_position = position
-        self._wake()
+    def on_admitted(self, position: QueuePosition | None) -> None:
+        self._resolve_admission()
+        if position is not None:
+            self._unsent_position = position
+            self._wake()
+
+    def _resolve_admission(self) -> None:
+        if self._admission is not None and not self._admission.done():
+            self._admission.set_result(None)
 
     def on_started(self, event: Started) -> None:
         self._queue_place.release(started=True)
@@ -303,6 +317,7 @@ class OutputStream:
         return self._text is not None and self._text.match is not None
 
     def _complete(self, reason: FinishReason, matched_token_id: int | None, stats: RequestStats) -> None:
+        self._resolve_admission()
         if self._error is not None:
             return
         if self._text is not None and self._text.match is None:
