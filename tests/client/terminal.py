@@ -77,6 +77,10 @@ class Terminal:
             assert self._read(), f"the command ended: {self.text[-2000:]}"
         return screen
 
+    def type(self, text: str) -> None:
+        """Write to the terminal, as a user does with the keyboard."""
+        os.write(self._ours, text.encode())
+
     def end(self, number: int) -> int:
         """Send the signal and return the exit code."""
         self.process.send_signal(number)

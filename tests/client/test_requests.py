@@ -31,7 +31,8 @@ def test_every_schema_field_is_a_parameter() -> None:
     stops |= {name: name for name in ("include_stop_string", "eos_token_ids")}
     assert fields(sampling_pb2.StopConditions) == stops.keys()
     assert fields(sampling_pb2.SamplingParams) | set(stops.values()) == SAMPLING_FIELDS == EVERYTHING.keys()
-    own = {"timeout_seconds", "metadata", "add_generation_prompt", "on_model_change", "on_delta", "on_token", "tenant"}
+    own = {"timeout_seconds", "metadata", "add_generation_prompt", "on_model_change", "tenant"}
+    own |= {"on_delta", "on_token", "on_queued"}
     elsewhere = {"text", "token_ids", "chat", "sampling", "stop", "output"}
     elsewhere.add("resume")  # the clients do that by themselves
     assert (fields(pb.GenerateRequest) - elsewhere) | fields(pb.OutputOptions) | own == REQUEST_FIELDS

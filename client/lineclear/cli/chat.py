@@ -43,7 +43,7 @@ class Conversation:
     def say(self, text: str) -> str:
         """Send a message and stream the answer. Returns a line with its figures."""
         question = ChatMessage("user", text)
-        answer = self._client.stream([*self.messages, question], self.sampling)
+        answer = self._client.stream([*self.messages, question], self.sampling, on_queued=output.queue_notice())
         try:
             with sigint.cancel_on_sigint(answer.cancel), answer as stream:
                 try:

@@ -87,7 +87,7 @@ def generate(
         one = ids if ids is not None else _text(prompts[0] if prompts else None, "a PROMPT")
         if out is None:
             with connection.client() as client:
-                batch_run.show(client.stream(make(one)), shown)
+                batch_run.show(client.stream(make(one), on_queued=shown.on_queued), shown)
             return
         entries = [Entry(make(one), {"prompt": one})]
     with connection.client() as client:
@@ -114,7 +114,9 @@ def submit(
     text = _text(prompt, "a PROMPT")
     asked = request.request(chat.conversation(None, text) if as_chat else text, sampling.sampling())
     with connection.client() as client:
-        submitted = client.submit(asked)
+        submitted = client.submit(asked, queue_position=sys.stderr.isatty() or None)
+    if submitted.queued is not None and (notice := output.queue_notice()) is not None:
+        notice(submitted.queued)
     if json_lines:
         output.show_json({"request_id": submitted.request_id})
     else:
@@ -130,7 +132,7 @@ def attach(
 ) -> None:
     """Stream a submitted answer from its start. Ctrl-C does not cancel the request."""
     with connection.client() as client:
-        batch_run.show(client.submitted(request_id).attach(from_index), shown)
+        batch_run.show(client.submitted(request_id).attach(from_index, on_queued=shown.on_queued), shown)
 
 
 @command()

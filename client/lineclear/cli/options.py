@@ -20,8 +20,10 @@ import typer
 from lineclear.client import Client
 from lineclear.client.channel import DEFAULT_TARGET
 from lineclear.client.requests import Params, Request, Sampling, pairs
+from lineclear.client.results import Queued
 from lineclear.errors import InvalidRequest
 
+from . import output
 from .wait_notice import WaitNotice
 
 CONNECTION = "Connection"
@@ -249,6 +251,11 @@ class Shown:
     json_lines: Json = False
     deltas: Annotated[bool, _option(OUTPUT, "With --json: also each piece of the answer.", "--deltas")] = False
     quiet: Annotated[bool, _option(OUTPUT, "No progress and no summary.", "--quiet", "-q")] = False
+
+    @property
+    def on_queued(self) -> Callable[[Queued], None] | None:
+        """Called with the place of a request that waits; None for no output of it."""
+        return None if self.quiet else output.queue_notice()
 
 
 BUNDLES: tuple[type[Any], ...] = (Connection, SamplingFlags, RequestFlags, Shown)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lineclear.client import Stream
-from lineclear.client.results import Generation, Model, Quantiles, Stats, WorkerStats
+from lineclear.client.results import Generation, Model, Quantiles, Queued, Stats, WorkerStats
 from lineclear.errors import LineclearError
 
 from . import exit_status
@@ -32,6 +32,17 @@ def show(text: str) -> None:
     if text:
         sys.stdout.write(strip_control_chars(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
+
+
+def queue_notice() -> Callable[[Queued], None] | None:
+    """Return a function that writes a place in the queue to standard error; None if that is no terminal."""
+    return _show_place if sys.stderr.isatty() else None
+
+
+def _show_place(queued: Queued) -> None:
+    wait = queued.predicted_wait_seconds
+    until = "" if wait is None else f", about {wait:.1f} s"
+    print_stderr(f"waiting in the queue, {queued.requests_ahead} ahead{until}")
 
 
 def show_answer(stream: Stream) -> None:

@@ -12,6 +12,7 @@ from .requests import (
     Metadata,
     OnDelta,
     OnModelChange,
+    OnQueued,
     OnToken,
     Params,
     Prompt,
@@ -40,6 +41,7 @@ class CallOptions:
     on_model_change: OnModelChange = "error"
     on_delta: OnDelta | None = None
     on_token: OnToken | None = None
+    on_queued: OnQueued | None = None
 
     @property
     def may_restart(self) -> bool:
@@ -98,14 +100,20 @@ class ClientConfig:
             on_model_change=_checked(request.on_model_change or self.on_model_change),
             on_delta=request.on_delta,
             on_token=request.on_token,
+            on_queued=request.on_queued,
         )
 
     def attaching(
-        self, request_id: str, from_index: int, metadata: Pairs, timeout_seconds: float | None
+        self,
+        request_id: str,
+        from_index: int,
+        metadata: Pairs,
+        timeout_seconds: float | None,
+        on_queued: OnQueued | None = None,
     ) -> CallOptions:
         """Return the options of a call that attaches to a submitted request."""
         message = pb.AttachRequest(request_id=request_id, from_index=from_index)
-        return CallOptions(message, timeout_seconds, metadata, self.retry, self.on_wait)
+        return CallOptions(message, timeout_seconds, metadata, self.retry, self.on_wait, on_queued=on_queued)
 
     def short(self, timeout_seconds: float | Unset | None) -> RetryState:
         """Return the retry state of a call that generates nothing."""

@@ -17,7 +17,7 @@ from lineclear.errors import InvalidRequest, MalformedMessage
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
-from .results import Delta
+from .results import Delta, Queued
 
 Metadata: TypeAlias = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
 
@@ -37,6 +37,8 @@ OnDelta: TypeAlias = Callable[[Delta], object]
 """Called with each piece of an answer, by its reader. An AsyncClient awaits what it returns if that is awaitable."""
 OnToken: TypeAlias = Callable[[int], object]
 """Called with each token id, as `OnDelta`."""
+OnQueued: TypeAlias = Callable[[Queued], object]
+"""Called with the place of a request that waits in the queue, as `OnDelta`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class Params(TypedDict, total=False):
     metadata: Metadata
     on_delta: OnDelta | None
     on_token: OnToken | None
+    on_queued: OnQueued | None
 
 
 SAMPLING_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Sampling))
@@ -140,7 +143,7 @@ class Request:
 
     `on_delta` is called with each Delta, then `on_token` with each of its token ids, on the thread or task that reads
     the answer and before a loop over the stream gets the delta. If one raises, the request is cancelled and the reader
-    gets the exception.
+    gets the exception. `on_queued` is called at once with the place of a request that has to wait in the queue.
     """
 
     prompt: Prompt
@@ -164,6 +167,7 @@ class Request:
     metadata: Metadata = ()
     on_delta: OnDelta | None = None
     on_token: OnToken | None = None
+    on_queued: OnQueued | None = None
 
     @classmethod
     def of(cls, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Request:
@@ -202,6 +206,8 @@ class Request:
             _set(message.output, name, getattr(self, name), path=f"output.{name}")
         if self.top_logprobs and self.logprobs is None:
             message.output.logprobs = True
+        if self.on_queued is not None and self.queue_position is None:
+            message.output.queue_position = True
         return message
 
 

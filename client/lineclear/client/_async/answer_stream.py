@@ -49,6 +49,7 @@ class AsyncStream:
         self._ended = False
         self._result: Generation | None = None
         self._queued: Queued | None = None
+        self._reported: Queued | None = None  # to `on_queued`
 
     @property
     def resumes(self) -> int:
@@ -157,6 +158,8 @@ class AsyncStream:
                         raise Cancelled("the call was cancelled") from None
                     call = self._start_call()
                     continue
+                if self._queued is not self._reported:
+                    await self._report_place()
                 if delta is not None:
                     return delta
         except BaseException:
@@ -164,6 +167,11 @@ class AsyncStream:
             self._ended = True
             raise
         raise StopAsyncIteration
+
+    async def _report_place(self) -> None:
+        self._reported = self._queued
+        if self._options.on_queued is not None and self._queued is not None:
+            await async_call(self._options.on_queued, self._queued)
 
     async def _call_back(self, delta: Delta) -> None:
         options = self._options

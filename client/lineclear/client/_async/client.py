@@ -23,6 +23,7 @@ from ..requests import (
     ChatMessage,
     Metadata,
     OnModelChange,
+    OnQueued,
     Params,
     Prompt,
     Request,
@@ -63,9 +64,15 @@ class AsyncSubmitted:
     def __repr__(self) -> str:
         return f"AsyncSubmitted({self.request_id!r})"
 
-    def attach(self, from_index: int = 0, *, timeout_seconds: float | None = None) -> AsyncStream:
-        """Stream the answer from token `from_index` on. Leaving the stream does not cancel the request."""
-        options = self._client._config.attaching(self.request_id, from_index, self._metadata, timeout_seconds)
+    def attach(
+        self, from_index: int = 0, *, timeout_seconds: float | None = None, on_queued: OnQueued | None = None
+    ) -> AsyncStream:
+        """Stream the answer from token `from_index` on. Leaving the stream does not cancel the request.
+
+        `on_queued` is called at once with the request's place on arrival if it waits and asked for that in `submit`.
+        """
+        config = self._client._config
+        options = config.attaching(self.request_id, from_index, self._metadata, timeout_seconds, on_queued)
         return AsyncStream(self._client._transport, options)
 
     async def result(self, *, timeout_seconds: float | None = None) -> Generation:
@@ -207,7 +214,9 @@ class AsyncClient(AsyncBatches):
         submitted = AsyncSubmitted(self, request.request.request_id, options.metadata, queued)
         if options.has_callbacks:
             attaching = self._config.attaching(submitted.request_id, 0, options.metadata, None)
-            callbacks = replace(attaching, on_delta=options.on_delta, on_token=options.on_token)
+            callbacks = replace(
+                attaching, on_delta=options.on_delta, on_token=options.on_token, on_queued=options.on_queued
+            )
             submitted._future = self._futures.start(callbacks)
         return submitted
 

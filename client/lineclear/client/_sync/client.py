@@ -24,6 +24,7 @@ from ..requests import (
     ChatMessage,
     Metadata,
     OnModelChange,
+    OnQueued,
     Params,
     Prompt,
     Request,
@@ -64,9 +65,15 @@ class Submitted:
     def __repr__(self) -> str:
         return f"Submitted({self.request_id!r})"
 
-    def attach(self, from_index: int = 0, *, timeout_seconds: float | None = None) -> Stream:
-        """Stream the answer from token `from_index` on. Leaving the stream does not cancel the request."""
-        options = self._client._config.attaching(self.request_id, from_index, self._metadata, timeout_seconds)
+    def attach(
+        self, from_index: int = 0, *, timeout_seconds: float | None = None, on_queued: OnQueued | None = None
+    ) -> Stream:
+        """Stream the answer from token `from_index` on. Leaving the stream does not cancel the request.
+
+        `on_queued` is called at once with the request's place on arrival if it waits and asked for that in `submit`.
+        """
+        config = self._client._config
+        options = config.attaching(self.request_id, from_index, self._metadata, timeout_seconds, on_queued)
         return Stream(self._client._transport, options)
 
     def result(self, *, timeout_seconds: float | None = None) -> Generation:
@@ -204,7 +211,9 @@ class Client(Batches):
         submitted = Submitted(self, request.request.request_id, options.metadata, queued)
         if options.has_callbacks:
             attaching = self._config.attaching(submitted.request_id, 0, options.metadata, None)
-            callbacks = replace(attaching, on_delta=options.on_delta, on_token=options.on_token)
+            callbacks = replace(
+                attaching, on_delta=options.on_delta, on_token=options.on_token, on_queued=options.on_queued
+            )
             submitted._future = self._futures.start(callbacks)
         return submitted
 
