@@ -122,7 +122,7 @@ class Calls:
             method, data = rng.choice(self._corpus)
             messages: tuple[bytes, ...] = (mutate(data, rng, self._corpus_bytes),)
         else:
-            method, sent = rng.choice((self._generate, self._session, self._submit, self._detached, self._resumed))()
+            method, sent = rng.choice((self._generate, self._session, self._submit, self._submitted, self._resumed))()
             messages = tuple(message.SerializeToString() for message in sent)
         deadline = rng.choice((0.001, 0.01, 0.05)) if rng.random() < 0.05 else None
         reads = rng.choice((1, 1, 4, 10**6))
@@ -191,7 +191,7 @@ class Calls:
             message.timeout.CopyFrom(self._duration())
         return "Submit", [message]
 
-    def _detached(self) -> tuple[str, list[Message]]:
+    def _submitted(self) -> tuple[str, list[Message]]:
         """Make a request about a submitted request that may not exist."""
         rng = self._rng
         request_id = rng.choice((*_IDS, "", "x" * 65, "unknown"))

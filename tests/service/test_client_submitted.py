@@ -1,4 +1,4 @@
-"""Detached requests with both clients: submit, and fetch later, also from another client."""
+"""Submitted requests with both clients: submit, and fetch later, also from another client."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import DeadlineExceeded
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.grpc_api import error_interceptor
-from lineclear.scheduler.requests.detached_answer import DetachedAnswer
+from lineclear.scheduler.requests.submitted_answer import SubmittedAnswer
 from lineclear.scheduler.security.identity import ANONYMOUS
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
@@ -85,7 +85,7 @@ async def test_kept_answer_is_read_in_several_messages() -> None:
     validated = SimpleNamespace(received=(), wants_text=True)
     request: Any = SimpleNamespace(validated=validated, caller=ANONYMOUS, tenant="", request_id="x")
 
-    answer = DetachedAnswer(request)
+    answer = SubmittedAnswer(request)
     answer.add(pb.GenerateResponse(token_ids=range(2000)), ["x" * 5000] * 2000)
     answer.add(pb.GenerateResponse(finished=pb.Finished(), first_index=2000), [])
     messages = [message async for message in answer.read(0)]

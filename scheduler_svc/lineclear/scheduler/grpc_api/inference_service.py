@@ -28,7 +28,6 @@ from lineclear.scheduler.metrics import families
 from lineclear.scheduler.requests import settings_limits, status_messages, validation
 from lineclear.scheduler.requests.admission import Admission, was_admitted
 from lineclear.scheduler.requests.answer_reader import read_answer
-from lineclear.scheduler.requests.detached import DetachedRequests
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.output_length import OutputLengths, load_estimator
 from lineclear.scheduler.requests.output_router import OutputRouter
@@ -39,6 +38,7 @@ from lineclear.scheduler.requests.request_stats import ServerStats
 from lineclear.scheduler.requests.sampling_ranges import model_defaults
 from lineclear.scheduler.requests.served_model import ServedModel
 from lineclear.scheduler.requests.session import Session, session_headers
+from lineclear.scheduler.requests.submitted_requests import SubmittedRequests
 from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
 from lineclear.scheduler.requests.validation import ModelBounds
 from lineclear.scheduler.security import identity
@@ -133,8 +133,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._incident,
             self._clock,
         )
-        self._detached = DetachedRequests(
-            settings_limits.detached_limits(self._settings), self.quota.retry_after_seconds
+        self._submitted = SubmittedRequests(
+            settings_limits.submitted_limits(self._settings), self.quota.retry_after_seconds
         )
 
     @property
@@ -302,14 +302,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         tenant = identity.tenant(caller, context)
         identity.set_flow(tenant, context)
         await self.requests.pace(request.request)
-        self._detached.check_unused(caller, request.request.request_id)  # no await between this and `admit`
+        self._submitted.check_unused(caller, request.request.request_id)  # no await between this and `admit`
         with self.requests.admit(request.request, self._model.require(), caller, tenant, seconds) as live:
             admission = live.output.admission()
             await live.submit(request.request)
-            answer = self._detached.add(live, live.max_tokens)
+            answer = self._submitted.add(live, live.max_tokens)
         await admission
         if answer.error is not None and answer.started is None:
-            self._detached.remove(answer)
+            self._submitted.remove(answer)
             raise answer.error
         return pb.SubmitResponse(request_id=live.request_id, queued=answer.queued)
 
@@ -317,14 +317,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.AttachRequest, context: Context
     ) -> None:
         """Stream an answer from an index on."""
-        answer = self._detached.find(identity.caller(context), request.request_id)
+        answer = self._submitted.find(identity.caller(context), request.request_id)
         async with self._response_writer(context) as writer:
             async for message in answer.read(request.from_index):
                 await writer.write(pb.AttachResponse(response=message))
 
     async def GetResult(self, request: pb.GetResultRequest, context: Context) -> pb.GetResultResponse:
         """Return the answer so far."""
-        answer = self._detached.find(identity.caller(context), request.request_id)
+        answer = self._submitted.find(identity.caller(context), request.request_id)
         error = None if answer.error is None else to_status(answer.error)
         return pb.GetResultResponse(state=answer.state, response=answer.whole(), error=error)
 
@@ -332,9 +332,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Cancel a live request of this caller, or remove its ended answer. An unknown one is no error."""
         caller = identity.caller(context)
         with contextlib.suppress(UnknownRequest):
-            answer = self._detached.find(caller, request.request_id)
+            answer = self._submitted.find(caller, request.request_id)
             if answer.has_ended:
-                self._detached.remove(answer)
+                self._submitted.remove(answer)
                 return pb.CancelResponse(found=True)
         return pb.CancelResponse(found=self.requests.cancel(caller, request.request_id))
 

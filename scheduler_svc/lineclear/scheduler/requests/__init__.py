@@ -1,1 +1,1 @@
-"""Requests and their answers, free of gRPC: validation, admission, output streams, sessions, detached requests."""
+"""Requests and their answers, free of gRPC: validation, admission, output streams, sessions, submitted requests."""

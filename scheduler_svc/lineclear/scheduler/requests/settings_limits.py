@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lineclear.scheduler.core.policies import PolicySettings
-from lineclear.scheduler.requests.detached import DetachedLimits
 from lineclear.scheduler.requests.queue_limits import QueueLimits
+from lineclear.scheduler.requests.submitted_requests import SubmittedLimits
 from lineclear.scheduler.requests.tokenizer_pool import TextLimits
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.settings import SchedulerSettings
@@ -61,9 +61,9 @@ def fixed_size_timeout_seconds(settings: SchedulerSettings) -> float | None:
     return settings.batch_timeout_ms / 1000 if "batch_timeout_ms" in settings.model_fields_set else None
 
 
-def detached_limits(settings: SchedulerSettings) -> DetachedLimits:
+def submitted_limits(settings: SchedulerSettings) -> SubmittedLimits:
     """Return the limits of submitted requests."""
-    return DetachedLimits(
+    return SubmittedLimits(
         answers=settings.max_submitted,
         tokens=settings.max_submitted_tokens,
         num_bytes=settings.max_submitted_bytes,

@@ -39,7 +39,7 @@ def reserved_bytes(validated: ValidatedRequest, max_tokens: int) -> int:
     return _ANSWER_BYTES + max_tokens * per_token
 
 
-class DetachedAnswer:
+class SubmittedAnswer:
     """The tokens so far, and the end or the error. Outlives the RequestContext."""
 
     def __init__(self, request: RequestContext) -> None:
@@ -158,7 +158,7 @@ class DetachedAnswer:
 class Attachment:
     """Asynchronous iterator over messages. Stops after the end of the answer, or raises its error."""
 
-    def __init__(self, answer: DetachedAnswer, from_index: int) -> None:
+    def __init__(self, answer: SubmittedAnswer, from_index: int) -> None:
         self._answer = answer
         self._index = from_index
         self._has_sent_queued = False

@@ -13,13 +13,13 @@ from functools import partial
 
 from lineclear.errors import DuplicateRequest, QueueFull, UnknownRequest
 from lineclear.scheduler.requests.answer_reader import read_answer
-from lineclear.scheduler.requests.detached_answer import DetachedAnswer, reserved_bytes
 from lineclear.scheduler.requests.request_context import RequestContext
+from lineclear.scheduler.requests.submitted_answer import SubmittedAnswer, reserved_bytes
 from lineclear.scheduler.security.identity import Identity
 
 
 @dataclass(frozen=True, slots=True)
-class DetachedLimits:
+class SubmittedLimits:
     """Limits on submitted requests, output tokens and bytes of memory, for all tenants together."""
 
     answers: int
@@ -37,14 +37,14 @@ class _Usage:
     answers: int = 0
     tokens: int = 0
     num_bytes: int = 0
-    ended: dict[DetachedAnswer, None] = field(default_factory=dict)
+    ended: dict[SubmittedAnswer, None] = field(default_factory=dict)
 
     def add(self, answers: int, tokens: int, num_bytes: int) -> None:
         self.answers += answers
         self.tokens += tokens
         self.num_bytes += num_bytes
 
-    def part_of(self, limits: DetachedLimits, tokens: int = 0, num_bytes: int = 0) -> float:
+    def part_of(self, limits: SubmittedLimits, tokens: int = 0, num_bytes: int = 0) -> float:
         """Return the largest used part of any limit, with one more answer of `tokens` and `num_bytes` if given."""
         return max(
             (self.answers + (tokens > 0)) / max(1, limits.answers),
@@ -53,24 +53,24 @@ class _Usage:
         )
 
 
-class DetachedRequests:
+class SubmittedRequests:
     """Submitted answers by caller and request_id. On one event loop.
 
     `retry_after_seconds` returns the retry hint for a rejected request.
     """
 
-    def __init__(self, limits: DetachedLimits, retry_after_seconds: Callable[[], float]) -> None:
+    def __init__(self, limits: SubmittedLimits, retry_after_seconds: Callable[[], float]) -> None:
         self._limits = limits
         self._retry_after_seconds = retry_after_seconds
-        self._answers: dict[tuple[Identity, str], DetachedAnswer] = {}
+        self._answers: dict[tuple[Identity, str], SubmittedAnswer] = {}
         self._usage: dict[tuple[Identity, str], _Usage] = {}
-        self._counted: dict[DetachedAnswer, tuple[int, int]] = {}  # tokens and bytes, used or reserved
+        self._counted: dict[SubmittedAnswer, tuple[int, int]] = {}  # tokens and bytes, used or reserved
         self._total = _Usage()
 
     def __len__(self) -> int:
         return len(self._answers)
 
-    def __iter__(self) -> Iterator[DetachedAnswer]:
+    def __iter__(self) -> Iterator[SubmittedAnswer]:
         return iter(self._answers.values())
 
     @property
@@ -88,24 +88,24 @@ class DetachedRequests:
         if (caller, request_id) in self._answers:
             raise DuplicateRequest("the answer to a request with this request_id is kept here; Cancel removes it")
 
-    def add(self, request: RequestContext, max_tokens: int) -> DetachedAnswer:
+    def add(self, request: RequestContext, max_tokens: int) -> SubmittedAnswer:
         """Keep the output of a request from now on. Raises QueueFull if `max_tokens` more exceed the limits."""
         num_bytes = reserved_bytes(request.validated, max_tokens)
         self._evict_for(request, max_tokens, num_bytes)
-        answer = DetachedAnswer(request)
+        answer = SubmittedAnswer(request)
         self._answers[answer.caller, answer.request_id] = answer
         self._count(answer, 1, max_tokens, num_bytes)
         request.output.subscribe(partial(self._on_output, answer, request))
         return answer
 
-    def find(self, caller: Identity, request_id: str) -> DetachedAnswer:
+    def find(self, caller: Identity, request_id: str) -> SubmittedAnswer:
         """Return the answer to a request of `caller`. Raises UnknownRequest, also for requests of other callers."""
         answer = self._answers.get((caller, request_id))
         if answer is None:
             raise UnknownRequest("no submitted request has this request_id, or its answer has expired")
         return answer
 
-    def remove(self, answer: DetachedAnswer) -> None:
+    def remove(self, answer: SubmittedAnswer) -> None:
         """Drop an ended answer and its token reservation. No effect on an answer in progress."""
         usage = self._usage.get((answer.caller, answer.tenant))
         if usage is not None and answer in usage.ended:
@@ -114,7 +114,7 @@ class DetachedRequests:
             if answer.timer is not None:
                 answer.timer.cancel()  # a pending timer would keep the answer in memory
 
-    def _on_output(self, answer: DetachedAnswer, request: RequestContext) -> None:
+    def _on_output(self, answer: SubmittedAnswer, request: RequestContext) -> None:
         for response, texts, error in read_answer(request):
             answer.add(response, texts, error)
             if answer.has_ended:
@@ -127,7 +127,7 @@ class DetachedRequests:
 
     # --- limits ------------------------------------------------------------------------------------------------------
 
-    def _count(self, answer: DetachedAnswer, more_answers: int, tokens: int, num_bytes: int) -> None:
+    def _count(self, answer: SubmittedAnswer, more_answers: int, tokens: int, num_bytes: int) -> None:
         """Replace the counted tokens and bytes of an answer."""
         key = answer.caller, answer.tenant
         tokens_before, bytes_before = self._counted.pop(answer, (0, 0))
