@@ -25,7 +25,7 @@ class ModelPlacement:
     def __init__(self, state: ModelState) -> None:
         self._state = state
         self._snapshots: dict[int, WorkerSnapshot] = {}
-        self._open: set[int] = set()  # workers that requests may join, as the core asks once a plan
+        self._open: set[int] = set()  # workers that requests may join; the core asks once a plan, at its first choice
 
     def observe(self, snapshots: Iterable[WorkerSnapshot]) -> None:
         """Note the workers' step-time models before a plan."""
@@ -33,8 +33,12 @@ class ModelPlacement:
 
     def begin_plan(self, now: float) -> None:
         """Note before a plan which workers requests that have not started may join."""
-        if len(self._state.workers) > 1 and self._state.limits.batching_strategy in ("continuous", "adaptive"):
-            self._open = {epoch for epoch, worker in self._state.workers.items() if worker.batching.is_open(now)}
+        self._open = self._open_workers(now)
+
+    def _open_workers(self, now: float) -> set[int]:
+        if len(self._state.workers) < 2 or self._state.limits.batching_strategy not in ("continuous", "adaptive"):
+            return set()
+        return {epoch for epoch, worker in self._state.workers.items() if worker.batching.is_open(now)}
 
     def note_passed(self, worker: ModelWorker, now: float) -> None:
         """Note after a plan which requests it did not take: they may have been left to another worker."""
@@ -54,6 +58,8 @@ class ModelPlacement:
             return  # a sequence that was left before counts as work of another worker
         if sequence.started_at is None and state.limits.batching_strategy == "adaptive":
             return
+        if self._open != self._open_workers(now):
+            return  # a request of this plan closed the batch of an idle worker, before or after the core asked
         slack = 2 * worker.num_slots
         for other in self._choices(sequence, worker):
             in_seconds = self._in_seconds(sequence, worker)
