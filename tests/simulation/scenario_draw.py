@@ -37,7 +37,7 @@ def draw(seed: int) -> Scenario:
         (_cut_off, 0.15),
         (_switching_victims, 0.04),
         (_poisoned_workers, 0.06),
-        (_rejecting, 0.06),
+        (_rejecting, 0.08),
     )
     for variant, share in variants:
         if rng.random() < share:
@@ -294,7 +294,9 @@ def _recomputing(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _rejecting(rng: random.Random, scenario: Scenario) -> Scenario:
-    """A server that rejects deadlines in the queue, with few slots and expected lengths."""
+    """A server that rejects deadlines in the queue, with few slots and expected lengths, where requests have some."""
+    if not scenario.deadlines:
+        return scenario
     limits = replace(scenario.limits, reject_unmeetable_deadlines=True, max_batch_size=rng.randint(1, 4))
     weights = scenario.weights | {"submit": 2.0, "burst": 0.4}
-    return replace(scenario, limits=limits, weights=weights, deadlines=0.7, estimated=rng.choice((0.0, 1.0)))
+    return replace(scenario, limits=limits, weights=weights, estimated=rng.choice((0.0, 1.0)))
