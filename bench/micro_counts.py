@@ -28,6 +28,8 @@ _REQUESTS = 2000
 _SLOT_GOAL, _SHARED_GOAL = 0.97, 0.99
 _EQUAL_PROMPTS = 8
 _POSITIONS_GOAL = PREFIX + _EQUAL_PROMPTS * BLOCK_SIZE
+PARTIAL_PROMPT, PARTIAL_PREFIX = 500, 505
+"""Tokens of prompts and prefixes that end inside a block."""
 
 
 class Counts:
@@ -56,15 +58,23 @@ class Counts:
     def run(self) -> None:
         """Run until all requests have ended."""
         while self.core.num_live:
-            while (plan := self.core.plan(1, 0.0)) is not None:
-                self._count(plan)
-                self._flights.append(plan)
-            self.core.drain_events()
+            while self.step():
+                pass
             plan = self._flights.popleft()
             result = StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples, step_seconds=0.01)
             for event in self.core.apply(result, 0.0):
                 if isinstance(event, Finished):
                     self.cached[event.request_id] = event.stats.cached_tokens
+
+    def step(self) -> bool:
+        """Plan a step. Returns False if none can be planned before the next result."""
+        plan = self.core.plan(1, 0.0)
+        self.core.drain_events()
+        if plan is None:
+            return False
+        self._count(plan)
+        self._flights.append(plan)
+        return True
 
     def _count(self, plan: StepPlan) -> None:
         self.positions += plan.num_tokens
@@ -101,6 +111,26 @@ def shared_prefix(budget: int, num_slots: int) -> float:
     return sum(counts.cached.values()) / (63 * PREFIX)
 
 
+def equal_partial_prompts(budget: int, *, in_turn: bool) -> int:
+    """Return the prompt positions computed for 8 equal prompts of 500 tokens, in one step or each a step later."""
+    counts = Counts(SLOTS, depth=2, budget=budget)
+    for number in range(_EQUAL_PROMPTS):
+        counts.submit(f"r{number}", tuple(range(PARTIAL_PROMPT)), 1)
+        if in_turn:
+            counts.step()
+    counts.run()
+    return counts.positions
+
+
+def shared_partial_prefix(budget: int, num_slots: int) -> int:
+    """Return the prompt positions computed for 64 requests that share 505 tokens; their last 32 tokens differ."""
+    counts = Counts(num_slots, depth=2, budget=budget)
+    for number in range(64):
+        counts.submit(f"r{number}", (*range(PARTIAL_PREFIX), *range(1000 * number, 1000 * number + 32)), 8)
+    counts.run()
+    return counts.positions - 64 * 7  # decodes of 8 tokens: the first is sampled by the prompt's last row
+
+
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
     """Count all figures."""
     for longest in LONGEST_ANSWERS:
@@ -116,6 +146,15 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
             case = f"{PREFIX} tokens of 64 requests, {num_slots} slots, {budget} tokens a step"
             share = shared_prefix(budget, num_slots)
             yield Figure("prefix: share cached", case, share, "", _SHARED_GOAL, more_is_better=True)
+    for budget in BUDGETS:
+        for in_turn in (False, True):
+            when = "one step after the other" if in_turn else "together"
+            case = f"{_EQUAL_PROMPTS} equal prompts of {PARTIAL_PROMPT} tokens {when}, {budget} tokens a step"
+            yield Figure("prefix: positions computed", case, equal_partial_prompts(budget, in_turn=in_turn), "")
+    for num_slots in (SLOTS, 64):
+        for budget in BUDGETS:
+            case = f"64 requests that share {PARTIAL_PREFIX} tokens, {num_slots} slots, {budget} tokens a step"
+            yield Figure("prefix: positions computed", case, shared_partial_prefix(budget, num_slots), "")
 
 
 if __name__ == "__main__":

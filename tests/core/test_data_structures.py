@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool, OutOfBlocks
+from lineclear.scheduler.core.child_blocks import ChildBlocks
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.sequence import Request, Sequence
 from lineclear.scheduler.core.sorted_keys import SortedKeys
@@ -69,10 +70,12 @@ class Pool(RuleBasedStateMachine):
         if table and any(held is table for held in self.held):
             salt, tokens = content
             key = BlockHasher(b"")(salt, None, tokens)
-            self.pool.publish(table[0], key, tokens)
+            is_new = self.pool.publish(table[0], key, tokens)
             known = [block for block, _ in self.contents.values()]
-            if key not in self.contents and table[0] not in known and table[0] not in self.dirty:
+            assert is_new == (key not in self.contents and table[0] not in known and table[0] not in self.dirty)
+            if is_new:
                 self.contents[key] = (table[0], tokens)
+                self.pool.offer(table[0], BlockHasher(b"")(salt, None, ()), tokens)
 
     @rule(target=tables, content=_CONTENTS)
     def share(self, content: tuple[bytes, tuple[int, int]]) -> list[int]:
@@ -117,6 +120,44 @@ class Pool(RuleBasedStateMachine):
             self.pool.check(self.held)
             assert self.pool.num_cached == len(self.unused)
             assert self.pool.num_used == len({b for table in self.held for b in table})
+
+
+class Children(RuleBasedStateMachine):
+    """Add, replace and discard blocks; the longest common prefix is that of a search through all."""
+
+    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
+    parents = st.sampled_from([b"x", b"y"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.children = ChildBlocks()
+        self.model: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+
+    @rule(block=st.integers(0, 12), parent=parents, tokens=tokens)
+    def add(self, block: int, parent: bytes, tokens: tuple[int, ...]) -> None:
+        self.children.add(block, parent, tokens)
+        self.model[block] = parent, tokens
+
+    @rule(block=st.integers(0, 12))
+    def discard(self, block: int) -> None:
+        self.children.discard(block)
+        self.model.pop(block, None)
+
+    @rule(parent=parents, wanted=tokens)
+    def find(self, parent: bytes, wanted: tuple[int, ...]) -> None:
+        common = {
+            block: next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b), shortest)
+            for block, (other, tokens) in self.model.items()
+            if other == parent and (shortest := min(len(tokens), len(wanted))) >= 0
+        }
+        longest = max(common.values(), default=0)
+        found = self.children.longest(parent, (7, *wanted, 8), 1, 1 + len(wanted))
+        assert (found is None) == (longest == 0)
+        assert found is None or (common[found.block], found.num_positions) == (longest, longest)
+
+    @invariant()
+    def holds(self) -> None:
+        self.children.check(self.model, [1] * 13)
 
 
 class Queue(RuleBasedStateMachine):
@@ -213,6 +254,8 @@ class Keys(RuleBasedStateMachine):
 
 TestPool = Pool.TestCase
 TestPool.settings = _SETTINGS
+TestChildren = Children.TestCase
+TestChildren.settings = _SETTINGS
 TestQueue = Queue.TestCase
 TestQueue.settings = _SETTINGS
 TestKeys = Keys.TestCase

@@ -85,6 +85,12 @@ def test_cached_prefix_is_read_through_blocks() -> None:
     cells: dict[tuple[int, int], int] = {}
 
     def paged(batch: StepBatch) -> list[int]:
+        copied = {
+            (copy.target, offset): cells[copy.source, offset]
+            for copy in batch.copy_blocks
+            for offset in range(copy.num_positions)
+        }
+        cells.update(copied)
         for row in batch.rows:
             for position, token in zip(row.positions, row.tokens, strict=True):
                 cells[row.blocks[position // 4], position % 4] = token
@@ -97,9 +103,11 @@ def test_cached_prefix_is_read_through_blocks() -> None:
     with Batcher(paged, block_size=4, prefix_cache=True) as batcher:
         first = batcher.submit([*prefix, 1], 4).result()
         second = batcher.submit([*prefix, 2], 4).result()
+        third = batcher.submit([*prefix[:14], 3], 4).result()
     assert first.tokens == alone([*prefix, 1], 4)
     assert second.tokens == alone([*prefix, 2], 4)
-    assert (first.cached_tokens, second.cached_tokens) == (0, 16)
+    assert third.tokens == alone([*prefix[:14], 3], 4)
+    assert (first.cached_tokens, second.cached_tokens, third.cached_tokens) == (0, 16, 14)
 
 
 def test_stop_token_ends_the_answer() -> None:

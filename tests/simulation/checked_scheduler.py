@@ -99,6 +99,7 @@ class CheckedScheduler:
         events = self.core.drain_events()
         if plan is not None:
             self.transcript.append((now, "plan", plan))
+            self.counts["copies"] += len(plan.copy_blocks)
             plan = self.transfer(plan)
         self._record("plan", events, now)
         if self.oracle:

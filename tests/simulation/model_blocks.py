@@ -1,4 +1,4 @@
-"""Model of the block pool: the users of each block, the prefix cache, and the blocks that must be zeroed."""
+"""Model of the block pool: the users of each block, the prefix cache, what may be copied, and what must be zeroed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from simulation.invariant_error import require
 from simulation.model_sequence import ModelSequence
 
 Key = tuple[bytes, tuple[int, ...]]
-"""Cache salt and all tokens up to the end of the block."""
+"""Cache salt and all tokens up to the end of the block, or of its positions that are filled."""
 
 
 Write = tuple[ModelSequence, int, int]
@@ -29,6 +29,8 @@ class ModelBlocks:
         self._index: dict[Key, int] = {}  # the prefix cache
         self._key_of: dict[int, Key] = {}
         self._unused: dict[int, None] = {}  # blocks in the index without user, least recently used first
+        self._sources: dict[int, Key] = {}  # blocks with positions that a request may copy
+        self._planned: dict[int, Key] = {}  # the same, written by the plan that is being checked
         self._tainted: set[int] = set()
         # Free block -> the admission that left it with rows in flight, and the step of the last row.
         self._pending: dict[int, Write] = {}
@@ -40,6 +42,7 @@ class ModelBlocks:
         self._index.clear()
         self._key_of.clear()
         self._unused.clear()
+        self._sources.clear()
 
     @property
     def num_used(self) -> int:
@@ -72,17 +75,41 @@ class ModelBlocks:
                 found.append(block)
         return found
 
-    def share(self, blocks: Sequence[int], sequence: ModelSequence) -> None:
-        """Start the block table of `sequence` with its cached prefix."""
+    def num_common(self, sequence: ModelSequence, start: int) -> dict[int, int]:
+        """Return how many positions of `sequence` from `start` on each block has: those that have any."""
+        tokens = sequence.tokens
+        found = {}
+        for block, (salt, others) in self._sources.items():
+            if salt == sequence.request.cache_salt and start < len(others) <= start + self.size:
+                equal = [a == b for a, b in zip(others, tokens[:-1], strict=False)]
+                common = equal.index(False) if False in equal else len(equal)
+                if common > start:
+                    found[block] = common - start
+        return found
+
+    def writes_to(self, block: int) -> Write | None:
+        """Return the row in flight that writes to a used block."""
+        return self._unconfirmed.get(block)
+
+    def end_plan(self) -> None:
+        """Let later plans copy what this one writes."""
+        self._sources |= self._planned
+        self._planned = {}
+
+    def share(self, blocks: Sequence[int], sequence: ModelSequence, copied: Write | None) -> None:
+        """Start the block table of `sequence` with its cached prefix; the row `copied` writes what it copies."""
         sequence.blocks = list(blocks)
         for block in blocks:
             self._users[block].add(sequence)
             self._unused.pop(block, None)
-        if reads := {self._unconfirmed[block] for block in blocks if block in self._unconfirmed}:
+        reads = {self._unconfirmed[block] for block in blocks if block in self._unconfirmed}
+        if reads := reads | ({copied} if copied else set()):
             self._reads.append((sequence, sequence.admission_count, reads))
 
-    def take(self, block: int, sequence: ModelSequence, zeroed: set[int], *, after_preemption: bool) -> None:
-        """Give a free block to `sequence`, and remove it from `zeroed`.
+    def take(
+        self, block: int, sequence: ModelSequence, zeroed: set[int], *, is_copied: bool, after_preemption: bool
+    ) -> None:
+        """Give a free block to `sequence`, and remove it from `zeroed`. A copy replaces all its cells if `is_copied`.
 
         After a preemption in the same plan, the order of release and take is not known.
         """
@@ -92,8 +119,9 @@ class ModelBlocks:
             require(empty == 0 or after_preemption, "I4", "a cached block is evicted only without empty blocks")
             require(next(iter(self._unused)) == block, "I4", "the least recently used cached block is evicted")
             del self._unused[block], self._index[self._key_of.pop(block)]
+        self._sources.pop(block, None)
         if block in self._tainted or block in self._pending:
-            require(block in zeroed, "I18", "a tainted block is zeroed before it is used again")
+            require(block in zeroed or is_copied, "I18", "a tainted block is zeroed before it is used again")
             self._tainted.discard(block)
             self._pending.pop(block, None)
             zeroed.discard(block)
@@ -106,15 +134,24 @@ class ModelBlocks:
             require(self._users[block] == {sequence}, "I3", "a shared block is never written")
             require(block not in self._key_of, "I3", "a published block is never written")
 
-    def publish_planned(self, sequence: ModelSequence, step: int) -> None:
-        """Publish the full blocks of confirmed tokens that are planned; they are unconfirmed until the result."""
+    def publish_planned(self, sequence: ModelSequence, step: int, *, is_prompt: bool) -> None:
+        """Publish the full blocks of confirmed tokens that are planned; they are unconfirmed until the result.
+
+        Of a prompt, the block that is filled in part may be copied from the next plan on.
+        """
         end = min(sequence.num_planned, len(sequence.tokens))
-        for block in self._publish(sequence, end):
-            self._unconfirmed[block] = (sequence, sequence.admission_count, step)
+        written = {block: self._key_of[block] for block in self._publish(sequence, end)}
+        if self._prefix_cache and is_prompt and end % self.size:
+            written[sequence.blocks[end // self.size]] = sequence.request.cache_salt, sequence.tokens[:end]
+        self._unconfirmed |= dict.fromkeys(written, (sequence, sequence.admission_count, step))
+        self._planned |= written
 
     def publish(self, sequence: ModelSequence, end: int) -> None:
         """Publish the full blocks below `end`, up to which all positions are computed."""
-        self._publish(sequence, end)
+        published = {block: self._key_of[block] for block in self._publish(sequence, end)}
+        # Blocks without a prompt position are shared as a whole only.
+        first_output = len(sequence.request.prompt)
+        self._sources |= {b: (salt, key) for b, (salt, key) in published.items() if len(key) - self.size < first_output}
         sequence.num_computed = end
 
     def _publish(self, sequence: ModelSequence, end: int) -> list[int]:
@@ -145,6 +182,7 @@ class ModelBlocks:
             self._tainted.add(block)
 
     def _unpublish(self, block: int) -> None:
+        self._sources.pop(block, None)
         if block in self._key_of:
             del self._index[self._key_of.pop(block)]
 
@@ -188,4 +226,6 @@ class ModelBlocks:
                 self._pending[block] = self._unconfirmed.pop(block)
             elif not self._users[block] and block in self._key_of:
                 self._unused[block] = None
+            elif not self._users[block]:
+                self._sources.pop(block, None)
         sequence.blocks = []

@@ -6,13 +6,14 @@ Each plan is checked and then applied to the model.
 from __future__ import annotations
 
 from simulation.invariant_error import require
+from simulation.model_blocks import Write
 from simulation.model_placement import ModelPlacement
 from simulation.model_sequence import ModelSequence
 from simulation.model_state import ModelState, must_isolate
 from simulation.model_workers import ModelStep, ModelWorker
 
 from lineclear.scheduler.core.events import Event, Preempted, Started
-from lineclear.wire.messages import Row, SlotInit, StepPlan
+from lineclear.wire.messages import BlockCopy, Row, SlotInit, StepPlan
 
 
 class PlanChecks:
@@ -79,6 +80,8 @@ class PlanChecks:
             self._preempt(victims, slots, ready, isolated)
         is_open = isolated is None and self.worker.batching.is_open(now)
         step = ModelStep(plan.step)
+        copies = {copy.target: copy for copy in plan.copy_blocks}
+        require(len(copies) == len(plan.copy_blocks), "I4", "each block is the target of one copy")
         inits = {init.slot: init for init in plan.inits}
         require(len(inits) == len(plan.inits), "I6", "each slot initialised once")
         zeroed = set(plan.zero_blocks)
@@ -87,19 +90,21 @@ class PlanChecks:
         total = num_decodes = 0
         # In the order of planning, which is the order in which blocks were handed out.
         for row in (*plan.chunks, *plan.decodes.rows()) if prompts_first else plan.rows:
-            joins, num_running = row.slot in inits, len(self.worker.running)
+            joins, num_running, copy = row.slot in inits, len(self.worker.running), None
             if victims and self.worker.running.get(row.slot) in ready:
                 self._preempt(victims, slots, ready, isolated)
             if joins:
-                self._apply_init(inits.pop(row.slot), step, started, is_open, now, isolated)
+                copy = copies.pop(row.new_blocks[0], None) if row.new_blocks else None
+                self._apply_init(inits.pop(row.slot), copy, step, started, is_open, now, isolated)
             # So a request that ended costs only the steps in flight at its end.
             require(row.slot in self.worker.running, "I16", "every row belongs to a live request")
             sequence = self.worker.running[row.slot]
             deadline = sequence.request.deadline
             require(deadline is None or deadline > now, "I16", "no plan has a request whose deadline has passed")
-            self._apply_row(sequence, row, step, zeroed)
+            self._apply_row(sequence, row, step, zeroed, is_copied=copy is not None)
             if row in plan.chunks:
-                self.worker.blocks.publish_planned(sequence, plan.step)
+                is_prompt = joins or sequence in partial
+                self.worker.blocks.publish_planned(sequence, plan.step, is_prompt=is_prompt)
             if joins and isolated is None:
                 free = self.worker.blocks.num_free
                 require(free >= -(-num_running // 4), "I5", "admission leaves headroom for running sequences")
@@ -112,6 +117,8 @@ class PlanChecks:
         step.samples.sort(key=lambda sequence: place[sequence.slot])
         require(not inits and not started, "I6", "a request that starts has a row")
         require(not zeroed, "I18", "only tainted blocks that are handed out are zeroed")
+        require(not copies, "I4", "only requests that start get copies")
+        self.worker.blocks.end_plan()
         require(total <= budget, "I6", "no more tokens than the budget")
         fits = len(self.worker.running) <= self.worker.num_slots or not plan.inits
         require(fits, "I6", "no more sequences than slots, but for those that a smaller number of slots finds running")
@@ -191,6 +198,7 @@ class PlanChecks:
     def _apply_init(
         self,
         init: SlotInit,
+        copy: BlockCopy | None,
         step: ModelStep,
         started: dict[str, Started],
         is_open: bool,
@@ -236,9 +244,13 @@ class PlanChecks:
         sequence.passed_at, sequence.is_left, sequence.left_until = None, False, float("-inf")
         sequence.admission_count += 1
         self.worker.running[init.slot] = sequence
-        self.worker.blocks.share(init.blocks, sequence)
-        sequence.num_planned = sequence.num_computed = len(hits) * self.worker.blocks.size
-        sequence.num_shared = sequence.num_offered = sequence.num_planned
+        sequence.num_shared = sequence.num_offered = len(hits) * self.worker.blocks.size
+        num_copied = 0
+        copied = self._check_copy(sequence, copy)
+        if copy is not None:
+            num_copied = copy.num_positions
+        self.worker.blocks.share(init.blocks, sequence, copied)
+        sequence.num_planned = sequence.num_computed = sequence.num_shared + num_copied
         sequence.num_known = len(init.tokens)
         self.state.counters.prefix_cache_queries += len(init.tokens)
         self.state.counters.prefix_cache_hits += sequence.num_planned
@@ -250,7 +262,25 @@ class PlanChecks:
             event = Started(sequence.request.request_id, *where)
             require(started.pop(sequence.request.request_id, None) == event, "I11", "the first start has an event")
 
-    def _apply_row(self, sequence: ModelSequence, row: Row, step: ModelStep, zeroed: set[int]) -> None:
+    def _check_copy(self, sequence: ModelSequence, copy: BlockCopy | None) -> Write | None:
+        """Check that a request that starts copies as many positions as any block of an earlier plan has.
+
+        Return the row in flight that writes them.
+        """
+        blocks, num_copied = self.worker.blocks, copy.num_positions if copy else 0
+        found = blocks.num_common(sequence, sequence.num_shared)
+        longest = max(found.values(), default=0)
+        require(
+            num_copied == longest, "I4", f"{num_copied} positions are copied, the longest common part has {longest}"
+        )
+        if copy is None:
+            return None
+        require(found.get(copy.source) == longest, "I4", "the source has the copied positions since an earlier plan")
+        return blocks.writes_to(copy.source)
+
+    def _apply_row(
+        self, sequence: ModelSequence, row: Row, step: ModelStep, zeroed: set[int], *, is_copied: bool
+    ) -> None:
         size, end = self.worker.blocks.size, row.start + row.num_tokens
         require(row.start == sequence.num_planned and row.num_tokens > 0, "I6", "positions follow one another")
         require(
@@ -259,10 +289,16 @@ class PlanChecks:
             "only known positions below max_len",
         )
         require(row.sample == (end == sequence.num_known), "I6", "samples at the last known token")
-        new_end = sequence.num_planned + len(row.new_blocks) * size
-        is_first = sequence.num_planned == sequence.num_shared and new_end >= sequence.num_known
-        for block in row.new_blocks:
-            self.worker.blocks.take(block, sequence, zeroed, after_preemption=bool(self.preempted))
+        new_end = sequence.num_planned // size * size + len(row.new_blocks) * size
+        is_first = sequence.num_planned // size * size == sequence.num_shared and new_end >= sequence.num_known
+        for index, block in enumerate(row.new_blocks):
+            self.worker.blocks.take(
+                block,
+                sequence,
+                zeroed,
+                is_copied=is_copied and index == 0,
+                after_preemption=bool(self.preempted),
+            )
         self.grown |= {sequence} if row.new_blocks else set()
         if row.new_blocks and not is_first:
             is_next = len(row.new_blocks) == 1 and row.start == (len(sequence.blocks) - 1) * size

@@ -130,8 +130,9 @@ _PREFIX_CACHE = (
     Bug("the prefix cache never hits", RunningBatch.cached_prefix, never("self._prefix_cache")),
     Bug(
         "block keys outlive the block size",
-        RunningBatch._block_content,
-        replace("sequence.block_keys.setdefault(size, [])", "sequence.block_keys.setdefault(0, [])"),
+        RunningBatch._keys,
+        replace("self.pool.block_size", "0"),
+        times=2,
     ),
     Bug("an emptied prefix cache keeps unused blocks", BlockPool.clear_cache, drop("self._cached.clear()")),
 )
@@ -140,7 +141,7 @@ _SHARED_WHEN_PLANNED = (
     Bug(
         "prompt blocks are published with the result",
         StepPlanner._add,
-        drop("self._batch.publish_planned(sequence, self._step)"),
+        drop("self._batch.publish_planned(sequence, self._step, is_prompt=is_prompt)"),
     ),
     Bug(
         "blocks are published before they are planned",

@@ -38,6 +38,7 @@ def draw(seed: int) -> Scenario:
         (_switching_victims, 0.04),
         (_poisoned_workers, 0.06),
         (_rejecting, 0.08),
+        (_copying, 0.1),
     )
     for variant, share in variants:
         if rng.random() < share:
@@ -300,3 +301,23 @@ def _rejecting(rng: random.Random, scenario: Scenario) -> Scenario:
     limits = replace(scenario.limits, reject_unmeetable_deadlines=True, max_batch_size=rng.randint(1, 4))
     weights = scenario.weights | {"submit": 2.0, "burst": 0.4}
     return replace(scenario, limits=limits, weights=weights, estimated=rng.choice((0.0, 1.0)))
+
+
+def _copying(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Prompts begin alike and differ inside a block, while rows are in flight and may prove to be bad."""
+    vocab_size = rng.choice((3, scenario.vocab_size))
+    template = tuple(rng.randrange(vocab_size) for _ in range(rng.choice((3, 10, 30))))
+    limits = replace(scenario.limits, prefix_cache=True, pipeline_depth=rng.randint(2, 4), max_queue_size=1000)
+    return replace(
+        scenario,
+        limits=replace(limits, max_queue_tokens=1_000_000, scheduling_policy=rng.choice(("fifo", "prefill_first"))),
+        capacity=Capacity(rng.choice((8, 16, 64)), rng.choice((3, 4, 8, 16)), 8, 200, rng.choice((10, 64, 4096))),
+        weights=scenario.weights | {"submit": 2.0, "burst": 0.4},
+        vocab_size=vocab_size,
+        longest_prompt=40,
+        behind=rng.choice((0.3, 0.8)),
+        bad_per_mille=rng.choice((scenario.bad_per_mille, 10, 100)),
+        pace=rng.choice((0, 1)),
+        templates=(template,),
+        salts=rng.choice((scenario.salts[:1], scenario.salts)),
+    )

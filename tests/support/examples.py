@@ -6,6 +6,7 @@ A field that the codec forgets then fails a test, and damage hits every field.
 from __future__ import annotations
 
 from lineclear.wire.messages import (
+    BlockCopy,
     Decodes,
     Goodbye,
     Heartbeat,
@@ -34,6 +35,7 @@ EXAMPLES: tuple[Message, ...] = (
         inits=(SlotInit(5, tuple(range(300)), 300, (9, 10), SAMPLING),),
         zero_blocks=(4,),
         decodes=Decodes((1, 7), (30, 44), ((7, 14),)),
+        copy_blocks=(BlockCopy(15, 11, 3), BlockCopy(9, 12, 15)),
     ),
     StepResult(3, 812, (5, 6), (Logprobs(-0.5, ((5, -0.5), (9, -2.0))), None), frozenset({1}), 0.021),
     Hello(

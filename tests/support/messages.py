@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from lineclear.wire.messages import (
+    BlockCopy,
     Decodes,
     Goodbye,
     Heartbeat,
@@ -71,7 +72,10 @@ def decodes(draw: st.DrawFn) -> Decodes:
 
 
 rows = st.builds(Row, naturals, naturals, positives, st.booleans(), tuples(naturals))
-plans = st.builds(StepPlan, uint64, uint64, tuples(rows), tuples(slot_inits(), 3), tuples(naturals), decodes())
+copies = st.builds(BlockCopy, naturals, naturals, positives)
+plans = st.builds(
+    StepPlan, uint64, uint64, tuples(rows), tuples(slot_inits(), 3), tuples(naturals), decodes(), tuples(copies)
+)
 logprobs = st.none() | st.builds(Logprobs, floats, tuples(st.tuples(naturals, floats), 4))
 
 

@@ -164,6 +164,9 @@ class ToyRunner:
 
     def launch(self, plan: StepPlan) -> ToyStep:
         """Compute the plan immediately."""
+        copied = [self.cells[copy.source][: copy.num_positions] for copy in plan.copy_blocks]
+        for copy, cells in zip(plan.copy_blocks, copied, strict=True):
+            self.cells[copy.target] = cells + array("i", [HOLE]) * (self.block_size - copy.num_positions)
         for block in plan.zero_blocks:
             self.cells[block] = array("i", [HOLE]) * self.block_size
         for init in plan.inits:

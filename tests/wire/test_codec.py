@@ -133,6 +133,9 @@ INTS = struct.Struct("<2i").pack
         (PLAN, pb.Plan(num_new_blocks=INTS(1, 0))),  # more blocks promised than sent
         (PLAN, pb.Plan(num_new_blocks=INTS(2, -2))),  # the sum is right, the parts are not
         (PLAN, pb.Plan(inits=[pb.SlotInit(sampling=pb.Sampling(bias_ids=INTS(1, 2)))])),  # ids without values
+        (PLAN, pb.Plan(copy_sources=INTS(1, 2), copy_targets=INTS(3, 4))),  # blocks without positions
+        (PLAN, pb.Plan(copy_sources=INTS(1, 2), copy_targets=INTS(3, 4), copy_positions=INTS(1, 0))),  # none to copy
+        (PLAN, pb.Plan(copy_sources=INTS(1, -2), copy_targets=INTS(3, 4), copy_positions=INTS(1, 1))),
         (RESULT, pb.Result(tokens=INTS(1, 2), bad_rows=INTS(0, 2))),  # a bad row that is not there
         (RESULT, pb.Result(tokens=INTS(1, 2), bad_rows=INTS(0, -1))),
         (RESULT, pb.Result(tokens=INTS(1, 2), logprobs=b"\0\0\0\0", num_top=b"\0\0\0\0")),  # one logprob, two tokens

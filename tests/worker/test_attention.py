@@ -12,6 +12,7 @@ import torch
 from support.kernel_variants import needs_kernels
 from torch import Tensor
 
+from lineclear.wire.messages import BlockCopy
 from lineclear.worker.attention.base import AttentionBackend, Batch, Chunk, LayerSpec, block_bytes, pack_chunks
 from lineclear.worker.attention.reference import ReferenceAttention, attention
 from lineclear.worker.attention.registry import BACKENDS, choose
@@ -191,6 +192,54 @@ def test_zeroed_blocks_are_zero_in_every_layer(name: str) -> None:
         zeros = int((pool == 0).sum())
         padding = 1 if name == "torch_paged" else 0  # the block that stays zero
         assert zeros == (2 + padding) * story.block_size * layer.num_kv_heads * layer.head_dim
+
+
+COPIED = [
+    pytest.param("native", None, marks=needs_kernels),
+    pytest.param("native", torch.int8, marks=needs_kernels),
+    ("reference", None),
+    ("reference", torch.int8),
+    ("torch_paged", None),
+]
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), COPIED)
+@pytest.mark.parametrize("num_copied", [1, 7, 15])
+def test_copied_positions_are_read_like_the_source(name: str, kv_dtype: torch.dtype | None, num_copied: int) -> None:
+    """Two sequences copy positions, one of them from the block that the other copy replaces. Other cells are NaN."""
+    torch.manual_seed(num_copied)
+    layers, cpu = [LayerSpec(4, 2, 16, 0.25), LayerSpec(2, 2, 32, 0.2)], torch.device("cpu")
+    backend = BACKENDS[name](layers, 8, 16, torch.float32, cpu, kv_dtype)
+    poison(backend, 8, float("nan"))
+    first, second = num_copied, max(1, num_copied - 3)
+    # Sequence A has blocks 0 and 1, B has blocks 2 and 3. C copies from 1 to 3, D from 3 to 5, as both have ended.
+    stored = [_qkv(spec, 64) for spec in layers]
+    _attend(backend, stored, [Chunk(0, 32, 0, np.array([0, 1])), Chunk(32, 32, 0, np.array([2, 3]))])
+    backend.copy([BlockCopy(1, 3, first), BlockCopy(3, 5, second)])
+    rest = [_qkv(spec, 2) for spec in layers]
+    chunks = [Chunk(0, 1, 16 + first, np.array([0, 3])), Chunk(1, 1, 16 + second, np.array([2, 5]))]
+    found = _attend(backend, rest, chunks)
+
+    expected = BACKENDS[name](layers, 8, 16, torch.float32, cpu, kv_dtype)
+    poison(expected, 8, float("nan"))
+    kept = [*range(16 + first), *range(32, 48 + second)]
+    cut = [tuple(x[kept] for x in qkv) for qkv in stored]
+    both = [Chunk(0, 16 + first, 0, np.array([0, 1])), Chunk(16 + first, 16 + second, 0, np.array([2, 3]))]
+    _attend(expected, cut, both)
+    chunks = [Chunk(0, 1, 16 + first, np.array([0, 1])), Chunk(1, 1, 16 + second, np.array([2, 3]))]
+    for output, wanted in zip(found, _attend(expected, rest, chunks), strict=True):
+        assert output.isfinite().all()
+        assert torch.equal(output, wanted)
+
+
+def _qkv(spec: LayerSpec, num_tokens: int) -> tuple[Tensor, ...]:
+    heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
+    return tuple(torch.randn(num_tokens, count, spec.head_dim) for count in heads)
+
+
+def _attend(backend: AttentionBackend, qkv: list[tuple[Tensor, ...]], chunks: list[Chunk]) -> list[Tensor]:
+    backend.start_step(pack_chunks(chunks, 16))
+    return [backend.attend(layer, *tensors) for layer, tensors in enumerate(qkv)]
 
 
 @needs_kernels

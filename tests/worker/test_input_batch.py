@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lineclear.wire.messages import NO_DECODES, Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
+from lineclear.wire.messages import NO_DECODES, BlockCopy, Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
 from lineclear.worker.input_batch import Capacity, InputBatch, PackedInputs
 from lineclear.worker.runner_interface import StepFailed
 
@@ -22,9 +22,13 @@ def init(slot: int, num_tokens: int, blocks: tuple[int, ...] = (), prompt_len: i
 
 
 def plan(
-    *rows: Row, inits: tuple[SlotInit, ...] = (), zero_blocks: tuple[int, ...] = (), decodes: Decodes = NO_DECODES
+    *rows: Row,
+    inits: tuple[SlotInit, ...] = (),
+    zero_blocks: tuple[int, ...] = (),
+    decodes: Decodes = NO_DECODES,
+    copies: tuple[tuple[int, int, int], ...] = (),
 ) -> StepPlan:
-    return StepPlan(1, 1, rows, inits, zero_blocks, decodes)
+    return StepPlan(1, 1, rows, inits, zero_blocks, decodes, tuple(BlockCopy(*copy) for copy in copies))
 
 
 def slots_with_one() -> InputBatch:
@@ -77,6 +81,27 @@ BAD: dict[str, tuple[StepPlan, str]] = {
     "a banned token outside the vocabulary": (
         plan(inits=(replace(init(1, 3), sampling=Sampling(banned_ids=(50,))),)),
         "sampling parameters name",
+    ),
+    "a copy that no sequence starts behind": (
+        plan(Row(1, 4, 3, True, (5,)), inits=(init(1, 7, (4,)),), copies=((3, 6, 2),)),
+        "a copy whose target",
+    ),
+    "a copy to a running sequence": (plan(Row(2, 6, 1, True, (5,)), copies=((3, 5, 2),)), "a copy whose target"),
+    "a row within copied positions": (
+        plan(Row(1, 5, 2, True, (5,)), inits=(init(1, 7, (4,)),), copies=((3, 5, 2),)),
+        "at 5, but 6 are computed",
+    ),
+    "a copy of a whole block": (
+        plan(Row(1, 8, 1, True, (5, 6)), inits=(init(1, 9, (4,)),), copies=((3, 5, 4),)),
+        "a copy of a whole block",
+    ),
+    "a copy of a block outside the pool": (
+        plan(Row(1, 6, 1, True, (5,)), inits=(init(1, 7, (4,)),), copies=((10, 5, 2),)),
+        "outside the pool",
+    ),
+    "two copies to one block": (
+        plan(Row(1, 6, 1, True, (5,)), inits=(init(1, 7, (4,)),), copies=((3, 5, 2), (4, 5, 2))),
+        "two copies",
     ),
     "a negative temperature": (
         plan(inits=(replace(init(1, 3), sampling=Sampling(temperature=-1.0)),)),
@@ -133,6 +158,14 @@ def test_cached_blocks_start_the_block_table() -> None:
     packed = go(slots, plan(Row(1, 8, 3, True, (9,)), inits=(init(1, 11, (7, 6)),)))
     assert packed.batch.chunks[0].blocks.tolist() == [7, 6, 9]
     assert packed.positions.tolist() == [8, 9, 10]
+
+
+def test_row_starts_behind_copied_positions() -> None:
+    slots = InputBatch(CAPACITY, torch.device("cpu"))
+    packed = go(slots, plan(Row(1, 6, 5, True, (9, 8)), inits=(init(1, 11, (7,)),), copies=((3, 9, 2),)))
+    assert packed.batch.chunks[0].blocks.tolist() == [7, 9, 8]
+    assert packed.positions.tolist() == [6, 7, 8, 9, 10]
+    assert packed.batch.fresh_blocks.tolist() == [8], "the copied cells of block 9 are not zeroed"
 
 
 def test_tokens_have_the_cells_of_their_positions() -> None:

@@ -19,6 +19,7 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from lineclear.wire.messages import (
     PROTOCOL,
+    BlockCopy,
     Decodes,
     Goodbye,
     Heartbeat,
@@ -154,6 +155,10 @@ def _plan_to(plan: StepPlan) -> pb.Plan:
     if decodes.new_blocks:
         grown_slots, grown_blocks = zip(*decodes.new_blocks, strict=True)
         message.grown_slots, message.grown_blocks = _ints(grown_slots), _ints(grown_blocks)
+    if plan.copy_blocks:
+        sources, targets, lengths = zip(*plan.copy_blocks, strict=True)
+        message.copy_sources, message.copy_targets = _ints(sources), _ints(targets)
+        message.copy_positions = _ints(lengths)
     if plan.chunks:
         slots, starts, counts, samples, blocks = zip(*plan.chunks, strict=True)
         message.slots, message.starts, message.counts = _ints(slots), _ints(starts), _ints(counts)
@@ -165,7 +170,17 @@ def _plan_to(plan: StepPlan) -> pb.Plan:
 def _plan_from(epoch: int, step: int, payload: bytes) -> StepPlan:
     m = pb.Plan.FromString(payload)
     inits = tuple(map(_init_from, m.inits))
-    return StepPlan(epoch, step, _chunks_from(m), inits, tuple(_read_indices(m.zero_blocks)), _decodes_from(m))
+    zero_blocks = tuple(_read_indices(m.zero_blocks))
+    return StepPlan(epoch, step, _chunks_from(m), inits, zero_blocks, _decodes_from(m), _copies_from(m))
+
+
+def _copies_from(m: pb.Plan) -> tuple[BlockCopy, ...]:
+    if not (m.copy_sources or m.copy_targets or m.copy_positions):
+        return ()
+    columns = _read_indices(m.copy_sources), _read_indices(m.copy_targets), _read_indices(m.copy_positions)
+    if 0 in columns[2]:
+        raise ValueError("a copy of no positions")
+    return tuple(BlockCopy(*copy) for copy in zip(*columns, strict=True))
 
 
 def _decodes_from(m: pb.Plan) -> Decodes:

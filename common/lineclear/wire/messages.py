@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the plan protocol; both ends must have the same."""
 
 
@@ -51,6 +51,18 @@ class SlotInit:
     prompt_len: int
     blocks: tuple[int, ...]
     sampling: Sampling
+
+
+class BlockCopy(NamedTuple):
+    """Copy the first `num_positions` positions of block `source` to block `target`, before the step writes anything.
+
+    The target is the first new block of a sequence that takes a slot, whose row starts behind the copied positions. All
+    cells of the target are replaced: no later read may see what they held.
+    """
+
+    source: int
+    target: int
+    num_positions: int
 
 
 class Row(NamedTuple):
@@ -98,6 +110,9 @@ class StepPlan:
     zero_blocks: tuple[int, ...] = ()
     """To be filled with zeros first: they held values that were not finite."""
     decodes: Decodes = NO_DECODES
+    copy_blocks: tuple[BlockCopy, ...] = ()
+    """They run first: all of them read, then all of them write. So a source may be a target too, or be zeroed or
+    written by the step."""
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:

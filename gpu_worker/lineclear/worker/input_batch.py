@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lineclear.wire.messages import Decodes, Row, SlotInit, StepErrorKind, StepPlan
+from lineclear.wire.messages import BlockCopy, Decodes, Row, SlotInit, StepErrorKind, StepPlan
 
 from .attention.base import Batch, IntArray, to_device
 from .runner_interface import StepFailed
@@ -85,8 +85,11 @@ class InputBatch:
         if plan.num_tokens > self.capacity.max_step_tokens:
             raise _protocol_error(f"more than {self.capacity.max_step_tokens} tokens in a step")
         self._check_decodes(plan.decodes, inits)
+        copied = self._check_copies(plan.copy_blocks) if plan.copy_blocks else {}
         for row in plan.chunks:
-            self._check_row(row, inits)
+            self._check_row(row, inits, copied)
+        if copied:
+            raise _protocol_error("a copy whose target no new sequence starts with")
         self._check_blocks(plan.zero_blocks)
 
     def apply(self, plan: StepPlan) -> PackedInputs:
@@ -151,7 +154,18 @@ class InputBatch:
             ):
                 self._check_row(Row(slot, start, 1, True, (grown[slot],) if slot in grown else ()), inits)
 
-    def _check_row(self, row: Row, inits: Mapping[int, SlotInit]) -> None:
+    def _check_copies(self, copies: Sequence[BlockCopy]) -> dict[int, int]:
+        """Return how many positions are copied, by target."""
+        copied = {copy.target: copy.num_positions for copy in copies}
+        if len(copied) != len(copies):
+            raise _protocol_error("two copies to one block")
+        self._check_blocks([block for copy in copies for block in (copy.source, copy.target)])
+        if not 0 < min(copied.values()) <= max(copied.values()) < self.capacity.block_size:
+            raise _protocol_error("a copy of a whole block, or of no positions")
+        return copied
+
+    def _check_row(self, row: Row, inits: Mapping[int, SlotInit], copied: dict[int, int] | None = None) -> None:
+        """Check a row, and remove the target from `copied` if the row starts behind copied positions."""
         c = self.capacity
         if not 0 <= row.slot < c.num_slots:
             raise _protocol_error(f"slot {row.slot} of {c.num_slots}")
@@ -159,6 +173,8 @@ class InputBatch:
         if init is not None:
             known, num_blocks = len(init.tokens), len(init.blocks)
             computed = num_blocks * c.block_size
+            if copied and row.new_blocks:
+                computed += copied.pop(row.new_blocks[0], 0)
         else:
             known, num_blocks = self._num_tokens[row.slot], self._num_blocks[row.slot]
             computed = self._num_computed[row.slot]

@@ -143,6 +143,8 @@ class ModelRunner:
         return inflight
 
     def _step(self, plan: StepPlan) -> tuple[SamplingMetadata, Sampled | None]:
+        if plan.copy_blocks:
+            self._backend.copy(plan.copy_blocks)  # first: the plan may zero a source
         if plan.zero_blocks:
             self._backend.zero(plan.zero_blocks)
         for init in plan.inits:

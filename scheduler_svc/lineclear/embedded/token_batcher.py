@@ -15,7 +15,7 @@ from lineclear.embedded.step_loop import StepLoop
 from lineclear.errors import InvalidRequest
 from lineclear.scheduler.core.events import Finished, StepTokens
 from lineclear.scheduler.core.sequence import Request
-from lineclear.wire.messages import Hello, Row, Sampling, SlotInit, StepPlan
+from lineclear.wire.messages import BlockCopy, Hello, Row, Sampling, SlotInit, StepPlan
 
 _MAX_TOKEN = 2**31 - 1
 
@@ -30,7 +30,7 @@ class SlotRow:
     is_new: bool
     """The slot has a new owner: forget its state, and compute from `start`."""
     start: int
-    """Position of the first token; the positions before it are computed, or cached in `blocks`."""
+    """Position of the first token; the positions before it are computed, or cached in `blocks` and by its copies."""
     tokens: tuple[int, ...]
     """Tokens to compute, at positions `start` and following."""
     samples: bool
@@ -55,6 +55,9 @@ class StepBatch:
 
     step: int
     rows: tuple[SlotRow, ...]
+    copy_blocks: tuple[BlockCopy, ...] = ()
+    """With `prefix_cache`: copies of leading positions between blocks, to make before the step writes keys and values.
+    Read all sources before the first write."""
 
     @cached_property
     def sampling_rows(self) -> tuple[SlotRow, ...]:
@@ -97,7 +100,8 @@ class Batcher(StepLoop[Answer]):
     `max_model_len` bounds prompt and answer together. `num_blocks` is the number of key and value blocks of
     `block_size` positions that sequences may hold; 0: enough for every slot. When they run out, a younger sequence is
     preempted and computed again. With `prefix_cache` sequences share the blocks of equal prefixes, and the model must
-    read keys and values through `SlotRow.blocks`. `target_batch_tokens` bounds the positions of a step; 0: all.
+    read keys and values through `SlotRow.blocks` and make the copies of `StepBatch.copy_blocks`. `target_batch_tokens`
+    bounds the positions of a step; 0: all.
     `target_inter_token_latency_ms` and `max_prefill_slowdown` cut long prompts into chunks beside decodes; 0 ms: never.
     """
 
@@ -202,7 +206,8 @@ class Batcher(StepLoop[Answer]):
         for init in plan.inits:
             self._slots[init.slot] = _Slot(init)
         new_slots = {init.slot for init in plan.inits}
-        return StepBatch(plan.step, tuple(self._row(row, row.slot in new_slots) for row in plan.rows))
+        rows = tuple(self._row(row, row.slot in new_slots) for row in plan.rows)
+        return StepBatch(plan.step, rows, plan.copy_blocks)
 
     def _row(self, row: Row, is_new: bool) -> SlotRow:
         slot = self._slots[row.slot]

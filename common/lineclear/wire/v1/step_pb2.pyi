@@ -43,6 +43,9 @@ class Plan(_message.Message):
     DECODE_STARTS_FIELD_NUMBER: _builtins.int
     GROWN_SLOTS_FIELD_NUMBER: _builtins.int
     GROWN_BLOCKS_FIELD_NUMBER: _builtins.int
+    COPY_SOURCES_FIELD_NUMBER: _builtins.int
+    COPY_TARGETS_FIELD_NUMBER: _builtins.int
+    COPY_POSITIONS_FIELD_NUMBER: _builtins.int
     slots: _builtins.bytes
     """Fields 2 to 7: the chunks.
     int32 per row.
@@ -66,6 +69,13 @@ class Plan(_message.Message):
     grown_slots: _builtins.bytes
     """int32: decoding slots whose block table grows, and by which block."""
     grown_blocks: _builtins.bytes
+    copy_sources: _builtins.bytes
+    """int32 per copy: block to read, block to replace, and how many leading
+    positions to copy. Copies run before the step: first all reads, then all
+    writes.
+    """
+    copy_targets: _builtins.bytes
+    copy_positions: _builtins.bytes
     @_builtins.property
     def inits(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotInit]:
         """Slots that take a new sequence before this step."""
@@ -85,10 +95,13 @@ class Plan(_message.Message):
         decode_starts: _builtins.bytes = ...,
         grown_slots: _builtins.bytes = ...,
         grown_blocks: _builtins.bytes = ...,
+        copy_sources: _builtins.bytes = ...,
+        copy_targets: _builtins.bytes = ...,
+        copy_positions: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "decode_slots", b"decode_slots", "decode_starts", b"decode_starts", "grown_blocks", b"grown_blocks", "grown_slots", b"grown_slots", "inits", b"inits", "new_blocks", b"new_blocks", "num_new_blocks", b"num_new_blocks", "samples", b"samples", "slots", b"slots", "starts", b"starts", "zero_blocks", b"zero_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_positions", b"copy_positions", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "counts", b"counts", "decode_slots", b"decode_slots", "decode_starts", b"decode_starts", "grown_blocks", b"grown_blocks", "grown_slots", b"grown_slots", "inits", b"inits", "new_blocks", b"new_blocks", "num_new_blocks", b"num_new_blocks", "samples", b"samples", "slots", b"slots", "starts", b"starts", "zero_blocks", b"zero_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,8 @@ A backend owns the key and value pools of every layer, in a layout of its choice
 (`Batch`); each layer then passes its new keys and values and gets its attention output.
 
 A cell is one position of one block. Every backend keeps one rule, so that a NaN of one sequence never reaches another:
-**a cell is read only after its owner wrote it, or after it was zeroed for its owner** (`Batch.fresh_blocks`).
+**a cell is read only after its owner wrote it, or after it was copied or zeroed for its owner** (`copy`,
+`Batch.fresh_blocks`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lineclear.wire.messages import BlockCopy
 from lineclear.worker.kernels.call_graph import Call, DynamicInt
 
 IntArray = npt.NDArray[np.int64]
@@ -138,6 +140,13 @@ class AttentionBackend(ABC):
     @abstractmethod
     def zero(self, blocks: Sequence[int]) -> None:
         """Zero the blocks in every layer."""
+
+    @abstractmethod
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy leading positions of blocks in every layer: all reads come before all writes.
+
+        The other cells of a target become zero, unless the backend never reads cells that the owner did not write.
+        """
 
     def prefault(self, first: int, end: int) -> None:
         """Fault in the memory of the unused blocks [first, end)."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineclear.wire.messages import BlockCopy
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, address, pointer, pointer_to
 from lineclear.worker.kernels.native_library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
@@ -123,6 +124,13 @@ class NativeAttention(AttentionBackend):
             pool[list(blocks)] = 0
         for scales in self._scales:
             scales[:, list(blocks)] = 0
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        # Whole blocks, since only the kernel knows their layout: it reads no copied cell that the owner did not write.
+        sources, targets = [copy.source for copy in copies], [copy.target for copy in copies]
+        self._pool[targets] = self._pool[sources]
+        for scales in self._scales:
+            scales[:, targets] = scales[:, sources]
 
     def prefault(self, first: int, end: int) -> None:
         # One byte per page, by one thread: a fill runs on all threads, which then wait for each other's page faults.

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineclear.wire.messages import BlockCopy
+
 from .base import AttentionBackend, Batch, LayerSpec, to_device
 
 
@@ -30,6 +32,14 @@ class ReferenceAttention(AttentionBackend):
         for pool in (*self._keys, *self._values):
             for block in blocks:
                 pool[block * self.block_size : (block + 1) * self.block_size] = 0
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        for pool in (*self._keys, *self._values):
+            blocks = pool.view(self.num_blocks, self.block_size, *pool.shape[1:])
+            read = [blocks[copy.source, : copy.num_positions].clone() for copy in copies]
+            for copy, cells in zip(copies, read, strict=True):
+                blocks[copy.target] = 0
+                blocks[copy.target, : copy.num_positions] = cells
 
     def start_step(self, batch: Batch) -> None:
         self._batch = batch

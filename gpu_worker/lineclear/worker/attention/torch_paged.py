@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineclear.wire.messages import BlockCopy
+
 from .base import AttentionBackend, Batch, Chunk, LayerSpec, to_device
 
 _BUCKET_WASTE = 0.25
@@ -73,6 +75,14 @@ class TorchPagedAttention(AttentionBackend):
 
     def zero(self, blocks: Sequence[int]) -> None:
         self._fill(to_device(np.array(blocks, np.int64), self.device), range(len(self.layers)))
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        sources, targets, lengths = (to_device(column, self.device) for column in np.array(copies, np.int64).T.copy())
+        copied = torch.arange(self.block_size, device=self.device) < lengths[:, None]  # [num_copies, block_size]
+        for pool in (*self._keys, *self._values):
+            read = pool.index_select(1, sources).view(len(pool), len(copies), self.block_size, -1)
+            read.masked_fill_(~copied[None, :, :, None], 0)  # attention reads the rest of a block as well
+            pool.index_copy_(1, targets, read.view(len(pool), len(copies), -1))
 
     def start_step(self, batch: Batch) -> None:
         self._cells = to_device(batch.cells, self.device)

@@ -6,6 +6,10 @@ a prefix that a later request can share. When no empty block is left, the least 
 A block is published when the row that fills it is planned: plans run in order, so a row of a later plan, or a later
 row of the same plan, reads it after it was written. Until the result of that row the block is *unconfirmed*: its values
 may prove to be non-finite. It leaves this state with the result, or with its last reference.
+
+A request whose prompt shares only a part of a further block gets a copy of these positions (copy-on-write). The source
+is a published block, or the block that the prompt of a running sequence fills in part. It is offered to plans after the
+one that writes it, because copies run before a plan's writes.
 """
 
 from __future__ import annotations
@@ -17,13 +21,15 @@ from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
+from lineclear.scheduler.core.child_blocks import ChildBlocks, Donor
+
 
 class OutOfBlocks(Exception):
     """Fewer blocks are free than requested."""
 
 
 BlockHash = Callable[[bytes, bytes | None, tuple[int, ...]], bytes]
-"""(cache salt, key of the block before or None, tokens) -> prefix-cache key of a full block."""
+"""(cache salt, key before or None, tokens) -> prefix-cache key. The key of no tokens starts the chain of a salt."""
 
 
 class BlockHasher:
@@ -34,10 +40,21 @@ class BlockHasher:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret[:64]
+        self._last_salt: bytes | None = None
+        self._last_root = b""
 
     def __call__(self, cache_salt: bytes, parent: bytes | None, tokens: tuple[int, ...]) -> bytes:
-        parent = parent or blake2b(cache_salt, key=self._secret, digest_size=32).digest()
+        parent = parent or self._root(cache_salt)
+        if not tokens:
+            return parent
         return blake2b(array("i", tokens).tobytes(), key=parent, digest_size=32).digest()
+
+    def _root(self, cache_salt: bytes) -> bytes:
+        """Return the key of no tokens. Mostly the salt is that of the last call."""
+        if cache_salt != self._last_salt:
+            self._last_root = blake2b(cache_salt, key=self._secret, digest_size=32).digest()
+            self._last_salt = cache_salt
+        return self._last_root
 
 
 class PendingWrites:
@@ -62,6 +79,8 @@ class BlockPool:
         self._tainted: set[int] = set()
         self._pending: dict[int, PendingWrites] = {}  # free and empty; non-finite values may still be written to them
         self._unconfirmed: dict[int, PendingWrites] = {}  # used blocks
+        self._children = ChildBlocks()  # published blocks, and partly filled blocks of running sequences
+        self._planned: list[tuple[int, bytes, tuple[int, ...]]] = []  # to add to `_children` after the plan
         self._to_zero: list[int] = []
 
     @property
@@ -119,6 +138,7 @@ class BlockPool:
                 elif block in self._published:
                     self._cached[block] = None
                 else:
+                    self._children.discard(block)
                     self._empty.append(block)
 
     def release_tainted(self, blocks: Sequence[int]) -> None:
@@ -165,19 +185,42 @@ class BlockPool:
         self._to_zero.clear()
         return blocks
 
-    def publish(self, block: int, key: bytes, tokens: tuple[int, ...], writes: PendingWrites | None = None) -> None:
+    def publish(self, block: int, key: bytes, tokens: tuple[int, ...]) -> bool:
         """Put a used, full block into the prefix cache unless it is tainted. The first block with a key keeps it.
 
-        With `writes`, rows in flight fill it, and it is unconfirmed.
+        Returns whether it did.
         """
         assert self._references[block] > 0
         assert len(tokens) == self.block_size
         if key not in self._by_key and block not in self._published and block not in self._tainted:
             self._by_key[key] = block
             self._published[block] = (key, tokens)
-            if writes is not None:
-                self._unconfirmed[block] = writes
-                writes.blocks.append(block)
+            return True
+        return False
+
+    def offer(self, block: int, parent: bytes, tokens: tuple[int, ...]) -> None:
+        """Offer the leading positions of a published block to copies; `parent` is the key of the block before."""
+        self._children.add(block, parent, tokens)
+
+    def note_writes(self, block: int, parent: bytes, tokens: tuple[int, ...], writes: PendingWrites) -> None:
+        """Note that rows of the plan being made fill a used block up to the end of `tokens`: it is unconfirmed.
+
+        Plans after this one may copy these positions.
+        """
+        self._unconfirmed[block] = writes
+        writes.blocks.append(block)
+        self._planned.append((block, parent, tokens))
+
+    def end_plan(self) -> None:
+        """Offer the positions that the plan writes to copies of the plans after it."""
+        if self._planned:
+            for entry in self._planned:
+                self._children.add(*entry)
+            self._planned.clear()
+
+    def find_donor(self, parent: bytes, tokens: Sequence[int], start: int, end: int) -> Donor | None:
+        """Return the block behind `parent` that shares the most leading tokens with `tokens[start:end]`, if any."""
+        return self._children.longest(parent, tokens, start, end)
 
     def pending_writes(self, blocks: Iterable[int]) -> list[PendingWrites]:
         """Return the rows in flight that write to used `blocks`."""
@@ -206,11 +249,13 @@ class BlockPool:
         if block in self._published:
             key, _ = self._published.pop(block)
             del self._by_key[key]
+        self._children.discard(block)
 
     def clear_cache(self) -> None:
         """Empty the prefix cache; used blocks stay used."""
         for block in list(self._published):
             self._unpublish(block)
+        self._children = ChildBlocks()
         self._empty.extend(self._cached)
         self._cached.clear()
 
@@ -224,6 +269,7 @@ class BlockPool:
             "tainted": sorted(self._tainted),
             "pending": [[block, pending.index(writes)] for block, writes in self._pending.items()],
             "unconfirmed": [[block, pending.index(writes)] for block, writes in self._unconfirmed.items()],
+            "children": self._children.dump(),
             "to_zero": list(self._to_zero),
         }
 
@@ -239,6 +285,7 @@ class BlockPool:
         self._unconfirmed = {block: pending[index] for block, index in state["unconfirmed"]}
         for block, writes in self._unconfirmed.items():
             writes.blocks.append(block)
+        self._children.load(state["children"], token)
         self._to_zero = state["to_zero"]
 
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
@@ -262,3 +309,5 @@ class BlockPool:
         assert not self._tainted & self._published.keys(), "a tainted block in the prefix index"
         assert all(map(references.__getitem__, self._unconfirmed)), "an unconfirmed block that is not used"
         assert all(block in writes.blocks for block, writes in self._unconfirmed.items())
+        assert not self._planned, "a plan has not ended"
+        self._children.check(self._published, references)

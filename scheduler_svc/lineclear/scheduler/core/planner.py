@@ -6,6 +6,7 @@ beside the decodes, without stalling them (Sarathi-Serve, Agrawal et al. 2024).
 
 from __future__ import annotations
 
+from lineclear.scheduler.core.child_blocks import Donor
 from lineclear.scheduler.core.decode_batch import DecodeRows
 from lineclear.scheduler.core.events import Event, Started
 from lineclear.scheduler.core.placement import Placement
@@ -13,7 +14,7 @@ from lineclear.scheduler.core.queue_walk import QueueWalk
 from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.worker_state import WorkerState
-from lineclear.wire.messages import Decodes, Row, SlotInit
+from lineclear.wire.messages import BlockCopy, Decodes, Row, SlotInit
 
 _MAX_UNFIT = 8  # waiting sequences without enough blocks that a step skips before it stops admitting
 _MAX_SKIPPED = 64  # the same, together with those left to other workers
@@ -41,6 +42,7 @@ class StepPlanner:
         self.chunk_rows: list[tuple[Sequence, int, int]] = []  # of each chunk: sequence, admission_count, end position
         self.chunk_samples: list[Sequence] = []
         self.inits: list[SlotInit] = []
+        self.copies: list[BlockCopy] = []
         self.events: list[Event] = []
         self._finishing: list[Sequence] = []  # their last row is in this step
         self.num_tokens = 0
@@ -56,6 +58,7 @@ class StepPlanner:
             self._plan_decodes()
             self._plan_prefills()
             self._admit()
+        self._batch.pool.end_plan()
         if self._finishing:
             self._release_slots()
 
@@ -70,7 +73,8 @@ class StepPlanner:
         batch.dissolve_decode()
         if sequence.state is State.WAITING:
             if sequence.in_flight == 0 and self._preempt_for_blocks(sequence):
-                self._start(sequence, batch.cached_prefix(sequence))
+                shared = batch.cached_prefix(sequence)
+                self._start(sequence, shared, batch.find_donor(sequence, shared))
         elif sequence.num_unplanned > 0:
             needs_block = sequence.num_planned == len(sequence.blocks) * batch.pool.block_size
             if needs_block:
@@ -79,6 +83,7 @@ class StepPlanner:
                 sequence.blocks += batch.pool.take(1)
             count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence.num_planned))
             self._add(sequence, count, tuple(sequence.blocks[-1:]) if needs_block else ())
+        self._batch.pool.end_plan()
         self._release_slots()
 
     def _preempt_for_blocks(self, sequence: Sequence) -> bool:
@@ -242,8 +247,10 @@ class StepPlanner:
             if placement.leaves(sequence, shared, self.num_tokens):
                 skipped.append(sequence)
                 continue
+            donor = batch.find_donor(sequence, shared)
             # A token deep in a context may cost more than this step has left; then the prompt starts in the next step.
-            if self._prompt_tokens_left(len(shared) * batch.pool.block_size) <= 0:
+            num_cached = len(shared) * batch.pool.block_size + (donor.num_positions if donor else 0)
+            if self._prompt_tokens_left(num_cached) <= 0:
                 return
             if any(other.overtaken_count >= state.limits.max_queue_overtakes for other in skipped):
                 return
@@ -253,13 +260,15 @@ class StepPlanner:
                 joins_left -= 1
                 self._worker.strategy.on_join()
                 state.refusing = False
-            self._start(sequence, shared)
+            self._start(sequence, shared, donor)
 
-    def _start(self, sequence: Sequence, shared: list[int]) -> None:
+    def _start(self, sequence: Sequence, shared: list[int], donor: Donor | None) -> None:
         state = self._state
         (state.fresh if sequence in state.fresh else state.resuming).remove(sequence)
         positions = sequence.max_len - 1 if sequence.protected else sequence.num_known
-        taken = self._batch.admit(sequence, shared, positions)
+        taken = self._batch.admit(sequence, shared, donor, positions)
+        if donor is not None:
+            self.copies.append(BlockCopy(donor.block, taken[0], donor.num_positions))
         sequence.epoch, sequence.wait_until = self._worker.epoch, None
         start = sequence.num_planned
         state.counters.prefix_cache_queries += len(sequence.tokens)
@@ -280,11 +289,11 @@ class StepPlanner:
 
     def _add_prompt(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
         before = self.kv_tokens
-        self._add(sequence, count, new_blocks)
+        self._add(sequence, count, new_blocks, is_prompt=True)
         self._prompt_tokens += count
         self._prompt_kv_tokens += self.kv_tokens - before
 
-    def _add(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
+    def _add(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...], *, is_prompt: bool = False) -> None:
         assert count > 0, "a row without a position"
         start = sequence.num_planned
         end = start + count
@@ -297,7 +306,7 @@ class StepPlanner:
             self._state.counters.recomputed_tokens += again
         sequence.num_planned = end
         sequence.planned_step = self._step
-        self._batch.publish_planned(sequence, self._step)
+        self._batch.publish_planned(sequence, self._step, is_prompt=is_prompt)
         if sample:
             self.chunk_samples.append(sequence)
             sequence.num_known += 1

@@ -6,25 +6,30 @@ Only this class gives a sequence a slot or takes it back, so that no slot or blo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lineclear.scheduler.core.block_pool import BlockHash, BlockPool, PendingWrites
+from lineclear.scheduler.core.child_blocks import Donor
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.sequence import BLANK_TOKEN, Sequence, State
+
+ChooseDonor = Callable[[Donor | None], Donor | None]
+"""The block to copy from that was found -> the block to copy from. Recordings note it, and replays restore it."""
 
 
 class InflightRows(PendingWrites):
     """Rows in flight of one admission of a sequence; up to `last_step` they may prove to be non-finite.
 
-    One is made for each row that fills shared blocks, and one for a sequence that is removed with rows in flight.
+    One is made for each row that writes blocks which others may share or copy, and one for a sequence that is removed
+    with rows in flight.
     """
 
     def __init__(self, sequence: Sequence, admission: int, last_step: int) -> None:
         super().__init__()
         self.sequence, self.admission, self.last_step = sequence, admission, last_step
         self.readers: dict[Sequence, int] = {}
-        """Sequences that share the blocks, with their admission_count: if a row is bad, they are computed again."""
+        """Sequences that share or copy the blocks, with admission_count: if a row is bad, they are computed again."""
 
 
 class RunningBatch:
@@ -35,8 +40,9 @@ class RunningBatch:
     `max_slots` slots are used at once. Empty without a worker.
     """
 
-    def __init__(self, block_hash: BlockHash, prefix_cache: bool) -> None:
+    def __init__(self, block_hash: BlockHash, prefix_cache: bool, choose_donor: ChooseDonor | None = None) -> None:
         self._block_hash = block_hash
+        self._choose_donor = choose_donor
         self._prefix_cache = prefix_cache
         self.reset(0, 0, 0, 1)
 
@@ -57,10 +63,11 @@ class RunningBatch:
         """Number of sequences that may join."""
         return max(0, len(self.unused_slots) - self.max_slots + self.num_slots)
 
-    def admit(self, sequence: Sequence, shared: list[int], positions: int) -> list[int]:
+    def admit(self, sequence: Sequence, shared: list[int], donor: Donor | None, positions: int) -> list[int]:
         """WAITING -> RUNNING with blocks for `positions`: the `shared` blocks of its cached prefix and those returned.
 
-        The caller has checked that a slot and enough blocks are free, and has removed the sequence from its queue.
+        The first of these gets a copy of the positions of `donor`. The caller has checked that a slot and enough blocks
+        are free, and has removed the sequence from its queue.
         """
         assert sequence.state is State.WAITING
         size = self.pool.block_size
@@ -70,10 +77,11 @@ class RunningBatch:
         sequence.admission_count += 1
         sequence.slot = heapq.heappop(self.unused_slots)
         sequence.blocks = [*shared, *taken]
-        for writes in self.pool.pending_writes(shared):
+        for writes in self.pool.pending_writes(shared if donor is None else [*shared, donor.block]):
             assert isinstance(writes, InflightRows)
             writes.readers[sequence] = sequence.admission_count
-        sequence.num_planned = sequence.num_computed = len(shared) * size
+        num_cached = len(shared) * size + (donor.num_positions if donor else 0)
+        sequence.num_planned = sequence.num_computed = num_cached
         sequence.num_published = sequence.num_offered = len(shared) * size
         self.running[sequence] = self.not_decoding[sequence] = None
         return taken
@@ -111,14 +119,14 @@ class RunningBatch:
         sequence.slot = -1
 
     def add_readers(self, bad: dict[Sequence, int]) -> list[Sequence]:
-        """Add the sequences that share blocks of the `bad` rows and return those, oldest first.
+        """Add the sequences that share or copy blocks of the `bad` rows and return those, oldest first.
 
-        Sequences are given with their admission_count. A sequence that shares a block of such a reader shares all
-        blocks before it too, so it is a reader of the same rows.
+        Sequences are given with their admission_count. The blocks of a reader may hold copies, so its own readers are
+        found too: they were admitted after it, and their entries follow.
         """
         found: dict[Sequence, int] = {}
         for writes in self._pending:
-            if bad.get(writes.sequence) == writes.admission:
+            if writes.admission in (bad.get(writes.sequence), found.get(writes.sequence)):
                 found |= writes.readers
         bad |= found
         return sorted((s for s, count in found.items() if s.admission_count == count), key=lambda s: s.queue_key)
@@ -207,6 +215,18 @@ class RunningBatch:
                 found.append(block)
         return found
 
+    def find_donor(self, sequence: Sequence, shared: list[int]) -> Donor | None:
+        """Return the block that shares the most positions with those of `sequence` behind its `shared` blocks.
+
+        The positions are below the last token, and were planned in an earlier step.
+        """
+        start, tokens = len(shared) * self.pool.block_size, sequence.tokens
+        end = min(start + self.pool.block_size, len(tokens) - 1)
+        if not self._prefix_cache or start >= end:
+            return None
+        found = self.pool.find_donor(self._keys(sequence)[len(shared)], tokens, start, end)
+        return found if self._choose_donor is None else self._choose_donor(found)
+
     def has_room(self, sequence: Sequence, shared: list[int], headroom: int) -> bool:
         """Return whether enough blocks are free for all known positions and one more, leaving `headroom`.
 
@@ -223,35 +243,58 @@ class RunningBatch:
         return -(-len(self.running) // 4)
 
     def publish(self, sequence: Sequence) -> None:
-        """Publish the blocks that computed positions have filled, and that were not published when planned."""
+        """Publish the blocks that computed positions have filled, and that were not published when planned.
+
+        Of these, copies take the blocks with a prompt position.
+        """
         size = self.pool.block_size
         if not self._prefix_cache or sequence.num_computed - sequence.num_published < size:
             return
         for index in range(sequence.num_offered // size, sequence.num_computed // size):
-            self.pool.publish(sequence.blocks[index], *self._block_content(sequence, index))
+            block, (key, tokens) = sequence.blocks[index], self._block_content(sequence, index)
+            if self.pool.publish(block, key, tokens) and index * size < sequence.prompt_len:
+                self.pool.offer(block, self._keys(sequence)[index], tokens)
         sequence.num_published = sequence.num_computed // size * size
         sequence.num_offered = max(sequence.num_offered, sequence.num_published)
 
-    def publish_planned(self, sequence: Sequence, step: int) -> None:
-        """Publish the blocks that the row of `sequence` in the plan `step` fills with confirmed tokens."""
+    def publish_planned(self, sequence: Sequence, step: int, *, is_prompt: bool) -> None:
+        """Publish the blocks that the row of `sequence` in the plan `step` fills with confirmed tokens.
+
+        A row of a prompt also offers the block that it fills in part to copies.
+        """
         size, end = self.pool.block_size, min(sequence.num_planned, len(sequence.tokens))
-        if not self._prefix_cache or end - sequence.num_offered < size:
+        num_partial = end % size if is_prompt else 0
+        if not self._prefix_cache or (end - sequence.num_offered < size and not num_partial):
             return
         writes = InflightRows(sequence, sequence.admission_count, step)
+        blocks, keys = sequence.blocks, self._keys(sequence)
         for index in range(sequence.num_offered // size, end // size):
-            self.pool.publish(sequence.blocks[index], *self._block_content(sequence, index), writes)
+            key, tokens = self._block_content(sequence, index)
+            if self.pool.publish(blocks[index], key, tokens):
+                self.pool.note_writes(blocks[index], keys[index], tokens, writes)
         sequence.num_offered = end // size * size
+        if num_partial:
+            tokens = tuple(sequence.tokens[end - num_partial : end])
+            self.pool.note_writes(blocks[end // size], keys[end // size], tokens, writes)
         if writes.blocks:
             self._pending.append(writes)
 
     def _block_content(self, sequence: Sequence, index: int) -> tuple[bytes, tuple[int, ...]]:
         """Return prefix-cache key and tokens of block `index`, whose tokens are all confirmed."""
         size = self.pool.block_size
-        keys = sequence.block_keys.setdefault(size, [])
+        keys = sequence.block_keys.get(size) or self._keys(sequence)
         tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
-        if index == len(keys):
-            keys.append(self._block_hash(sequence.request.cache_salt, keys[-1] if keys else None, tokens))
-        return keys[index], tokens
+        if index + 1 == len(keys):
+            keys.append(self._block_hash(sequence.request.cache_salt, keys[-1], tokens))
+        return keys[index + 1], tokens
+
+    def _keys(self, sequence: Sequence) -> list[bytes]:
+        """Return the keys of its leading blocks that are made so far, behind the key that starts the chain."""
+        keys = sequence.block_keys.get(self.pool.block_size)
+        if keys is None:
+            root = self._block_hash(sequence.request.cache_salt, None, ())
+            keys = sequence.block_keys[self.pool.block_size] = [root]
+        return keys
 
     def pending_sequences(self) -> list[Sequence]:
         """Return writers and readers of pending writes that are not resolved; some have finished."""

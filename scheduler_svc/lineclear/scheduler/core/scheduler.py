@@ -35,6 +35,7 @@ from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS
 from lineclear.scheduler.core.result_applier import ResultApplier
+from lineclear.scheduler.core.running_batch import ChooseDonor
 from lineclear.scheduler.core.sequence import Request, Sequence, State
 from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.stats import CoreSnapshot
@@ -46,11 +47,15 @@ from lineclear.wire.messages import Hello, StepError, StepErrorKind, StepPlan, S
 class Scheduler:
     """Takes requests, makes plans, applies results.
 
-    A worker is named by its epoch. `block_hash` replaces the function that makes prefix-cache keys.
+    A worker is named by its epoch. `block_hash` replaces the function that makes prefix-cache keys; `choose_donor` may
+    replace the blocks that requests copy positions from.
     """
 
-    def __init__(self, limits: CoreLimits, block_hash: BlockHash | None = None) -> None:
+    def __init__(
+        self, limits: CoreLimits, block_hash: BlockHash | None = None, choose_donor: ChooseDonor | None = None
+    ) -> None:
         self.limits = limits
+        self._choose_donor = choose_donor
         self._block_hash = block_hash or BlockHasher(limits.cache_secret)
         self._state = SharedState.of(limits)
         self._live = LiveRequests(self._state)
@@ -227,7 +232,7 @@ class Scheduler:
         return max(self._state.workers.values(), key=lambda worker: worker.max_len).hello
 
     def _new_worker(self) -> WorkerState:
-        return WorkerState(self.limits, self._block_hash)
+        return WorkerState(self.limits, self._block_hash, self._choose_donor)
 
     def worker_lost(self, epoch: int, now: float, loss: WorkerLoss = WorkerLoss.CLEAN) -> list[Event]:
         """Handle a worker that was lost as `loss` says. Every request is kept, except the poison of this loss.
@@ -335,8 +340,12 @@ class Scheduler:
         state.counters.rows += inflight.num_rows
         state.counters.step_tokens += inflight.num_tokens
         state.counters.step_positions += worker.last_step_positions
-        chunks, inits = tuple(planner.chunks), tuple(planner.inits)
-        return StepPlan(epoch, worker.step, chunks, inits, worker.batch.pool.drain_to_zero(), planner.decodes)
+        chunks, inits, copies = tuple(planner.chunks), tuple(planner.inits), tuple(planner.copies)
+        zero_blocks = worker.batch.pool.drain_to_zero()
+        if copies and zero_blocks:
+            targets = {copy.target for copy in copies}  # a copy replaces all cells of its target
+            zero_blocks = tuple(block for block in zero_blocks if block not in targets)
+        return StepPlan(epoch, worker.step, chunks, inits, zero_blocks, planner.decodes, copies)
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
         """Apply the result of a worker's oldest step in flight. Raises BadResult, and then nothing was applied."""

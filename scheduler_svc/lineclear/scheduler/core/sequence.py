@@ -171,7 +171,8 @@ class Sequence:
         self.admission_count = 0  # distinguishes rows of an earlier admission
         # Always:
         self.num_known = len(self.tokens)  # * tokens and samples in flight
-        # Prefix-cache keys of the leading full blocks, made when needed, by block size: it may differ between workers.
+        # Prefix-cache keys by block size, which may differ between workers: the key that starts the chain, and those of
+        # the leading full blocks, made when needed.
         self.block_keys: dict[int, list[bytes]] = {}
         self.num_published = 0  # leading computed positions in blocks that were offered to the prefix cache
         self.num_offered = 0  # the same with planned positions

@@ -14,7 +14,7 @@ from lineclear.scheduler.core.block_pool import BlockHash
 from lineclear.scheduler.core.inflight_step import InflightStep
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import STRATEGIES
-from lineclear.scheduler.core.running_batch import RunningBatch
+from lineclear.scheduler.core.running_batch import ChooseDonor, RunningBatch
 from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.stats import WorkerSnapshot
 from lineclear.scheduler.core.step_time_model import StepTimeModel
@@ -29,9 +29,9 @@ class WorkerState:
     a worker joins again with the same memory.
     """
 
-    def __init__(self, limits: CoreLimits, block_hash: BlockHash) -> None:
+    def __init__(self, limits: CoreLimits, block_hash: BlockHash, choose_donor: ChooseDonor | None = None) -> None:
         self._limits = limits
-        self.batch = RunningBatch(block_hash, limits.prefix_cache)
+        self.batch = RunningBatch(block_hash, limits.prefix_cache, choose_donor)
         self.strategy = STRATEGIES[limits.batching_strategy](limits.policy)
         self.budget = TokenBudget()
         self.planned_at = float("-inf")

@@ -1,8 +1,9 @@
 """A core that records its last calls and decisions, bounded and without content.
 
 Every call that can change a decision becomes a record. Facts from content are recorded without it: that a token ended
-an answer, and the key of a new prefix block. Records follow a dump of the whole core, so `replay` can
-start in the middle of a life. A full segment is followed by a new dump of the core, and only one older segment is kept.
+an answer, the key of a new prefix block, and the block that begins like the rest of a prompt. Records follow a dump of
+the whole core, so `replay` can start in the middle of a life. A full segment is followed by a new dump of the core, and
+only one older segment is kept.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core.block_pool import BlockHasher
+from lineclear.scheduler.core.child_blocks import Donor
 from lineclear.scheduler.core.events import (
     Event,
     Failed,
@@ -30,7 +32,7 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Hello, StepError, StepPlan, StepResult
 
-FORMAT = "lineclear flight recording 6"
+FORMAT = "lineclear flight recording 7"
 """Raise the number when records or dumps of the core change: `replay` refuses other formats."""
 KEY_BYTES = 8
 """Recorded bytes of a prefix-cache key."""
@@ -41,10 +43,11 @@ class RecordingScheduler(Scheduler):
     """A Scheduler that records its last `max_records` calls, up to twice as many."""
 
     def __init__(self, limits: CoreLimits, max_records: int = 4096) -> None:
-        super().__init__(limits, self._recorded_hash)
+        super().__init__(limits, self._recorded_hash, self._recorded_donor)
         self._max_records = max_records
         self._hash = BlockHasher(limits.cache_secret)
         self._keys = bytearray()  # of the current call; a prompt of 32k tokens has 2,048, so no object for each
+        self._donors: list[Donor | None] = []  # of the current call: one for each search
         self._num_admitted = 0
         self._numbers: dict[str, int] = {}  # of live requests, by arrival
         self._vocab_size = 0
@@ -138,7 +141,8 @@ class RecordingScheduler(Scheduler):
         if could_plan:
             events = super().drain_events()
             self._undrained += events
-            self._record("plan", now, [epoch], [plan_summary(plan), self._summary(events)])
+            donors, self._donors = self._donors, []
+            self._record("plan", now, [epoch, donors], [plan_summary(plan), self._summary(events)])
         return plan
 
     def drain_events(self) -> list[Event]:
@@ -166,6 +170,10 @@ class RecordingScheduler(Scheduler):
         key = self._hash(cache_salt, parent, tokens)
         self._keys += key[:KEY_BYTES]
         return key
+
+    def _recorded_donor(self, found: Donor | None) -> Donor | None:
+        self._donors.append(found)
+        return found
 
     def _summary(self, events: Iterable[Event]) -> list[Any]:
         found = event_summary(events, lambda request_id: self._numbers[request_id])
@@ -212,7 +220,8 @@ def plan_summary(plan: StepPlan | None) -> list[Any] | None:
     if plan is None:
         return None
     inits = [[init.slot, len(init.tokens), init.prompt_len, init.blocks] for init in plan.inits]
-    return [plan.step, len(plan.decodes.slots), hash(plan.decodes), plan.chunks, inits, plan.zero_blocks]
+    blocks = plan.zero_blocks, plan.copy_blocks
+    return [plan.step, len(plan.decodes.slots), hash(plan.decodes), plan.chunks, inits, *blocks]
 
 
 def event_summary(events: Iterable[Event], number_of: Callable[[str], int]) -> list[Any]:

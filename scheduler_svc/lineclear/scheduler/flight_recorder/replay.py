@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lineclear.errors import LineclearError
+from lineclear.scheduler.core.child_blocks import Donor
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
@@ -81,7 +82,8 @@ class _Replayer:
     ) -> None:
         self._on_plan = on_plan
         self._keys: deque[bytes] = deque()
-        self._core = Scheduler(limits, self._next_key)
+        self._donors: deque[list[int] | None] = deque()
+        self._core = Scheduler(limits, self._next_key, self._next_donor)
         self._core.load(core_state)
 
     def replay(self, call: str, now: float, facts: list[Any], keys: list[str]) -> Any:
@@ -96,6 +98,12 @@ class _Replayer:
         if not self._keys:
             raise Divergence("the core makes a prefix key that was not recorded")
         return self._keys.popleft()
+
+    def _next_donor(self, _: Donor | None) -> Donor | None:
+        if not self._donors:
+            raise Divergence("the core searches a block to copy from where none was recorded")
+        recorded = self._donors.popleft()
+        return None if recorded is None else Donor(*recorded)
 
     def _submit(self, now: float, *request: Any) -> str:
         try:
@@ -139,8 +147,11 @@ class _Replayer:
     def _on_step_error(self, now: float, epoch: int, step: int, kind: int) -> Any:
         return event_summary(self._core.on_step_error(StepError(epoch, step, StepErrorKind(kind)), now), int)
 
-    def _plan(self, now: float, epoch: int) -> Any:
+    def _plan(self, now: float, epoch: int, donors: list[list[int] | None]) -> Any:
+        self._donors = deque(donors)
         plan = self._core.plan(epoch, now)
+        if self._donors:
+            raise Divergence(f"plan at {now} searched blocks to copy from {len(self._donors)} times fewer")
         if plan is not None:
             self._on_plan(now, plan)
         return [plan_summary(plan), event_summary(self._core.drain_events(), int)]

@@ -1,0 +1,77 @@
+"""Bugs to plant in what concerns copies of partly equal blocks. See `mutations` for operators and patterns."""
+
+from __future__ import annotations
+
+from simulation.mutations import Bug, drop, never, replace
+
+from lineclear.scheduler.core import child_blocks
+from lineclear.scheduler.core.block_pool import BlockPool
+from lineclear.scheduler.core.planner import StepPlanner
+from lineclear.scheduler.core.running_batch import RunningBatch
+from lineclear.scheduler.core.scheduler import Scheduler
+
+COPY_BUGS = (
+    Bug("one position too many is copied", child_blocks._num_common, replace("return count", "return count + 1")),
+    Bug(
+        "the position of the last token is copied",
+        RunningBatch.find_donor,
+        replace("len(tokens) - 1", "len(tokens)"),
+    ),
+    Bug(
+        "positions of the plan being made are copied",
+        BlockPool.note_writes,
+        replace("self._planned.append(_1)", "self._children.add(block, parent, tokens)"),
+    ),
+    Bug(
+        "the block to copy from may follow another prefix",
+        RunningBatch.find_donor,
+        replace("self._keys(sequence)[len(shared)]", "self._keys(sequence)[0]"),
+    ),
+    Bug(
+        "a copy of a block that is not confirmed is not noted",
+        RunningBatch.admit,
+        replace("[*shared, donor.block]", "shared"),
+    ),
+    Bug(
+        "a request that copied from a reader of a bad row goes on",
+        RunningBatch.add_readers,
+        replace("found.get(writes.sequence)", "None"),
+    ),
+    Bug(
+        "a block in use by nobody is copied after it was handed out again",
+        BlockPool.release,
+        drop("self._children.discard(block)"),
+    ),
+    Bug(
+        "an evicted or tainted block is copied",
+        BlockPool._unpublish,
+        drop("self._children.discard(block)"),
+    ),
+    Bug(
+        "a partly filled block counts as confirmed when planned",
+        BlockPool.note_writes,
+        drop("self._unconfirmed[block] = writes"),
+    ),
+    Bug(
+        "copied positions are computed again",
+        RunningBatch.admit,
+        replace("donor.num_positions", "0"),
+    ),
+    Bug("a copied block is zeroed", Scheduler.plan, never("copies and zero_blocks")),
+    Bug(
+        "the block that shares fewer positions is copied",
+        child_blocks._neighbours,
+        replace("children[max(0, index - 1) : index + 1]", "children[: index + 1][-1:]"),
+    ),
+    Bug(
+        "a cleared prefix cache is copied from",
+        BlockPool.clear_cache,
+        drop("self._children = ChildBlocks()"),
+    ),
+    Bug("the copy is made to the wrong block", StepPlanner._start, replace("taken[0]", "taken[-1]")),
+    Bug(
+        "the partly filled block of a prompt is not offered",
+        RunningBatch.publish_planned,
+        replace("end % size", "0"),
+    ),
+)
