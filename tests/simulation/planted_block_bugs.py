@@ -113,8 +113,8 @@ _PREFIX_CACHE = (
         RunningBatch.cached_prefix,
         replace("len(sequence.tokens) - 1", "len(sequence.tokens)"),
     ),
-    Bug("a block key leaves out the salt", BlockHasher.__call__, replace("cache_salt", 'b""')),
-    Bug("a block key leaves out the block before", BlockHasher.__call__, without("parent")),
+    Bug("a block key leaves out the salt", BlockHasher.__call__, replace("cache_salt", 'b""'), times=3),
+    Bug("a block key leaves out the block before", BlockHasher.__call__, always("parent is None")),
     Bug(
         "a block that is not full is published",
         RunningBatch.publish,

@@ -44,17 +44,14 @@ class BlockHasher:
         self._last_root = b""
 
     def __call__(self, cache_salt: bytes, parent: bytes | None, tokens: tuple[int, ...]) -> bytes:
-        parent = parent or self._root(cache_salt)
+        if parent is None:
+            if cache_salt != self._last_salt:  # mostly it is that of the last call
+                self._last_root = blake2b(cache_salt, key=self._secret, digest_size=32).digest()
+                self._last_salt = cache_salt
+            parent = self._last_root
         if not tokens:
             return parent
         return blake2b(array("i", tokens).tobytes(), key=parent, digest_size=32).digest()
-
-    def _root(self, cache_salt: bytes) -> bytes:
-        """Return the key of no tokens. Mostly the salt is that of the last call."""
-        if cache_salt != self._last_salt:
-            self._last_root = blake2b(cache_salt, key=self._secret, digest_size=32).digest()
-            self._last_salt = cache_salt
-        return self._last_root
 
 
 class PendingWrites:
@@ -214,8 +211,7 @@ class BlockPool:
     def end_plan(self) -> None:
         """Offer the positions that the plan writes to copies of the plans after it."""
         if self._planned:
-            for entry in self._planned:
-                self._children.add(*entry)
+            self._children.add_all(self._planned)
             self._planned.clear()
 
     def find_donor(self, parent: bytes, tokens: Sequence[int], start: int, end: int) -> Donor | None:

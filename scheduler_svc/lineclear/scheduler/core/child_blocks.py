@@ -34,15 +34,21 @@ class ChildBlocks:
 
     def add(self, block: int, parent: bytes, tokens: Tokens) -> None:
         """Add a block with `tokens` behind `parent`, in place of its former entry."""
-        if block in self._entries:
-            self.discard(block)
-        child, place = (tokens, block), (parent, tokens[0])
-        self._entries[block] = (place, child)
-        children = self._children.setdefault(place, child)
-        if children is not child:
-            if isinstance(children, tuple):
-                children = self._children[place] = [children]
-            insort(children, child)
+        self.add_all([(block, parent, tokens)])
+
+    def add_all(self, blocks: Iterable[tuple[int, bytes, Tokens]]) -> None:
+        """Add blocks, each with the key before it and its tokens, in place of their former entries."""
+        entries, set_default = self._entries, self._children.setdefault
+        for block, parent, tokens in blocks:
+            if block in entries:
+                self.discard(block)
+            child, place = (tokens, block), (parent, tokens[0])
+            entries[block] = (place, child)
+            children = set_default(place, child)
+            if children is not child:
+                if isinstance(children, tuple):
+                    children = self._children[place] = [children]
+                insort(children, child)
 
     def discard(self, block: int) -> None:
         """Remove a block, if it has an entry."""
