@@ -82,7 +82,8 @@ class StepPlanner:
                     return
                 sequence.blocks += batch.pool.take(1)
             count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence.num_planned))
-            self._add(sequence, count, tuple(sequence.blocks[-1:]) if needs_block else ())
+            new_blocks = tuple(sequence.blocks[-1:]) if needs_block else ()
+            self._add(sequence, count, new_blocks, is_prompt=sequence.num_unplanned > 1)
         self._batch.pool.end_plan()
         self._release_slots()
 
