@@ -175,6 +175,19 @@ def test_the_longest_of_several_parts_is_copied() -> None:
     harness.submit("d", [1, 2, 3, 4], max_tokens=1)
     harness.run()
     assert harness.end("d").stats.cached_tokens == 3
+    harness.submit("e", [1, 2, 9, 10, 11], max_tokens=1)
+    harness.run()
+    assert harness.end("e").stats.cached_tokens == 3
+
+
+def test_block_of_a_running_prompt_is_not_copied_after_the_cache_was_cleared() -> None:
+    harness = CoreHarness()
+    harness.submit("a", [1, 2, 3], max_tokens=30)
+    harness.step()
+    harness.core.clear_prefix_cache()
+    harness.submit("b", [1, 2, 3, 4], max_tokens=1)
+    harness.run()
+    assert harness.end("b").stats.cached_tokens == 0
 
 
 def test_part_of_a_block_with_another_salt_or_parent_is_not_copied() -> None:
@@ -203,16 +216,17 @@ def test_source_of_a_copy_may_be_evicted_in_the_same_plan() -> None:
 
 
 def test_request_that_copied_from_a_bad_row_is_computed_again() -> None:
-    """Also one that copied from the copy: neither fails for the values of another."""
-    prompt = [1, 2, 3, 4, 5, 6]
-    harness = CoreHarness(pipeline_depth=4, is_bad=lambda context: len(context) == 6)
+    """Also one that shares a block with the copy: neither fails for the values of another."""
+    prompt = [1, 2, 3]
+    harness = CoreHarness(pipeline_depth=4, is_bad=lambda context: len(context) == 3)
     harness.submit("bad", prompt, max_tokens=9)
     harness.plan()
     second = harness.submit("b", [*prompt, 7, 8, 9, 10, 11], max_tokens=4)
     harness.plan()
     third = harness.submit("c", [*prompt, 7, 8, 9, 10, 50], max_tokens=4)
     harness.plan()
-    assert [copy.num_positions for plan in harness.plans for copy in plan.copy_blocks] == [2, 2]
+    assert [(copy.source, copy.num_positions) for p in harness.plans for copy in p.copy_blocks] == [(0, 3), (2, 3)]
+    assert [init.blocks for plan in harness.plans for init in plan.inits] == [(), (), (1,)]
     harness.apply()
     assert isinstance(harness.end("bad"), Failed)
     harness.run()
