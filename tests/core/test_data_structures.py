@@ -123,20 +123,23 @@ class Pool(RuleBasedStateMachine):
 
 
 class Children(RuleBasedStateMachine):
-    """Add, replace and discard blocks; the longest common prefix is that of a search through all."""
+    """Add, replace and discard blocks; the longest common prefix of two tokens or more is that of a search in all."""
 
     tokens = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
     parents = st.sampled_from([b"x", b"y"])
 
     def __init__(self) -> None:
         super().__init__()
-        self.children = ChildBlocks()
+        self.children = ChildBlocks(min_positions=2)
         self.model: dict[int, tuple[bytes, tuple[int, ...]]] = {}
 
     @rule(block=st.integers(0, 12), parent=parents, tokens=tokens)
     def add(self, block: int, parent: bytes, tokens: tuple[int, ...]) -> None:
         self.children.add(block, parent, tokens)
-        self.model[block] = parent, tokens
+        if len(tokens) >= 2:
+            self.model[block] = parent, tokens
+        else:
+            self.model.pop(block, None)
 
     @rule(block=st.integers(0, 12))
     def discard(self, block: int) -> None:
@@ -152,7 +155,7 @@ class Children(RuleBasedStateMachine):
         }
         longest = max(common.values(), default=0)
         found = self.children.longest(parent, (7, *wanted, 8), 1, 1 + len(wanted))
-        assert (found is None) == (longest == 0)
+        assert (found is None) == (longest < 2)
         assert found is None or (common[found.block], found.num_positions) == (longest, longest)
 
     @invariant()

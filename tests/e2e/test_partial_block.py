@@ -74,7 +74,7 @@ def check(loaded: LoadedModel, expected: Answers | None = None, **options: Any) 
         assert together == deep == in_turn == alone
         assert is_sampled or expected is None or alone == expected
         cached = [server.finished(f"r{n}").stats.cached_tokens for n in COMMON]
-        assert cached == [BLOCK_SIZE + n for n in COMMON]
+        assert cached == [BLOCK_SIZE + (n if n >= BLOCK_SIZE // 4 else 0) for n in COMMON]
         computed = sum(plan.num_tokens for plan in server.plans) - len(asked) * (MAX_TOKENS - 1)
         assert server.counters.prefix_cache_hits + computed == server.counters.prefix_cache_queries
 

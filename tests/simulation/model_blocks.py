@@ -76,14 +76,14 @@ class ModelBlocks:
         return found
 
     def num_common(self, sequence: ModelSequence, start: int) -> dict[int, int]:
-        """Return how many positions of `sequence` from `start` on each block has: those that have any."""
+        """Return how many positions of `sequence` from `start` on each block has: those with a quarter of a block."""
         tokens = sequence.tokens
         found = {}
         for block, (salt, others) in self._sources.items():
             if salt == sequence.request.cache_salt and start < len(others) <= start + self.size:
                 equal = [a == b for a, b in zip(others, tokens[:-1], strict=False)]
                 common = equal.index(False) if False in equal else len(equal)
-                if common > start:
+                if common - start >= max(1, self.size // 4):
                     found[block] = common - start
         return found
 

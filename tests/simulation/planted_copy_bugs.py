@@ -66,7 +66,7 @@ COPY_BUGS = (
     Bug(
         "a cleared prefix cache is copied from",
         BlockPool.clear_cache,
-        drop("self._children = ChildBlocks()"),
+        drop("self._children = ChildBlocks(_)"),
     ),
     Bug("the copy is made to the wrong block", StepPlanner._start, replace("taken[0]", "taken[-1]")),
     Bug(

@@ -21,7 +21,7 @@ from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
-from lineclear.scheduler.core.child_blocks import ChildBlocks, Donor
+from lineclear.scheduler.core.child_blocks import ChildBlocks, Donor, min_copied
 
 
 class OutOfBlocks(Exception):
@@ -76,7 +76,8 @@ class BlockPool:
         self._tainted: set[int] = set()
         self._pending: dict[int, PendingWrites] = {}  # free and empty; non-finite values may still be written to them
         self._unconfirmed: dict[int, PendingWrites] = {}  # used blocks
-        self._children = ChildBlocks()  # published blocks, and partly filled blocks of running sequences
+        # Published blocks, and partly filled blocks of running sequences.
+        self._children = ChildBlocks(min_copied(block_size))
         self._planned: list[tuple[int, bytes, tuple[int, ...]]] = []  # to add to `_children` after the plan
         self._to_zero: list[int] = []
 
@@ -251,7 +252,7 @@ class BlockPool:
         """Empty the prefix cache; used blocks stay used."""
         for block in list(self._published):
             self._unpublish(block)
-        self._children = ChildBlocks()
+        self._children = ChildBlocks(min_copied(self.block_size))
         self._empty.extend(self._cached)
         self._cached.clear()
 

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 Tokens = tuple[int, ...]
-_Place = tuple[bytes, int]  # key of the block before, and first token
+_Place = tuple[bytes, Tokens]  # key of the block before, and first tokens
 _Child = tuple[Tokens, int]  # tokens and block
 
 
@@ -21,14 +21,21 @@ class Donor(NamedTuple):
     num_positions: int
 
 
-class ChildBlocks:
-    """The blocks that continue a prefix, full or partly filled, by the key of the prefix and their first token.
+def min_copied(block_size: int) -> int:
+    """Return how many positions of a block are worth a copy. It takes a worker as long as to compute one or two."""
+    return max(1, block_size // 4)
 
-    Mostly there is one. Several are sorted by their tokens, so the one with the longest common prefix is next to the
-    place where the searched tokens belong.
+
+class ChildBlocks:
+    """The blocks that continue a prefix, full or partly filled, by the key of the prefix and their first tokens.
+
+    Only blocks with `min_positions` tokens are added, and only those that share as many are found. Mostly there is one.
+    Several are sorted by their tokens, so the one with the longest common prefix is next to the place where the
+    searched tokens belong.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, min_positions: int) -> None:
+        self._min_positions = min_positions
         self._children: dict[_Place, _Child | list[_Child]] = {}  # the only child, or all children
         self._entries: dict[int, tuple[_Place, _Child]] = {}  # by block
 
@@ -38,11 +45,13 @@ class ChildBlocks:
 
     def add_all(self, blocks: Iterable[tuple[int, bytes, Tokens]]) -> None:
         """Add blocks, each with the key before it and its tokens, in place of their former entries."""
-        entries, set_default = self._entries, self._children.setdefault
+        entries, set_default, least = self._entries, self._children.setdefault, self._min_positions
         for block, parent, tokens in blocks:
             if block in entries:
                 self.discard(block)
-            child, place = (tokens, block), (parent, tokens[0])
+            if len(tokens) < least:
+                continue
+            child, place = (tokens, block), (parent, tokens[:least])
             entries[block] = (place, child)
             children = set_default(place, child)
             if children is not child:
@@ -65,11 +74,12 @@ class ChildBlocks:
             self._children[place] = children[0]
 
     def longest(self, parent: bytes, tokens: Sequence[int], start: int, end: int) -> Donor | None:
-        """Return the child of `parent` that shares the most leading tokens with `tokens[start:end]`, at least one."""
-        children = self._children.get((parent, tokens[start]))
+        """Return the child of `parent` that shares the most leading tokens with `tokens[start:end]`."""
+        wanted = tuple(tokens[start:end])
+        least = self._min_positions
+        children = self._children.get((parent, wanted[:least])) if len(wanted) >= least else None
         if children is None:
             return None
-        wanted = tuple(tokens[start:end])
         near = [children] if isinstance(children, tuple) else _neighbours(children, wanted)
         return max((Donor(block, _num_common(child, wanted)) for child, block in near), key=_num_positions)
 
