@@ -28,7 +28,7 @@ _REQUESTS = 2000
 _SLOT_GOAL, _SHARED_GOAL = 0.97, 0.99
 _EQUAL_PROMPTS = 8
 _POSITIONS_GOAL = PREFIX + _EQUAL_PROMPTS * BLOCK_SIZE
-PARTIAL_PROMPT, PARTIAL_PREFIX = 500, 505
+PARTIAL_PROMPT, PARTIAL_PREFIX = 510, 505
 """Tokens of prompts and prefixes that end inside a block."""
 
 
@@ -112,7 +112,7 @@ def shared_prefix(budget: int, num_slots: int) -> float:
 
 
 def equal_partial_prompts(budget: int, *, in_turn: bool) -> int:
-    """Return the prompt positions computed for 8 equal prompts of 500 tokens, in one step or each a step later."""
+    """Return the prompt positions computed for 8 equal prompts of 510 tokens, in one step or each a step later."""
     counts = Counts(SLOTS, depth=2, budget=budget)
     for number in range(_EQUAL_PROMPTS):
         counts.submit(f"r{number}", tuple(range(PARTIAL_PROMPT)), 1)
