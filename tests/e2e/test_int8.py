@@ -57,7 +57,7 @@ def test_answers_do_not_depend_on_the_batch(family: str, kv_dtype: torch.dtype |
     cached.serve(requests())
     again = [replace(x, request_id=f"again-{x.request_id}") for x in requests()]
     assert list(cached.serve(again).values()) == list(expected.values())
-    assert cached.finished("again-4").stats.cached_tokens == 32
+    assert cached.finished("again-4").stats.cached_tokens == 39  # all but the last of its prompt
 
     lost = server(loaded, kv_dtype=kv_dtype)
     assert lost.serve(requests(), lose_worker_after_steps=6) == expected

@@ -39,8 +39,9 @@ def is_distinguishable(seed: int, first: tuple[Identity, str], second: tuple[Ide
         harness, rng = CoreHarness(target_batch_tokens=16, **sizes), random.Random(seed)
         for number in range(6):  # blocks of earlier requests
             caller = rng.choice((ALICE, BOB, ANONYMOUS))
-            work(harness, f"past{number}", rng.choices(range(VOCABULARY), k=rng.randrange(1, 60)), caller)
-        secret, other = (rng.choices(range(VOCABULARY), k=LENGTH) for _ in range(2))
+            work(harness, f"past{number}", [0, *rng.choices(range(VOCABULARY), k=rng.randrange(60))], caller)
+        # Neither begins like an earlier request, of which the second caller may share its own.
+        secret, other = ([first_token, *rng.choices(range(VOCABULARY), k=LENGTH - 1)] for first_token in (1, 2))
         work(harness, "first", secret, *first)
         plans.append(work(harness, "second", secret if repeated else other, *second))
     return plans[0] != plans[1]
