@@ -179,12 +179,12 @@ def test_a_slow_viewer_misses_steps(start: Callable[..., Running]) -> None:
 
 
 def test_streams_end_when_the_server_stops(start: Callable[..., Running]) -> None:
-    server = start()
-    response = get(server, "/status/steps")
-    stream = events(response)
-    next(stream)
+    server = start("--max-step-watchers", "16")
+    streams = [events(get(server, "/status/steps")) for _ in range(16)]
+    for stream in streams:
+        next(stream)
     server.popen.send_signal(signal.SIGTERM)
-    assert list(stream)[-1] == {}
+    assert [list(stream)[-1] for stream in streams] == [{}] * 16
     assert server.exit_code() == 0
 
 

@@ -185,6 +185,8 @@ async def _status_server(
         yield
     finally:
         steps.close()
+        # Their threads do not keep the process alive.
+        await asyncio.to_thread(steps.wait_until_idle, _STATUS_SECONDS)
         server.close()
 
 

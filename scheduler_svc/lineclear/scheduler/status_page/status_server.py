@@ -127,7 +127,7 @@ class StatusServer(HttpListener):
                 yield b":\n\n"
                 sent_at = time.monotonic()
             if not watcher.has_more or not steps:
-                time.sleep(_INTERVAL_SECONDS)
+                self._steps.sleep(_INTERVAL_SECONDS)
         yield b"event:end\ndata:{}\n\n"
 
     def _state(self) -> SchedulerState | None:

@@ -41,15 +41,14 @@ class StepFeed:
         max_watchers: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.is_closed = False
-        """The server stops: watchers end. Any thread."""
         self.num_states = 0
         """States taken so far."""
         self._history = history
         self._call_on_engine_thread, self._take_state = call_on_engine_thread, take_state
         self._max_watchers = max_watchers
         self._clock = clock
-        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._lock = threading.Condition()
         self._num_watchers = 0
         self._state: Future[SchedulerState] | None = None
         self._state_at = 0.0
@@ -60,13 +59,27 @@ class StepFeed:
         return datetime.now(UTC).timestamp() - self._clock()
 
     @property
+    def is_closed(self) -> bool:
+        """The server stops: watchers end."""
+        return self._closed.is_set()
+
+    @property
     def num_watchers(self) -> int:
         """Watchers that are open."""
         return self._num_watchers
 
     def close(self) -> None:
         """End every watcher, at its next read."""
-        self.is_closed = True
+        self._closed.set()
+
+    def wait_until_idle(self, seconds: float) -> None:
+        """Wait until every watcher has left, at most `seconds`."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._num_watchers, seconds)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for `seconds`, or until `close`."""
+        self._closed.wait(seconds)
 
     def watch(self, history: int = 0) -> StepWatcher:
         """Return a watcher that begins up to `history` steps before the next one. Raises TooManyWatchers."""
@@ -84,6 +97,7 @@ class StepFeed:
         """Free the place of a watcher."""
         with self._lock:
             self._num_watchers -= 1
+            self._lock.notify_all()
 
     def state(self) -> Future[SchedulerState]:
         """Return the state, at most STATE_SECONDS old or about to be taken. It is never done once the engine stops."""
