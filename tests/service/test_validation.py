@@ -133,33 +133,42 @@ def test_largest_valid_request_is_valid(good: pb.GenerateRequest) -> None:
     check(good, BOUNDS)
 
 
-FLOATS = [field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields if field.type == field.TYPE_FLOAT]
+NOT_COPIED = {"top_k", "seed", "min_tokens", "max_tokens", "ignore_eos"}
+"""Scalars of the schema whose range depends on the model or on each other; `bad_requests` has their bounds."""
+SCALARS = [
+    field.name
+    for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.type in (field.TYPE_FLOAT, field.TYPE_UINT32, field.TYPE_INT32)
+    and field.has_presence
+    and field.name not in NOT_COPIED
+]
 """The scalar sampling parameters of the schema, read from the schema so that new ones are tested."""
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("name", SCALARS)
 def test_schema_parameter_reaches_the_wire(name: str) -> None:
     """Both bounds are valid, reach the worker under the same name and survive the codec; values beyond fail."""
-    allowed = PARAMETERS[name].range
+    allowed, is_float = PARAMETERS[name].range, isinstance(PARAMETERS[name].default, float)
     lowest = math.nextafter(allowed.lowest, math.inf) + 1e-6 if allowed.above_lowest else allowed.lowest
     for value in (lowest, allowed.highest):
         sampling = check(request(sampling={name: value}), BOUNDS).sampling
         plan = StepPlan(1, 1, (Row(0, 0, 1, True),), (SlotInit(0, (3,), 1, (), sampling),))
         (init,) = decode(encode(plan)).inits
         assert getattr(init.sampling, name) == pytest.approx(value)
-    for value in (allowed.lowest - 0.1, allowed.highest + 0.1, math.nan, math.inf):
+    beyond = (allowed.lowest - 0.1, allowed.highest + 0.1, math.nan, math.inf) if is_float else (allowed.highest + 1,)
+    for value in beyond:
         with pytest.raises(InvalidRequest, match=f"sampling.{name}: must be"):
             check(request(sampling={name: value}), BOUNDS)
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("name", SCALARS)
 def test_schema_parameter_has_the_default_of_its_comment(name: str) -> None:
     default = re.search(r"Default (-?[\d.]+\d|\d)", _comment(name))
     assert default is not None
     assert getattr(check(request(), BOUNDS).sampling, name) == PARAMETERS[name].default == float(default[1])
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("name", SCALARS)
 def test_ranges_equal_the_schemas(name: str) -> None:
     """The interval in the .proto comment equals the validated one."""
     intervals = re.findall(r"[\[(]-?[\d.]+, -?[\d.]+\]", _comment(name))
@@ -168,7 +177,7 @@ def test_ranges_equal_the_schemas(name: str) -> None:
 
 def _comment(name: str) -> str:
     text = (PROTOS / "sampling.proto").read_text()
-    comment = re.search(rf"((?:  //.*\n)+)  optional float {name} = ", text)
+    comment = re.search(rf"((?:  //.*\n)+)  optional (?:float|u?int32) {name} = ", text)
     assert comment is not None
     return comment[1].replace("\n  //", "")
 

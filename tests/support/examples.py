@@ -5,6 +5,8 @@ A field that the codec forgets then fails a test, and damage hits every field.
 
 from __future__ import annotations
 
+from typing import Any, get_type_hints
+
 from lineclear.wire.messages import (
     BlockCopy,
     Decodes,
@@ -25,8 +27,19 @@ from lineclear.wire.messages import (
     StepResult,
     Stopping,
 )
+from lineclear.wire.sampling import LISTS, SCALARS
 
-SAMPLING = Sampling(0.7, 40, 0.9, 0.05, 1.1, 0.5, -0.5, ((3, 1.5),), (1, 2, 3), (4,), 2**63, 2, (7, 8), 5)
+_BY_FORMAT = {"f": 0.7, "q": 40, "Q": 2**63}
+_BY_TYPE: dict[Any, Any] = {
+    tuple[int, ...]: (1, 2, 3),
+    tuple[tuple[int, float], ...]: ((3, 1.5),),
+    tuple[tuple[int, ...], ...]: ((7,), (), (8, 9)),
+}
+_HINTS = get_type_hints(Sampling)
+SAMPLING = Sampling(
+    **{name: _BY_FORMAT[scalar.format] for name, scalar in SCALARS.items()},
+    **{name: _BY_TYPE[_HINTS[name]] for name in LISTS},
+)
 EXAMPLES: tuple[Message, ...] = (
     StepPlan(
         epoch=2**63 - 1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, get_type_hints
+
 from hypothesis import strategies as st
 
 from lineclear.wire.messages import (
@@ -24,6 +26,7 @@ from lineclear.wire.messages import (
     StepResult,
     Stopping,
 )
+from lineclear.wire.sampling import LISTS, SCALARS
 
 INT32 = 2**31 - 1
 naturals = st.integers(0, INT32)
@@ -38,22 +41,17 @@ def tuples(elements: st.SearchStrategy, max_size: int = 8) -> st.SearchStrategy:
     return st.lists(elements, max_size=max_size).map(tuple)
 
 
+BY_FORMAT = {"f": floats, "q": st.integers(-(2**63), 2**63 - 1), "Q": uint64}
+BY_TYPE_OF_LIST: dict[Any, st.SearchStrategy[Any]] = {
+    tuple[int, ...]: tuples(naturals),
+    tuple[tuple[int, float], ...]: tuples(st.tuples(naturals, floats)),
+    tuple[tuple[int, ...], ...]: tuples(tuples(naturals)),
+}
+HINTS = get_type_hints(Sampling)
 samplings = st.builds(
     Sampling,
-    temperature=floats,
-    top_k=naturals,
-    top_p=floats,
-    min_p=floats,
-    repetition_penalty=floats,
-    presence_penalty=floats,
-    frequency_penalty=floats,
-    logit_bias=tuples(st.tuples(naturals, floats)),
-    allowed_ids=tuples(naturals),
-    banned_ids=tuples(naturals),
-    seed=uint64,
-    min_tokens=naturals,
-    stop_ids=tuples(naturals),
-    logprobs=st.integers(-1, 20),
+    **{name: BY_FORMAT[scalar.format] for name, scalar in SCALARS.items()},
+    **{name: BY_TYPE_OF_LIST[HINTS[name]] for name in LISTS},
 )
 
 

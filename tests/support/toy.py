@@ -7,12 +7,15 @@ the parameters, so a wrong block, a stale share, a lost token or a lost paramete
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import struct
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from lineclear.wire.messages import Hello, Logprobs, Sampling, SlotInit, StepPlan, StepResult
+from lineclear.wire.sampling import SCALARS, Use
 
 HOLE = -1
 """Content of a cell before the first write."""
@@ -72,20 +75,27 @@ def _parameters(sampling: Sampling, prompt_len: int) -> bytes:
     """Return the parameters as bytes, single precision as on the wire; nothing while all are neutral.
 
     Temperature 1, the service's default, is as neutral as 0, the wire's. Penalties depend on where the output begins.
-    `sample` itself applies allowed and banned tokens.
+    `sample` itself applies the parameters in `_APPLIED`.
     """
-    s, neutral = sampling, _NEUTRAL
     data = b""
-    if s.temperature not in (0.0, 1.0):
-        data += struct.pack("<cf", b"t", s.temperature)
-    if (s.top_k, s.top_p, s.min_p) != (neutral.top_k, neutral.top_p, neutral.min_p):
-        data += struct.pack("<ciff", b"k", s.top_k, s.top_p, s.min_p)
-    penalties = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
-    if penalties != (neutral.repetition_penalty, neutral.presence_penalty, neutral.frequency_penalty):
-        data += struct.pack("<cifff", b"p", prompt_len, *penalties)
-    for token_id, bias in sorted(s.logit_bias):
-        data += struct.pack("<cif", b"b", token_id, bias)
+    for field in dataclasses.fields(sampling):
+        value = getattr(sampling, field.name)
+        if field.name in _APPLIED or value == getattr(_NEUTRAL, field.name) or (field.name, value) == _DEFAULT:
+            continue
+        data += field.name.encode() + _encoded(value)
+        if field.name in SCALARS and SCALARS[field.name].use is Use.PENALTY:
+            data += struct.pack("<i", prompt_len)
     return data
+
+
+_APPLIED = {"allowed_ids", "banned_ids", "stop_ids", "min_tokens", "seed", "logprobs"}
+_DEFAULT = ("temperature", 1.0)
+
+
+def _encoded(value: Any) -> bytes:
+    if isinstance(value, tuple):
+        return b"(" + b"".join(map(_encoded, value)) + b")"
+    return struct.pack("<f", value) if isinstance(value, float) else struct.pack("<q", value)
 
 
 class _Slot:

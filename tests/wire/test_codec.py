@@ -8,6 +8,7 @@ import math
 import random
 import struct
 import typing
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,9 +18,10 @@ from support.examples import EXAMPLES, SAMPLING
 from support.messages import BY_TYPE
 from support.work import count_calls
 
-from lineclear.wire import codec
+from lineclear.wire import codec, sampling_codec
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
 from lineclear.wire.messages import PROTOCOL, Logprobs, Message, Row, Sampling, SlotInit, StepPlan, StepResult
+from lineclear.wire.sampling import LISTS
 
 
 def test_every_type_has_an_example_and_a_strategy() -> None:
@@ -122,6 +124,12 @@ def test_an_unknown_kind_is_refused() -> None:
 PLAN, RESULT, HELLO, *_ = EXAMPLES
 pb = codec.pb
 INTS = struct.Struct("<2i").pack
+SCALARS = sampling_codec.to_message(Sampling()).scalars
+BAD_LISTS = b"123", INTS(1, -1)[:4], INTS(-1, 3)[:4]
+
+
+def _plan_of(sampling: Any) -> Any:
+    return pb.Plan(inits=[pb.SlotInit(tokens=INTS(1, 2), prompt_len=1, sampling=sampling)])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +140,10 @@ INTS = struct.Struct("<2i").pack
         (PLAN, pb.Plan(slots=INTS(0, 1), starts=INTS(0, 0), counts=INTS(1, 1), samples=b"\1\1")),  # no block counts
         (PLAN, pb.Plan(num_new_blocks=INTS(1, 0))),  # more blocks promised than sent
         (PLAN, pb.Plan(num_new_blocks=INTS(2, -2))),  # the sum is right, the parts are not
-        (PLAN, pb.Plan(inits=[pb.SlotInit(sampling=pb.Sampling(bias_ids=INTS(1, 2)))])),  # ids without values
+        (PLAN, _plan_of(pb.Sampling())),  # no scalars
+        (PLAN, _plan_of(pb.Sampling(scalars=SCALARS + b"0"))),
+        (PLAN, _plan_of(pb.Sampling(scalars=SCALARS, lists=[b""]))),  # one list of many
+        *((PLAN, _plan_of(pb.Sampling(scalars=SCALARS, lists=[bad] * len(LISTS)))) for bad in BAD_LISTS),
         (PLAN, pb.Plan(copy_sources=INTS(1, 2), copy_targets=INTS(3, 4))),  # blocks without positions
         (PLAN, pb.Plan(copy_sources=INTS(1, 2), copy_targets=INTS(3, 4), copy_positions=INTS(1, 0))),  # none to copy
         (PLAN, pb.Plan(copy_sources=INTS(1, -2), copy_targets=INTS(3, 4), copy_positions=INTS(1, 1))),

@@ -13,11 +13,11 @@ import torch
 import transformers as tf
 from torch import Tensor
 
-from lineclear.wire.messages import Sampling
+from lineclear.wire.sampling import SCALARS, Sampling
 from lineclear.worker import sampler as module
 from lineclear.worker.logits import with_argmax
 from lineclear.worker.sampler import Sampled, sample
-from lineclear.worker.sampling_metadata import SCALARS, SamplingTable
+from lineclear.worker.sampling_metadata import SamplingTable
 from lineclear.worker.uniform_noise import uniform
 
 CPU = torch.device("cpu")

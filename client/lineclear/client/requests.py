@@ -310,7 +310,7 @@ def _set_chat(chat: pb.ChatMessages, messages: Iterable[Any]) -> None:
 
 def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
     params, stop = message.sampling, message.stop
-    for name in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
+    for name, field in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items():
         value = getattr(sampling, name)
         if value is None:
             continue
@@ -322,7 +322,7 @@ def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
                 entry = params.logit_bias.add()
                 _set_given(entry, "token_id", token_id, path=path)
                 _set_given(entry, "bias", bias, path=path)
-        elif name in ("allowed_token_ids", "banned_token_ids"):
+        elif not field.has_presence:  # repeated
             _extend(getattr(params, name), value, path)
         else:
             _set(params, name, value, path=path)
@@ -355,7 +355,7 @@ def _set_given(message: Any, name: str, value: Any, path: str) -> None:
 
 
 def _extend(field: Any, values: Any, path: str) -> None:
-    wanted = "a list of texts" if path == "stop.strings" else "a list of whole numbers from 0 to 2**32 - 1"
+    wanted = "a list of texts" if path in _TEXT_LISTS else "a list of whole numbers from 0 to 2**32 - 1"
     if isinstance(values, str | bytes):
         raise InvalidRequest.at(path, f"must be {wanted}")
     try:
@@ -365,6 +365,12 @@ def _extend(field: Any, values: Any, path: str) -> None:
     except (TypeError, ValueError):
         raise InvalidRequest.at(path, f"must be {wanted}") from None
 
+
+_TEXT_LISTS = {"stop.strings"} | {
+    f"sampling.{field.name}"
+    for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.type == field.TYPE_STRING
+}
 
 # By the numbers of google.protobuf.FieldDescriptor.TYPE_*.
 _KINDS: dict[int, str] = {

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 from google.protobuf.message import Message as ProtobufMessage
 
+from lineclear.wire import sampling_codec
 from lineclear.wire.messages import (
     PROTOCOL,
     BlockCopy,
@@ -29,7 +30,6 @@ from lineclear.wire.messages import (
     Message,
     Rejoin,
     Row,
-    Sampling,
     SetLogLevel,
     SlotInit,
     StepError,
@@ -199,41 +199,21 @@ def _chunks_from(m: pb.Plan) -> tuple[Row, ...]:
     return tuple(map(Row, slots, starts, counts, map(bool, m.samples), blocks))
 
 
-_SAMPLING_SCALARS = tuple(field.name for field in pb.Sampling.DESCRIPTOR.fields if field.type != field.TYPE_BYTES)
-
-
 def _init_to(init: SlotInit) -> pb.SlotInit:
-    s = init.sampling
-    sampling = pb.Sampling(
-        **{name: getattr(s, name) for name in _SAMPLING_SCALARS},
-        bias_ids=_ints(i for i, _ in s.logit_bias),
-        bias_values=_floats(b for _, b in s.logit_bias),
-        allowed_ids=_ints(s.allowed_ids),
-        banned_ids=_ints(s.banned_ids),
-        stop_ids=_ints(s.stop_ids),
-    )
     return pb.SlotInit(
         slot=init.slot,
         tokens=_ints(init.tokens),
         prompt_len=init.prompt_len,
         blocks=_ints(init.blocks),
-        sampling=sampling,
+        sampling=sampling_codec.to_message(init.sampling),
     )
 
 
 def _init_from(m: pb.SlotInit) -> SlotInit:
-    s = m.sampling
-    sampling = Sampling(
-        **{name: getattr(s, name) for name in _SAMPLING_SCALARS},
-        logit_bias=tuple(zip(_read_ints(s.bias_ids), _read_floats(s.bias_values), strict=True)),
-        allowed_ids=tuple(_read_ints(s.allowed_ids)),
-        banned_ids=tuple(_read_ints(s.banned_ids)),
-        stop_ids=tuple(_read_ints(s.stop_ids)),
-    )
     tokens, blocks = tuple(_read_indices(m.tokens)), tuple(_read_indices(m.blocks))
     if m.slot < 0 or not 0 < m.prompt_len <= len(tokens):
         raise ValueError("slot or prompt_len out of range")
-    return SlotInit(m.slot, tokens, m.prompt_len, blocks, sampling)
+    return SlotInit(m.slot, tokens, m.prompt_len, blocks, sampling_codec.from_message(m.sampling))
 
 
 def _result_to(result: StepResult) -> pb.Result:

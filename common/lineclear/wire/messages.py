@@ -12,30 +12,10 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-PROTOCOL = 7
+from lineclear.wire.sampling import Sampling as Sampling
+
+PROTOCOL = 8
 """Version of the plan protocol; both ends must have the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Resolved sampling parameters of one sequence. Ranges and meaning: protos/lineclear/v1/sampling.proto."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_ids: tuple[int, ...] = ()
-    banned_ids: tuple[int, ...] = ()
-    seed: int = 0
-    min_tokens: int = 0
-    stop_ids: tuple[int, ...] = ()
-    """End-of-sequence and stop tokens: banned by the worker until `min_tokens` outputs are there."""
-    logprobs: int = -1
-    """-1: none. k >= 0: the sampled token's, and those of the k most likely."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,12 @@
 
 The table lives on the host. When a plan arrives, it is known which rows are greedy, penalized or restricted, so the
 device receives only what it needs; a step of greedy rows receives nothing.
-
-To add a scalar parameter: an entry in `SCALARS` and its effect in sampler.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from functools import cache, reduce
 from operator import or_
 
@@ -19,41 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lineclear.wire.messages import Sampling
+from lineclear.wire.sampling import SCALARS, Sampling, Use
 
 from .attention.base import IntArray, to_device
 from .uniform_noise import uniform
 
-
-class Use(Enum):
-    """The part of the sampler that receives a scalar parameter."""
-
-    PENALTY = auto()
-    """Changes the logits of rows that differ from the neutral value."""
-    DRAW = auto()
-    """For all rows that are not greedy."""
-    TRUNCATION = auto()
-    """Restricts the distribution of drawn rows that differ from the neutral value."""
-    HOST = auto()
-    """Read on the host only."""
-
-
-SCALARS: Mapping[str, tuple[type[np.generic], Use]] = {
-    "temperature": (np.float32, Use.DRAW),
-    "top_k": (np.int64, Use.TRUNCATION),
-    "top_p": (np.float32, Use.TRUNCATION),
-    "min_p": (np.float32, Use.TRUNCATION),
-    "repetition_penalty": (np.float32, Use.PENALTY),
-    "presence_penalty": (np.float32, Use.PENALTY),
-    "frequency_penalty": (np.float32, Use.PENALTY),
-    "seed": (np.uint64, Use.HOST),
-    "min_tokens": (np.int64, Use.HOST),
-    "logprobs": (np.int64, Use.HOST),
-}
-"""Scalar fields of `Sampling`. Their neutral values are the defaults of `Sampling`."""
-
-_DTYPE = np.dtype([(name, dtype) for name, (dtype, _) in SCALARS.items()])
-_NEUTRAL = {use: {name: getattr(Sampling(), name) for name, (_, x) in SCALARS.items() if x is use} for use in Use}
+_DTYPE = np.dtype([(name, scalar.format) for name, scalar in SCALARS.items()])
+_NEUTRAL = {use: {name: getattr(Sampling(), name) for name, x in SCALARS.items() if x.use is use} for use in Use}
 _NO_IDS = np.zeros(0, np.int64)
 
 _Scalars = npt.NDArray[np.void]

@@ -149,62 +149,27 @@ class Sampling(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    TOP_K_FIELD_NUMBER: _builtins.int
-    TOP_P_FIELD_NUMBER: _builtins.int
-    MIN_P_FIELD_NUMBER: _builtins.int
-    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
-    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
-    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
-    BIAS_IDS_FIELD_NUMBER: _builtins.int
-    BIAS_VALUES_FIELD_NUMBER: _builtins.int
-    ALLOWED_IDS_FIELD_NUMBER: _builtins.int
-    BANNED_IDS_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    MIN_TOKENS_FIELD_NUMBER: _builtins.int
-    STOP_IDS_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    temperature: _builtins.float
-    top_k: _builtins.int
-    top_p: _builtins.float
-    min_p: _builtins.float
-    repetition_penalty: _builtins.float
-    presence_penalty: _builtins.float
-    frequency_penalty: _builtins.float
-    bias_ids: _builtins.bytes
-    """int32 token ids and float32 values, in step."""
-    bias_values: _builtins.bytes
-    allowed_ids: _builtins.bytes
-    """int32 token ids."""
-    banned_ids: _builtins.bytes
-    seed: _builtins.int
-    min_tokens: _builtins.int
-    stop_ids: _builtins.bytes
-    """int32: banned until min_tokens are there."""
-    logprobs: _builtins.int
-    """-1: no logprobs; k >= 0: the sampled token's and the top k."""
+    SCALARS_FIELD_NUMBER: _builtins.int
+    LISTS_FIELD_NUMBER: _builtins.int
+    scalars: _builtins.bytes
+    """Every scalar of lineclear.wire.sampling.Sampling, in order: float32, int64
+    or uint64, little-endian.
+    """
+    @_builtins.property
+    def lists(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Every other field, in order, as sampling_codec.py encodes its type; none
+        if all are empty.
+        """
+
     def __init__(
         self,
         *,
-        temperature: _builtins.float = ...,
-        top_k: _builtins.int = ...,
-        top_p: _builtins.float = ...,
-        min_p: _builtins.float = ...,
-        repetition_penalty: _builtins.float = ...,
-        presence_penalty: _builtins.float = ...,
-        frequency_penalty: _builtins.float = ...,
-        bias_ids: _builtins.bytes = ...,
-        bias_values: _builtins.bytes = ...,
-        allowed_ids: _builtins.bytes = ...,
-        banned_ids: _builtins.bytes = ...,
-        seed: _builtins.int = ...,
-        min_tokens: _builtins.int = ...,
-        stop_ids: _builtins.bytes = ...,
-        logprobs: _builtins.int = ...,
+        scalars: _builtins.bytes = ...,
+        lists: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_ids", b"allowed_ids", "banned_ids", b"banned_ids", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_ids", b"stop_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lists", b"lists", "scalars", b"scalars"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,113 @@
+"""Resolved sampling parameters of a sequence, and the range, default and use of each scalar.
+
+The one table of scalar parameters: validation, codec, the worker's columns and their tests read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """[lowest, highest], with `or_zero` also 0, with `above_lowest` (lowest, highest]. NaN is in no range.
+
+    The bounds are rounded to float32 like a request's values, so that the bound itself is valid.
+    """
+
+    lowest: float
+    highest: float
+    or_zero: bool = False
+    above_lowest: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        if self.or_zero and value == 0:
+            return True
+        if self.above_lowest and value <= self.lowest:
+            return False
+        return _float32(self.lowest) <= value <= _float32(self.highest)
+
+    def __str__(self) -> str:
+        interval = f"{'(' if self.above_lowest else '['}{self.lowest:g}, {self.highest:g}]"
+        return f"0 or in {interval}" if self.or_zero else f"in {interval}"
+
+
+def _float32(value: float) -> float:
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
+
+
+class Use(Enum):
+    """The part of the sampler that receives a scalar parameter."""
+
+    PENALTY = auto()
+    """Changes the logits of rows that differ from the neutral value."""
+    DRAW = auto()
+    """For all rows that are not greedy."""
+    TRUNCATION = auto()
+    """Restricts the distribution of drawn rows that differ from the neutral value."""
+    HOST = auto()
+    """Read on the host only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A scalar field of `Sampling`. With a `range` it is a field of SamplingParams, too, by the same name."""
+
+    use: Use
+    range: Range | None = None
+    default: float = 0
+    """Of a request that leaves it open. The neutral value, which changes nothing, is the default of `Sampling`."""
+    in_generation_config: bool = False
+    """Whether the model's generation_config.json may set the default."""
+    format: str = ""
+    """Its code in `struct` and NumPy."""
+
+
+def _scalar(
+    neutral: float,
+    use: Use,
+    allowed: Range | None = None,
+    *,
+    default: float | None = None,
+    in_generation_config: bool = False,
+    format: str = "",
+) -> Any:
+    code = format or ("f" if isinstance(neutral, float) else "q")
+    entry = Scalar(use, allowed, neutral if default is None else default, in_generation_config, code)
+    return dataclasses.field(default=neutral, metadata={"scalar": entry})
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Resolved sampling parameters of one sequence. Meaning: protos/lineclear/v1/sampling.proto."""
+
+    temperature: float = _scalar(0.0, Use.DRAW, Range(0.01, 10, or_zero=True), default=1.0, in_generation_config=True)
+    top_k: int = _scalar(0, Use.TRUNCATION, Range(0, math.inf), in_generation_config=True)  # at most the vocabulary
+    top_p: float = _scalar(1.0, Use.TRUNCATION, Range(0, 1, above_lowest=True), in_generation_config=True)
+    min_p: float = _scalar(0.0, Use.TRUNCATION, Range(0, 1), in_generation_config=True)
+    repetition_penalty: float = _scalar(1.0, Use.PENALTY, Range(0.01, 10), in_generation_config=True)
+    presence_penalty: float = _scalar(0.0, Use.PENALTY, Range(-2, 2))
+    frequency_penalty: float = _scalar(0.0, Use.PENALTY, Range(-2, 2))
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] = ()
+    banned_ids: tuple[int, ...] = ()
+    seed: int = _scalar(0, Use.HOST, format="Q")
+    min_tokens: int = _scalar(0, Use.HOST)
+    stop_ids: tuple[int, ...] = ()
+    """End-of-sequence and stop tokens: banned by the worker until `min_tokens` outputs are there."""
+    logprobs: int = _scalar(-1, Use.HOST)
+    """-1: none. k >= 0: the sampled token's, and those of the k most likely."""
+
+
+SCALARS: Mapping[str, Scalar] = {
+    field.name: field.metadata["scalar"] for field in dataclasses.fields(Sampling) if "scalar" in field.metadata
+}
+LISTS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Sampling) if field.name not in SCALARS)
+"""The other fields of `Sampling`: tuples, empty by default."""
