@@ -9,14 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import structlog
 
 from lineclear.errors import LineclearError, QueueFull
 from lineclear.scheduler.text.chat_template import ChatTemplate
-from lineclear.scheduler.text.template_process import LENGTH, RENDERED, pack_conversation
-from lineclear.scheduler.text.template_renderer import ChatMessage, not_taken
+from lineclear.scheduler.text.template_process import LENGTH, RENDERED, Conversation, pack_conversation
+from lineclear.scheduler.text.template_renderer import not_taken
 
 log = structlog.get_logger()
 
@@ -61,19 +60,17 @@ class TemplatePool:
             for _ in range(count):
                 self._idle.append(await self._start())
 
-    async def render(
-        self, chat_messages: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0
-    ) -> str:
-        """Return the conversation as text with sealed special tokens; `time_us` is the template's time, 0 for now.
+    async def render(self, conversation: Conversation) -> str:
+        """Return the conversation as text with sealed special tokens.
 
         Raises InvalidRequest if the template rejects the conversation or takes too long. Raises QueueFull if no
         process can be started, or if the process was killed from outside.
         """
-        conversation = pack_conversation(chat_messages, add_generation_prompt=add_generation_prompt, time_us=time_us)
+        frame = pack_conversation(conversation)
         renderer = self._take_idle() or await self._start()
         try:
             async with asyncio.timeout(_START_SECONDS + _MAX_SLOWDOWN * self._cpu_seconds):
-                answer = await renderer.ask(conversation, self._max_frame)
+                answer = await renderer.ask(frame, self._max_frame)
         except (TimeoutError, asyncio.IncompleteReadError, OSError):
             raise await self._explanation(renderer) from None
         except BaseException:  # its late answer would be taken for the next one

@@ -12,15 +12,17 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from lineclear.scheduler.requests import validation
+from lineclear.scheduler.requests import tool_validation, validation
 from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.template_pool import TemplatePool
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.text.chat_template import ChatTemplate, no_chat_template
 from lineclear.scheduler.text.detokenizer import AnswerText, IncrementalDecoder
+from lineclear.scheduler.text.template_process import Conversation
 from lineclear.scheduler.text.template_renderer import ChatMessage
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.v1 import inference_pb2 as pb
@@ -110,16 +112,11 @@ class TokenizerPool:
             await self._pacer.wait()
         with self._pacer.measured():
             validation.check_roles(chat, template.knows_role)
-            chat_messages = [ChatMessage(message.role, message.content) for message in chat.messages]
-        opens_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-        cost = sum(len(chat_message.content) + _MESSAGE_BYTES for chat_message in chat_messages)
-        text = await self._run_fair(
-            self._templates,
-            cost,
-            lambda: asyncio.ensure_future(
-                pool.render(chat_messages, add_generation_prompt=opens_answer, time_us=time_us)
-            ),
-        )
+            tool_validation.check_template_support(chat, takes_tools=template.takes_tools)
+            conversation = _conversation(chat, time_us)
+        cost = sum(map(len, tool_validation.texts(chat))) + _MESSAGE_BYTES * (len(chat.messages) + len(chat.tools))
+        render = partial(pool.render, conversation)
+        text = await self._run_fair(self._templates, cost, lambda: asyncio.ensure_future(render()))
         return await self._encode(self.tokenizer.encode_sealed, text)
 
     async def decode(self, ids: Sequence[int], *, keep_special: bool, vocab_size: int) -> str:
@@ -179,6 +176,12 @@ class TokenizerPool:
         future.add_done_callback(done)
         # A hang-up stops neither thread nor process, so the slot is held until they finish.
         return await asyncio.shield(future)
+
+
+def _conversation(chat: pb.ChatMessages, time_us: int) -> Conversation:
+    opens_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    messages = [ChatMessage(message.role, message.content) for message in chat.messages]
+    return Conversation(messages, opens_answer, time_us, tool_validation.context(chat))
 
 
 def _semaphore(places: int, max_busy: int, what: str) -> FairSemaphore:

@@ -16,6 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary, Violation
 from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.requests import tool_validation
 from lineclear.scheduler.requests.sampling_ranges import BIAS_RANGE, DEFAULTS, PARAMETERS
 from lineclear.scheduler.requests.violations import Violations, add_out_of_vocabulary, check_vocabulary, checked_ids
 from lineclear.scheduler.text.stop_strings import StopStrings
@@ -269,7 +270,8 @@ def _check_chat(path: str, chat: pb.ChatMessages, max_bytes: int, max_messages: 
     for index, role in enumerate(roles) if invalid else ():
         if role in invalid:
             violations.add(f"{path}.messages[{index}].role", f"must be 1 to {MAX_ROLE} of [A-Za-z0-9_.-]")
-    _check_text_size(f"{path}.messages", [m.content for m in chat.messages], max_bytes, violations)
+    _check_text_size(f"{path}.messages", tool_validation.texts(chat), max_bytes, violations)
+    tool_validation.check_tools(path, chat, violations)
 
 
 def _check_text_size(path: str, texts: Iterable[str], max_bytes: int, violations: Violations) -> None:

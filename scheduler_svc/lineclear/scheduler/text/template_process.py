@@ -16,43 +16,77 @@ import signal
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from lineclear.errors import InvalidRequest
 from lineclear.scheduler.text.special_token_seal import Seal
 from lineclear.scheduler.text.template_renderer import ChatMessage, Renderer
+from lineclear.scheduler.text.tool_context import ToolContext
 
 RENDERED, REFUSED = b"+", b"-"
 LENGTH = struct.Struct(">I")
 _MEMORY_BYTES = 1 << 30  # address space of the process, interpreter included
 
 
-def pack_definition(source: str, private: Mapping[str, str], variables: Mapping[str, Any], **limits: float) -> bytes:
-    """Return the content of the first frame. `limits`: `cpu_seconds` and `max_bytes` for one conversation."""
-    return json.dumps({"source": source, "private": dict(private), "variables": dict(variables), **limits}).encode()
+class Conversation(NamedTuple):
+    """The arguments of Renderer.render."""
+
+    chat_messages: Sequence[ChatMessage]
+    add_generation_prompt: bool = True
+    time_us: int = 0
+    context: ToolContext = ToolContext()
+
+    def rendered_by(self, renderer: Renderer) -> str:
+        """Return the text of the conversation under a template. Raises InvalidRequest."""
+        return renderer.render(
+            self.chat_messages,
+            add_generation_prompt=self.add_generation_prompt,
+            time_us=self.time_us,
+            context=self.context,
+        )
 
 
-def pack_conversation(chat_messages: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> bytes:
+def pack_definition(
+    sources: Mapping[str, str], private: Mapping[str, str], variables: Mapping[str, Any], **limits: float
+) -> bytes:
+    """Return the content of the first frame. `sources`: the template, and a second one for conversations with tools.
+
+    `limits`: `cpu_seconds` and `max_bytes` for one conversation.
+    """
+    definition = {"sources": dict(sources), "private": dict(private), "variables": dict(variables), **limits}
+    return json.dumps(definition).encode()
+
+
+def pack_conversation(conversation: Conversation) -> bytes:
     """Return the content of a frame: roles and content lengths as JSON, a newline, the contents."""
+    chat_messages, context = conversation.chat_messages, conversation.context
     contents = [chat_message.content.encode() for chat_message in chat_messages]
     head = {
         "roles": [chat_message.role for chat_message in chat_messages],
         "lengths": list(map(len, contents)),
-        "opens": add_generation_prompt,
-        "time_us": time_us,
+        "opens": conversation.add_generation_prompt,
+        "time_us": conversation.time_us,
+        "tools": context.tools,
+        "message_fields": list(context.message_fields.items()),
     }
     return json.dumps(head).encode() + b"\n" + b"".join(contents)
 
 
-def unpack_conversation(frame: bytes) -> tuple[list[ChatMessage], bool, int]:
-    """Return the arguments of the `pack_conversation` call that made `frame`."""
+def unpack_conversation(frame: bytes) -> Conversation:
+    """Return the argument of the `pack_conversation` call that made `frame`."""
     head, _, rest = frame.partition(b"\n")
     fields = json.loads(head)
     chat_messages, start = [], 0
     for role, length in zip(fields["roles"], fields["lengths"], strict=True):
         chat_messages.append(ChatMessage(role, rest[start : start + length].decode()))
         start += length
-    return chat_messages, fields["opens"], fields["time_us"]
+    context = ToolContext(fields["tools"], dict(fields["message_fields"]))
+    return Conversation(chat_messages, fields["opens"], fields["time_us"], context)
+
+
+def choose(renderers: Mapping[str, Renderer], conversation: Conversation) -> Renderer:
+    """Return the renderer of a conversation: of "default" and "tool_use", the second if it has tools."""
+    return (renderers.get("tool_use") if conversation.context.tools else None) or renderers["default"]
 
 
 def _read(stream: BinaryIO) -> bytes | None:
@@ -61,10 +95,10 @@ def _read(stream: BinaryIO) -> bytes | None:
     return stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
 
 
-def _answer(renderer: Renderer, frame: bytes, max_bytes: int) -> bytes:
-    chat_messages, opens, time_us = unpack_conversation(frame)
+def _answer(renderers: Mapping[str, Renderer], frame: bytes, max_bytes: int) -> bytes:
+    conversation = unpack_conversation(frame)
     try:
-        text = renderer.render(chat_messages, add_generation_prompt=opens, time_us=time_us).encode()
+        text = conversation.rendered_by(choose(renderers, conversation)).encode()
     except InvalidRequest as error:
         return REFUSED + error.violations[0].description.encode()
     except (MemoryError, UnicodeEncodeError):
@@ -86,11 +120,12 @@ def main() -> None:
     if first is None:
         return
     definition = json.loads(first)
-    renderer = Renderer(definition["source"], Seal(definition["private"]), definition["variables"])
+    seal, variables = Seal(definition["private"]), definition["variables"]
+    renderers = {name: Renderer(source, seal, variables) for name, source in definition["sources"].items()}
     while (frame := _read(stdin)) is not None:
         # The default action of SIGPROF ends the process, also inside a loop of the template.
         signal.setitimer(signal.ITIMER_PROF, definition["cpu_seconds"])
-        answer = _answer(renderer, frame, int(definition["max_bytes"]))
+        answer = _answer(renderers, frame, int(definition["max_bytes"]))
         signal.setitimer(signal.ITIMER_PROF, 0)
         stdout.write(LENGTH.pack(len(answer)) + answer)
         stdout.flush()

@@ -20,13 +20,16 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
 from lineclear.errors import InvalidRequest, Violation
+from lineclear.scheduler.text.tool_context import ToolContext, kept_words, opaque
 
 _EPOCH = datetime.datetime(1970, 1, 1)
 _PLACEHOLDERS = range(0x100000, 0x10FFFE)  # a private-use plane, which models do not use
+_NOT_ASCII = re.compile(r"[^\x00-\x7f\U00100000-\U0010fffd]+")
 
 
 class ChatMessage(NamedTuple):
@@ -66,31 +69,47 @@ class Renderer:
         self._variables = dict(variables)
         environment = _environment()
         try:
-            constants = environment.parse(source).find_all(jinja2.nodes.Const)
+            parsed = environment.parse(source)
+            constants = parsed.find_all(jinja2.nodes.Const)
             self.literals = {node.value for node in constants if isinstance(node.value, str)}
             self._template = environment.from_string(source)
+            self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(parsed)
+            """Whether the template reads the variable `tools`."""
         except (jinja2.TemplateError, RecursionError) as error:
             raise InvalidTemplate(f"the model's chat template is not valid: {error}") from None
-        self._keys = {c for token in sealer.special_tokens for c in token if not c.isspace()}
+        # Quotes stay: `tojson` must see them to escape them, and no special token consists of quotes alone.
+        self._keys = {c for token in sealer.special_tokens for c in token if not c.isspace() and c not in '"\\'}
         unchanged = _harmless(self.literals, self._keys, sealer.special_tokens)
         self._unchanged = re.compile("(" + "|".join(map(re.escape, unchanged)) + ")") if unchanged else None
+        self._kept_words = kept_words(self.literals)
 
-    def render(self, chat_messages: Sequence[ChatMessage], *, add_generation_prompt: bool, time_us: int = 0) -> str:
+    def render(
+        self,
+        chat_messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        time_us: int = 0,
+        context: ToolContext = ToolContext(),  # noqa: B008 - immutable
+    ) -> str:
         """Return the conversation as text with sealed special tokens; `time_us` is the template's time, 0 for now.
 
         Raises InvalidRequest if the template rejects the conversation.
         """
-        placeholders = self._placeholders(chat_messages)
-        messages = [
+        placeholders = self._placeholders(chat_messages, context)
+        messages: list[dict[str, Any]] = [
             {"role": chat_message.role, "content": self._taint(chat_message.content, placeholders)}
             for chat_message in chat_messages
         ]
+        table = {ord(key): placeholder for key, placeholder in placeholders.items()}
         try:
+            for index, fields in context.message_fields.items():
+                messages[index] |= opaque(fields, lambda text: text.translate(table), self._kept_words)
+            tools = opaque(context.tools, lambda text: text.translate(table), self._kept_words) or None
             rendered = self._template.render(
                 **self._variables,
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=tools,
                 documents=None,
                 strftime_now=(_EPOCH + datetime.timedelta(microseconds=time_us or wall_clock_us())).strftime,
             )
@@ -103,8 +122,8 @@ class Renderer:
         sealed = self._sealer.seal(rendered)
         return sealed.translate({ord(placeholder): key for key, placeholder in placeholders.items()})
 
-    def _placeholders(self, chat_messages: Sequence[ChatMessage]) -> dict[str, str]:
-        used: set[str] = set().union(*(chat_message.content for chat_message in chat_messages))
+    def _placeholders(self, chat_messages: Sequence[ChatMessage], context: ToolContext) -> dict[str, str]:
+        used = context.characters.union(*(chat_message.content for chat_message in chat_messages))
         free = (chr(code) for code in _PLACEHOLDERS if chr(code) not in used)
         try:
             return {key: next(free) for key in sorted(self._keys)}
@@ -163,7 +182,9 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+        # Placeholders stand for ASCII characters, too, and must survive.
+        return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]

@@ -1,0 +1,180 @@
+"""Validate the tools of a conversation and the calls in its messages, and convert them for the chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from lineclear.errors import InvalidRequest
+from lineclear.scheduler.requests.violations import Violations
+from lineclear.scheduler.text.tool_context import ToolContext
+from lineclear.v1 import inference_pb2 as pb
+
+MAX_TOOLS = 128
+MAX_TOOL_CALLS = 128
+MAX_CALL_ID = 64
+MAX_JSON_DEPTH = 64
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NOT_FORCED = "is not supported: this server cannot force a call; send AUTO and check the answer"
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
+def check_tools(path: str, chat: pb.ChatMessages, violations: Violations) -> None:
+    """Add the violations of the tools, of the choice among them, and of the calls in messages."""
+    if len(chat.tools) > MAX_TOOLS:
+        violations.add(f"{path}.tools", f"has {len(chat.tools)} entries, the limit is {MAX_TOOLS}")
+        return
+    names = [tool.name for tool in chat.tools]
+    for index, tool in enumerate(chat.tools):
+        _check_tool(f"{path}.tools[{index}]", tool, names[:index], violations)
+    _check_choice(f"{path}.tool_choice", chat, names, violations)
+    for index, message in enumerate(chat.messages):
+        _check_message(f"{path}.messages[{index}]", message, violations)
+
+
+def texts(chat: pb.ChatMessages) -> Iterator[str]:
+    """Yield all texts of a conversation but roles and ids, for a limit on their size."""
+    for message in chat.messages:
+        yield message.content
+        yield message.reasoning
+        for call in message.tool_calls:
+            yield call.name
+            yield call.arguments
+    for tool in chat.tools:
+        yield tool.name
+        yield tool.description
+        yield tool.parameters
+
+
+def context(chat: pb.ChatMessages) -> ToolContext:
+    """Return what the template gets of a valid conversation, in the form of transformers and OpenAI."""
+    fields = {index: found for index, message in enumerate(chat.messages) if (found := _message_fields(message))}
+    tools = [] if chat.tool_choice.mode == pb.TOOL_CHOICE_MODE_NONE else list(map(_tool, chat.tools))
+    return ToolContext(tools, fields)
+
+
+def check_template_support(chat: pb.ChatMessages, *, takes_tools: bool) -> None:
+    """Raises InvalidRequest for tools that the chat template does not show to the model."""
+    if chat.tools and not takes_tools and chat.tool_choice.mode != pb.TOOL_CHOICE_MODE_NONE:
+        raise InvalidRequest.at("chat.tools", "must be empty: the model's chat template takes no tools")
+
+
+def _check_tool(path: str, tool: pb.Tool, earlier: Sequence[str], violations: Violations) -> None:
+    if not _NAME.fullmatch(tool.name):
+        violations.add(f"{path}.name", "must be 1 to 64 of [A-Za-z0-9_.-]")
+    elif tool.name in earlier:
+        violations.add(f"{path}.name", "repeats the name of an earlier tool")
+    if not tool.HasField("parameters"):
+        return
+    schema = _json_object(f"{path}.parameters", tool.parameters, violations)
+    if schema is None:
+        return
+    if schema.get("type", "object") != "object":
+        violations.add(f"{path}.parameters", 'must have the type "object"')
+    if not isinstance(schema.get("properties", {}), dict):
+        violations.add(f"{path}.parameters", "has properties that are not a JSON object")
+    required = schema.get("required", [])
+    if not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
+        violations.add(f"{path}.parameters", "has a value of required that is not a list of texts")
+
+
+def _check_choice(path: str, chat: pb.ChatMessages, names: Sequence[str], violations: Violations) -> None:
+    mode, function = chat.tool_choice.mode, chat.tool_choice.function
+    if chat.tool_choice.WhichOneof("choice") == "function":
+        if function not in names:
+            violations.add(f"{path}.function", "must be the name of one of the tools")
+        else:
+            violations.add(f"{path}.function", _NOT_FORCED)
+    elif mode not in pb.ToolChoiceMode.values():
+        violations.add(f"{path}.mode", "must be AUTO, NONE or REQUIRED")
+    elif mode == pb.TOOL_CHOICE_MODE_REQUIRED:
+        violations.add(f"{path}.mode", _NOT_FORCED if names else "is REQUIRED, and the request has no tools")
+
+
+def _check_message(path: str, message: pb.ChatMessage, violations: Violations) -> None:
+    if message.tool_calls and message.role != "assistant":
+        violations.add(f"{path}.tool_calls", 'must be empty unless the role is "assistant"')
+    if message.HasField("reasoning") and message.role != "assistant":
+        violations.add(f"{path}.reasoning", 'must be unset unless the role is "assistant"')
+    if message.HasField("tool_call_id"):
+        if message.role != "tool":
+            violations.add(f"{path}.tool_call_id", 'must be unset unless the role is "tool"')
+        _check_id(f"{path}.tool_call_id", message.tool_call_id, violations)
+    if message.HasField("name") and not 1 <= len(message.name) <= MAX_CALL_ID:
+        violations.add(f"{path}.name", f"must have 1 to {MAX_CALL_ID} characters")
+    if len(message.tool_calls) > MAX_TOOL_CALLS:
+        violations.add(f"{path}.tool_calls", f"has more than {MAX_TOOL_CALLS} entries")
+        return
+    for index, call in enumerate(message.tool_calls):
+        _check_id(f"{path}.tool_calls[{index}].id", call.id, violations)
+        if not _NAME.fullmatch(call.name):
+            violations.add(f"{path}.tool_calls[{index}].name", "must be 1 to 64 of [A-Za-z0-9_.-]")
+        _json_object(f"{path}.tool_calls[{index}].arguments", call.arguments, violations)
+
+
+def _check_id(path: str, call_id: str, violations: Violations) -> None:
+    if not 1 <= len(call_id) <= MAX_CALL_ID:
+        violations.add(path, f"must have 1 to {MAX_CALL_ID} characters")
+
+
+def _tool(tool: pb.Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.HasField("description"):
+        function["description"] = tool.description
+    function["parameters"] = json.loads(tool.parameters) if tool.HasField("parameters") else _NO_PARAMETERS
+    return {"type": "function", "function": function}
+
+
+def _message_fields(message: pb.ChatMessage) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if message.tool_calls:
+        fields["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.HasField("tool_call_id"):
+        fields["tool_call_id"] = message.tool_call_id
+    if message.HasField("name"):
+        fields["name"] = message.name
+    if message.HasField("reasoning"):
+        fields["reasoning_content"] = message.reasoning
+    return fields
+
+
+def _call(call: pb.ToolCall) -> dict[str, Any]:
+    # Templates write the arguments with `tojson`, so they get the object, as transformers' documentation asks for.
+    function = {"name": call.name, "arguments": json.loads(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _json_object(path: str, text: str, violations: Violations) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+        if isinstance(value, dict) and not _is_too_deep(value):
+            return value
+        problem = f"is nested deeper than {MAX_JSON_DEPTH} levels" if isinstance(value, dict) else "is no JSON object"
+    except RecursionError:
+        problem = f"is nested deeper than {MAX_JSON_DEPTH} levels"
+    except ValueError:
+        problem = "is not valid JSON"
+    violations.add(path, problem)
+    return None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError("NaN and infinity are not JSON")
+
+
+def _is_too_deep(value: Any) -> bool:
+    level, depth = [value], 0
+    while level:
+        if depth == MAX_JSON_DEPTH:
+            return True
+        level = [
+            child
+            for item in level
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, dict | list)
+        ]
+        depth += 1
+    return False
