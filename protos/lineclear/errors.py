@@ -3,18 +3,21 @@
     LineclearError
       InvalidRequest         INVALID_ARGUMENT
         PromptTooLong
+        AdapterRefused
         TokenOutOfVocabulary
         MalformedMessage
       RequestTooLarge        RESOURCE_EXHAUSTED
       ResponseTooLarge       RESOURCE_EXHAUSTED
       QueueFull              RESOURCE_EXHAUSTED
       TooManyWatchers        RESOURCE_EXHAUSTED
+      AdapterLimitReached    RESOURCE_EXHAUSTED
       SlowConsumer           RESOURCE_EXHAUSTED
       DeviceOutOfMemory      RESOURCE_EXHAUSTED
       Unauthenticated        UNAUTHENTICATED
       DuplicateRequest       ALREADY_EXISTS
       UnknownRequest         NOT_FOUND
       ModelNotFound          NOT_FOUND
+      AdapterNotFound        NOT_FOUND
       ModelChanged           ABORTED
       KvCapacityExceeded     FAILED_PRECONDITION
       NoChatTemplate         FAILED_PRECONDITION
@@ -100,6 +103,26 @@ class PromptTooLong(InvalidRequest):
     """The prompt, or the prompt and max_tokens together, exceed the context or the byte limit. Never truncated."""
 
     reason = "PROMPT_TOO_LONG"
+
+
+class AdapterRefused(InvalidRequest):
+    """Wrong files, format, rank, shapes or place of an adapter. The sentence says which."""
+
+    reason = "ADAPTER_REFUSED"
+
+
+class AdapterNotFound(LineclearError):
+    """No adapter with this name is loaded. ListAdapters and GetModel return the names."""
+
+    code = "NOT_FOUND"
+    reason = "ADAPTER_NOT_FOUND"
+
+
+class AdapterLimitReached(LineclearError):
+    """As many adapters are in use as the workers may hold. Unload one, or raise the server's --max-loras."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "ADAPTER_LIMIT_REACHED"
 
 
 class TokenOutOfVocabulary(InvalidRequest):

@@ -10,7 +10,7 @@ from simulation.oracle import Oracle
 from simulation.scenario import Scenario, poison
 from support.events import flat
 
-from lineclear.errors import Cancelled, DeviceOutOfMemory, LineclearError, PoisonRequest
+from lineclear.errors import AdapterLimitReached, Cancelled, DeviceOutOfMemory, LineclearError, PoisonRequest
 from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.events import Admitted, Event, Failed, Finished, Started, TokensReady
 from lineclear.scheduler.core.inflight_step import BadResult
@@ -169,6 +169,28 @@ class CheckedScheduler:
         self.counts["switch"] += 1
         if self.oracle:
             self.oracle.on_switch(limits)
+            self._check()
+
+    def load_adapter(self, key: bytes, now: float) -> int | None:
+        """Load an adapter and return its index; None if there is none left."""
+        index: int | None = None
+        try:
+            index = self.core.load_adapter(key, now)
+        except AdapterLimitReached:
+            self.counts["AdapterLimitReached"] += 1
+        self.transcript.append((now, "load_adapter", key, index))
+        if self.oracle:
+            self.oracle.on_load_adapter(key, index)
+            self._check()
+        return index
+
+    def unload_adapter(self, key: bytes, now: float) -> None:
+        """Unload an adapter."""
+        num_uses = self.core.unload_adapter(key, now)
+        self.counts["unloaded in use"] += num_uses > 0
+        self.transcript.append((now, "unload_adapter", key, num_uses))
+        if self.oracle:
+            self.oracle.on_unload_adapter(key, num_uses)
             self._check()
 
     def clear_prefix_cache(self) -> None:

@@ -69,7 +69,7 @@ class ModelBlocks:
         tokens = sequence.tokens
         if self._prefix_cache:
             for end in range(self.size, len(tokens), self.size):
-                block = self._index.get((sequence.request.cache_salt, tokens[:end]))
+                block = self._index.get((_scope(sequence), tokens[:end]))
                 if block is None:
                     break
                 found.append(block)
@@ -80,7 +80,7 @@ class ModelBlocks:
         tokens = sequence.tokens
         found = {}
         for block, (salt, others) in self._sources.items():
-            if salt == sequence.request.cache_salt and start < len(others) <= start + self.size:
+            if salt == _scope(sequence) and start < len(others) <= start + self.size:
                 equal = [a == b for a, b in zip(others, tokens[:-1], strict=False)]
                 common = equal.index(False) if False in equal else len(equal)
                 if common - start >= max(1, self.size // 4):
@@ -142,7 +142,7 @@ class ModelBlocks:
         end = min(sequence.num_planned, len(sequence.tokens))
         written = {block: self._key_of[block] for block in self._publish(sequence, end)}
         if self._prefix_cache and is_prompt and end % self.size:
-            written[sequence.blocks[end // self.size]] = sequence.request.cache_salt, sequence.tokens[:end]
+            written[sequence.blocks[end // self.size]] = _scope(sequence), sequence.tokens[:end]
         self._unconfirmed |= dict.fromkeys(written, (sequence, sequence.admission_count, step))
         self._planned |= written
 
@@ -159,7 +159,7 @@ class ModelBlocks:
         if self._prefix_cache:
             tokens = sequence.tokens
             for index in range(sequence.num_offered // self.size, end // self.size):
-                key, block = (sequence.request.cache_salt, tokens[: (index + 1) * self.size]), sequence.blocks[index]
+                key, block = (_scope(sequence), tokens[: (index + 1) * self.size]), sequence.blocks[index]
                 if key not in self._index and block not in self._key_of and block not in self._tainted:
                     self._index[key] = block
                     self._key_of[block] = key
@@ -229,3 +229,8 @@ class ModelBlocks:
             elif not self._users[block]:
                 self._sources.pop(block, None)
         sequence.blocks = []
+
+
+def _scope(sequence: ModelSequence) -> tuple[bytes, bytes]:
+    """Return what requests must have in common to share blocks."""
+    return sequence.request.cache_salt, sequence.request.adapter

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from simulation.invariant_error import require
+from simulation.model_adapters import ModelAdapters
 from simulation.model_queue import ModelQueue
 from simulation.model_sequence import ModelSequence
 from simulation.model_wait import ModelWait
@@ -35,6 +36,7 @@ class ModelState:
         self.queue = ModelQueue(limits)
         self.wait = ModelWait(self)
         self.counters = Counters()
+        self.adapters = ModelAdapters(limits.max_loras)
         self.draining = False
         self.refusing = False  # a request was rejected since the last one joined
 

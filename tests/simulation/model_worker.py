@@ -7,7 +7,7 @@ from collections import deque
 from simulation.scenario import Capacity, is_bad
 from support.toy import ToyRunner, ToyStep
 
-from lineclear.wire.messages import StepError, StepPlan, StepResult
+from lineclear.wire.messages import LoadAdapter, StepError, StepPlan, StepResult
 
 POISON_CELL = -2
 """Content of cells after non-finite logits. Reading such a cell changes the answer."""
@@ -43,8 +43,17 @@ class Worker:
             model=model,
         )
         self.hello = self.runner.hello(epoch)
-        self.plans: deque[StepPlan] = deque()
+        self.plans: deque[StepPlan | LoadAdapter] = deque()  # and the messages between them
         self.results: deque[StepResult | StepError | None] = deque()  # None: the worker crashes
         self.is_slow = self.is_stopping = False
         self.is_cut_off = False  # no further plan can reach it; the results of earlier ones can still arrive
         self.broken = False  # a step failed: no further step is computed
+
+    def next_plan(self) -> StepPlan | None:
+        """Handle the messages before the next plan; return the plan, if there is one."""
+        while self.plans:
+            message = self.plans.popleft()
+            if isinstance(message, StepPlan):
+                return message
+            self.runner.load_adapter(message.index, message.key)
+        return None

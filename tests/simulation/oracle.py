@@ -18,9 +18,10 @@ from simulation.model_workers import ModelWorker
 from simulation.plan_checks import PlanChecks
 from simulation.scenario import Scenario, is_bad
 from support.events import flat
-from support.toy import expected, fingerprint
+from support.toy import expected, fingerprint, with_adapter
 
 from lineclear.errors import (
+    AdapterNotFound,
     DeadlineExceeded,
     DeadlineUnreachable,
     DeviceOutOfMemory,
@@ -196,6 +197,14 @@ class Oracle:
         """Note a call of `drain`."""
         self.state.draining = True
 
+    def on_load_adapter(self, key: bytes, index: int | None) -> None:
+        """Check the answer of `load_adapter`; None: it was refused."""
+        self.state.adapters.on_load(key, index, self.state.live.values())
+
+    def on_unload_adapter(self, key: bytes, num_uses: int) -> None:
+        """Check the answer of `unload_adapter`."""
+        self.state.adapters.on_unload(key, num_uses, self.state.live.values())
+
     def on_clear_prefix_cache(self) -> None:
         """Note a call of `clear_prefix_cache`."""
         for worker in self.state.workers.values():
@@ -357,7 +366,8 @@ class Oracle:
         joined = next((worker.hello.model_fingerprint for worker in self.state.workers.values()), "")
         model = request.model_fingerprint or sequence.started_on or joined
         sizes = request.max_tokens, self.scenario.vocab_size
-        sequence.answer = expected(request.prompt, request.sampling, *sizes, model.removeprefix(fingerprint("")))
+        model = with_adapter(model.removeprefix(fingerprint("")), request.adapter)
+        sequence.answer = expected(request.prompt, request.sampling, *sizes, model)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -367,6 +377,8 @@ class Oracle:
             return ServerDraining
         if request.request_id in self.state.live:
             return DuplicateRequest
+        if not self.state.adapters.is_loaded(request.adapter):
+            return AdapterNotFound
         if len(self.state.fresh) >= self.limits.max_queue_size:
             return QueueFull
         if self.state.fresh and waiting + len(request.prompt) + len(request.output) > self.limits.max_queue_tokens:

@@ -222,6 +222,9 @@ class PlanChecks:
         require(init.tokens == sequence.tokens, "I7", "the worker gets exactly the confirmed tokens")
         require(init.prompt_len == len(sequence.request.prompt), "I7", "the prompt's length")
         require(init.sampling == sequence.request.sampling, "I7", "the sampling parameters of the request")
+        require(
+            init.adapter == self.state.adapters.index(sequence.request.adapter), "I25", "the adapter of the request"
+        )
         hits = self.worker.blocks.cached_prefix(sequence)
         require(list(init.blocks) == hits, "I4", "exactly the longest cached prefix of the salt is shared")
         require(sequence.max_len <= self.worker.max_len, "I25", "a request runs only where it fits")

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from support.toy import expected, fingerprint
+from support.toy import expected, fingerprint, with_adapter
 
 from lineclear.scheduler.core.limits import SWITCHABLE, CoreLimits
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES, PolicySettings
@@ -81,6 +81,8 @@ class Scenario:
     """Share of plans that do not reach their worker, which is lost a little later."""
     switched: tuple[str, ...] = ()
     """The limits that an operator changes; empty: any."""
+    adapters: tuple[bytes, ...] = ()
+    """Keys of adapters, which are loaded and unloaded; requests use them or none."""
 
 
 def is_bad(context: Sequence[int], per_mille: int) -> bool:
@@ -202,13 +204,15 @@ def draw_request(
         # The first tenant sends about half of all requests.
         tenant = max(0, rng.randrange(2 * scenario.num_tenants) - scenario.num_tenants)
         request = replace(request, tenant=f"t{tenant}")
+    if scenario.adapters:
+        request = replace(request, adapter=rng.choice((b"", *scenario.adapters)))
     model = rng.choice(MODELS) if scenario.updates else MODELS[0]
     if scenario.updates and rng.random() < 0.3:
         request = replace(request, model_fingerprint=fingerprint(model))
     if scenario.resumed and rng.random() < scenario.resumed:
         if scenario.updates:
             request = replace(request, model_fingerprint=fingerprint(model))
-        whole = expected(request.prompt, request.sampling, max_tokens, vocab_size, model)
+        whole = expected(request.prompt, request.sampling, max_tokens, vocab_size, with_adapter(model, request.adapter))
         request = replace(request, output=tuple(whole[: rng.randrange(len(whole))]))
     if scenario.estimated and rng.random() < scenario.estimated:
         request = replace(request, expected_tokens=rng.choice((1, rng.randint(1, request.max_tokens))))

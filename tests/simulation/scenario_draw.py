@@ -39,6 +39,7 @@ def draw(seed: int) -> Scenario:
         (_poisoned_workers, 0.06),
         (_rejecting, 0.08),
         (_copying, 0.1),
+        (_adapted, 0.12),
     )
     for variant, share in variants:
         if rng.random() < share:
@@ -238,6 +239,14 @@ def _poisoned_workers(rng: random.Random, scenario: Scenario) -> Scenario:
 def _cut_off(rng: random.Random, scenario: Scenario) -> Scenario:
     """Connections close when a plan is sent: the core has made the plan and goes on with the other workers."""
     return replace(scenario, unsent=rng.choice((0.01, 0.05)))
+
+
+def _adapted(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Requests with and without adapters, which are loaded and unloaded under them; often too few indices."""
+    keys = (b"\1" * 32, b"\2" * 32, b"\3" * 32)
+    weights = scenario.weights | {"load_adapter": rng.choice((0.5, 2.0)), "unload_adapter": rng.choice((0.1, 0.5))}
+    limits = replace(scenario.limits, max_loras=rng.choice((1, 2, 3)))
+    return replace(scenario, weights=weights, limits=limits, adapters=keys[: rng.choice((2, 3))])
 
 
 def _updated(rng: random.Random, scenario: Scenario) -> Scenario:

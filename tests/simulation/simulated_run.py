@@ -19,7 +19,7 @@ from simulation.scenario_draw import draw
 
 from lineclear.errors import ShutdownInterrupted
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.wire.messages import StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.messages import LoadAdapter, StepError, StepErrorKind, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +179,8 @@ class SimulatedRun:
             self._launch(worker)
 
     def _launch(self, worker: Worker) -> None:
-        plan = worker.plans.popleft()
-        if worker.broken:
+        plan = worker.next_plan()
+        if worker.broken or plan is None:
             return
         if effect := self._poison_in(plan):
             worker.broken = True
@@ -216,7 +216,9 @@ class SimulatedRun:
         """Fail a step, mostly by lack of memory; the worker has to join again."""
         worker = self._some_worker()
         if worker is not None and worker.plans and not worker.broken:
-            plan = worker.plans.popleft()
+            plan = worker.next_plan()
+            if plan is None:
+                return
             worker.broken = True
             kind = self.rng.choice((StepErrorKind.OUT_OF_MEMORY, StepErrorKind.OUT_OF_MEMORY, StepErrorKind.EXCEPTION))
             worker.results.append(StepError(plan.epoch, plan.step, kind, "toy"))
@@ -302,6 +304,17 @@ class SimulatedRun:
         if self.rng.random() < 0.1:
             self.scheduler.drain(self.now)
 
+    def _do_load_adapter(self) -> None:
+        """Load an adapter, seldom one that is loaded; the workers get it before the next plan."""
+        key = self.rng.choice(self.scenario.adapters)
+        index = self.scheduler.load_adapter(key, self.now)
+        if index is not None:
+            for worker in self.workers.values():
+                worker.plans.append(LoadAdapter(worker.hello.epoch, index, key, ""))
+
+    def _do_unload_adapter(self) -> None:
+        self.scheduler.unload_adapter(self.rng.choice(self.scenario.adapters), self.now)
+
     def _next_capacity(self) -> Capacity:
         return draw_capacity(self.rng) if self.rng.random() < self.scenario.change else self.scenario.capacity
 
@@ -314,6 +327,8 @@ class SimulatedRun:
         worker.is_slow = scenario.slow > 0 and self.rng.random() < scenario.slow
         self.workers[worker.hello.epoch] = worker
         self.scheduler.join(worker.hello, self.now)
+        for key, index in self.scheduler.core.adapters.items():
+            worker.plans.append(LoadAdapter(worker.hello.epoch, index, key, ""))
 
     def _lose(self, worker: Worker, loss: WorkerLoss) -> None:
         del self.workers[worker.hello.epoch]

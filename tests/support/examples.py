@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import Any, get_type_hints
 
 from lineclear.wire.messages import (
+    AdapterLoaded,
     BlockCopy,
     Decodes,
     Goodbye,
     Heartbeat,
     Hello,
+    LoadAdapter,
     LogLevel,
     Logprobs,
     Message,
@@ -26,6 +28,7 @@ from lineclear.wire.messages import (
     StepPlan,
     StepResult,
     Stopping,
+    UnloadAdapter,
 )
 from lineclear.wire.sampling import LISTS, SCALARS
 
@@ -45,7 +48,7 @@ EXAMPLES: tuple[Message, ...] = (
         epoch=2**63 - 1,
         step=812,
         chunks=(Row(0, 17, 2, True), Row(5, 0, 300, False, (11, 12, 13))),
-        inits=(SlotInit(5, tuple(range(300)), 300, (9, 10), SAMPLING),),
+        inits=(SlotInit(5, tuple(range(300)), 300, (9, 10), SAMPLING, 2),),
         zero_blocks=(4,),
         decodes=Decodes((1, 7), (30, 44), ((7, 14),)),
         copy_blocks=(BlockCopy(15, 11, 3), BlockCopy(9, 12, 15)),
@@ -72,5 +75,8 @@ EXAMPLES: tuple[Message, ...] = (
     Rejoin(3),
     Goodbye(3, "drained"),
     Stopping(3),
+    LoadAdapter(3, 2, b"\1" * 32, "/adapters/french"),
+    UnloadAdapter(3, 2),
+    AdapterLoaded(3, 2, b"\1" * 32, "rank 64 is above the limit"),
     SetLogLevel(3, LogLevel.WARNING),
 )

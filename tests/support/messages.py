@@ -7,11 +7,13 @@ from typing import Any, get_type_hints
 from hypothesis import strategies as st
 
 from lineclear.wire.messages import (
+    AdapterLoaded,
     BlockCopy,
     Decodes,
     Goodbye,
     Heartbeat,
     Hello,
+    LoadAdapter,
     LogLevel,
     Logprobs,
     Message,
@@ -25,6 +27,7 @@ from lineclear.wire.messages import (
     StepPlan,
     StepResult,
     Stopping,
+    UnloadAdapter,
 )
 from lineclear.wire.sampling import LISTS, SCALARS
 
@@ -58,7 +61,8 @@ samplings = st.builds(
 @st.composite
 def slot_inits(draw: st.DrawFn) -> SlotInit:
     tokens = tuple(draw(st.lists(naturals, min_size=1, max_size=40)))
-    return SlotInit(draw(naturals), tokens, draw(st.integers(1, len(tokens))), draw(tuples(naturals)), draw(samplings))
+    prompt_len, blocks = draw(st.integers(1, len(tokens))), draw(tuples(naturals))
+    return SlotInit(draw(naturals), tokens, prompt_len, blocks, draw(samplings), draw(naturals))
 
 
 @st.composite
@@ -128,4 +132,7 @@ BY_TYPE: dict[type, st.SearchStrategy[Message]] = {
     Goodbye: goodbyes,
     SetLogLevel: log_levels,
     Stopping: st.builds(Stopping, uint64),
+    LoadAdapter: st.builds(LoadAdapter, uint64, positives, st.binary(max_size=40), st.text(max_size=20)),
+    UnloadAdapter: st.builds(UnloadAdapter, uint64, positives),
+    AdapterLoaded: st.builds(AdapterLoaded, uint64, positives, st.binary(max_size=40), st.text(max_size=20)),
 }

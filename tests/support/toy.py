@@ -28,6 +28,11 @@ def fingerprint(model: str) -> str:
     return f"toy{model}"
 
 
+def with_adapter(model: str, key: bytes) -> str:
+    """Return the `model` argument of `sample` and `expected` for requests with an adapter; `key` empty: none."""
+    return f"{model}+{key.hex()}" if key else model
+
+
 def sample(
     context: Sequence[int], sampling: Sampling, prompt_len: int, vocab_size: int, model: str = ""
 ) -> tuple[int, Logprobs | None]:
@@ -104,6 +109,7 @@ class _Slot:
         self.blocks = list(init.blocks)
         self.prompt_len = init.prompt_len
         self.sampling = init.sampling
+        self.adapter = init.adapter
 
 
 class ToyStep:
@@ -140,6 +146,7 @@ class ToyRunner:
         self.max_model_len, self.vocab_size, self.max_step_tokens = max_model_len, vocab_size, max_step_tokens
         self.is_bad = is_bad
         self.model = model
+        self.adapters: dict[int, bytes] = {}  # key by index; they stay when the slots are reset
         self.num_rows = self.num_positions = self.num_samples = 0
         self.reset()
 
@@ -171,6 +178,14 @@ class ToyRunner:
     def idle_work(self) -> bool:
         """Return False: no idle work exists."""
         return False
+
+    def load_adapter(self, index: int, key: bytes) -> None:
+        """Hold an adapter as `index`."""
+        self.adapters[index] = key
+
+    def unload_adapter(self, index: int) -> None:
+        """Drop an adapter."""
+        del self.adapters[index]
 
     def launch(self, plan: StepPlan) -> ToyStep:
         """Compute the plan immediately."""
@@ -207,7 +222,8 @@ class ToyRunner:
                 context = [self.cells[slot.blocks[p // size]][p % size] for p in range(end)]
                 if self.is_bad(context):
                     bad.add(len(tokens))
-                token, reported = sample(context, slot.sampling, slot.prompt_len, self.vocab_size, self.model)
+                model = with_adapter(self.model, self.adapters[slot.adapter]) if slot.adapter else self.model
+                token, reported = sample(context, slot.sampling, slot.prompt_len, self.vocab_size, model)
                 slot.tokens.append(token)
                 tokens.append(token)
                 logprobs.append(reported)

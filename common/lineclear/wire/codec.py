@@ -20,11 +20,13 @@ from google.protobuf.message import Message as ProtobufMessage
 from lineclear.wire import sampling_codec
 from lineclear.wire.messages import (
     PROTOCOL,
+    AdapterLoaded,
     BlockCopy,
     Decodes,
     Goodbye,
     Heartbeat,
     Hello,
+    LoadAdapter,
     LogLevel,
     Logprobs,
     Message,
@@ -37,6 +39,7 @@ from lineclear.wire.messages import (
     StepPlan,
     StepResult,
     Stopping,
+    UnloadAdapter,
 )
 from lineclear.wire.v1 import step_pb2 as pb
 
@@ -206,14 +209,15 @@ def _init_to(init: SlotInit) -> pb.SlotInit:
         prompt_len=init.prompt_len,
         blocks=_ints(init.blocks),
         sampling=sampling_codec.to_message(init.sampling),
+        adapter=init.adapter,
     )
 
 
 def _init_from(m: pb.SlotInit) -> SlotInit:
     tokens, blocks = tuple(_read_indices(m.tokens)), tuple(_read_indices(m.blocks))
-    if m.slot < 0 or not 0 < m.prompt_len <= len(tokens):
-        raise ValueError("slot or prompt_len out of range")
-    return SlotInit(m.slot, tokens, m.prompt_len, blocks, sampling_codec.from_message(m.sampling))
+    if min(m.slot, m.adapter) < 0 or not 0 < m.prompt_len <= len(tokens):
+        raise ValueError("slot, adapter or prompt_len out of range")
+    return SlotInit(m.slot, tokens, m.prompt_len, blocks, sampling_codec.from_message(m.sampling), m.adapter)
 
 
 def _result_to(result: StepResult) -> pb.Result:
@@ -282,6 +286,26 @@ def _log_level_from(epoch: int, step: int, payload: bytes) -> SetLogLevel:
     return SetLogLevel(epoch, LogLevel(pb.SetLogLevel.FromString(payload).level))
 
 
+def _load_adapter_from(epoch: int, step: int, payload: bytes) -> LoadAdapter:
+    m = pb.LoadAdapter.FromString(payload)
+    return LoadAdapter(epoch, _adapter_index(m.index), m.key, m.path)
+
+
+def _unload_adapter_from(epoch: int, step: int, payload: bytes) -> UnloadAdapter:
+    return UnloadAdapter(epoch, _adapter_index(pb.UnloadAdapter.FromString(payload).index))
+
+
+def _adapter_loaded_from(epoch: int, step: int, payload: bytes) -> AdapterLoaded:
+    m = pb.AdapterLoaded.FromString(payload)
+    return AdapterLoaded(epoch, _adapter_index(m.index), m.key, m.problem)
+
+
+def _adapter_index(index: int) -> int:
+    if index < 1:
+        raise ValueError("an adapter index below 1")
+    return index
+
+
 def _stopping_from(epoch: int, step: int, payload: bytes) -> Stopping:
     pb.Stopping.FromString(payload)
     return Stopping(epoch)
@@ -299,5 +323,8 @@ _KINDS: dict[type, tuple[int, _Encoder, _Decoder]] = {
     Goodbye: (7, lambda g: pb.Goodbye(reason=g.reason), _goodbye_from),
     SetLogLevel: (8, lambda s: pb.SetLogLevel(level=s.level.value), _log_level_from),
     Stopping: (9, lambda s: pb.Stopping(), _stopping_from),
+    LoadAdapter: (10, lambda a: pb.LoadAdapter(index=a.index, key=a.key, path=a.path), _load_adapter_from),
+    UnloadAdapter: (11, lambda a: pb.UnloadAdapter(index=a.index), _unload_adapter_from),
+    AdapterLoaded: (12, lambda a: pb.AdapterLoaded(index=a.index, key=a.key, problem=a.problem), _adapter_loaded_from),
 }
 _DECODERS: dict[int, _Decoder] = {kind: from_payload for kind, _, from_payload in _KINDS.values()}

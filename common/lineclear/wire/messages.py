@@ -24,6 +24,7 @@ class SlotInit:
 
     `tokens` are the prompt and the confirmed output. The worker keeps them, appends the tokens it samples, and reads
     the input of later rows from them. `blocks` are cached prefix blocks; rows append further ones.
+    `adapter` is the index of a loaded adapter; 0: none.
     """
 
     slot: int
@@ -31,6 +32,7 @@ class SlotInit:
     prompt_len: int
     blocks: tuple[int, ...]
     sampling: Sampling
+    adapter: int = 0
 
 
 class BlockCopy(NamedTuple):
@@ -242,4 +244,49 @@ class SetLogLevel:
     level: LogLevel
 
 
-Message = StepPlan | StepResult | Hello | Heartbeat | StepError | Rejoin | Goodbye | SetLogLevel | Stopping
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Scheduler to worker: hold the adapter in directory `path` as `index`, from 1, for plans behind this message.
+
+    It takes the place of another adapter with that index. `key` is the digest of its files
+    (lineclear.model_files.adapter_files). The worker answers with AdapterLoaded.
+    """
+
+    epoch: int
+    index: int
+    key: bytes
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Scheduler to worker: drop an adapter, which no later plan uses."""
+
+    epoch: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """Worker to scheduler: the answer to a LoadAdapter. `problem` says why it cannot be used; empty: it can."""
+
+    epoch: int
+    index: int
+    key: bytes
+    problem: str = ""
+
+
+Message = (
+    StepPlan
+    | StepResult
+    | Hello
+    | Heartbeat
+    | StepError
+    | Rejoin
+    | Goodbye
+    | SetLogLevel
+    | Stopping
+    | LoadAdapter
+    | UnloadAdapter
+    | AdapterLoaded
+)

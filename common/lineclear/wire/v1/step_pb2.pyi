@@ -118,12 +118,15 @@ class SlotInit(_message.Message):
     PROMPT_LEN_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     tokens: _builtins.bytes
     """int32: prompt and confirmed output."""
     prompt_len: _builtins.int
     blocks: _builtins.bytes
     """int32: blocks already held, all of them cached prefix."""
+    adapter: _builtins.int
+    """Index of a loaded adapter; 0: none."""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -134,10 +137,11 @@ class SlotInit(_message.Message):
         prompt_len: _builtins.int = ...,
         blocks: _builtins.bytes = ...,
         sampling: Global___Sampling | None = ...,
+        adapter: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "prompt_len", b"prompt_len", "sampling", b"sampling", "slot", b"slot", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "blocks", b"blocks", "prompt_len", b"prompt_len", "sampling", b"sampling", "slot", b"slot", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -466,3 +470,84 @@ class Stopping(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Stopping: _TypeAlias = Stopping  # noqa: Y015
+
+@_typing.final
+class LoadAdapter(_message.Message):
+    """Scheduler to worker: hold an adapter for the plans behind this message. The
+    worker answers with AdapterLoaded.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """From 1. An adapter with this index is replaced."""
+    key: _builtins.bytes
+    """Digest of the adapter's files; see lineclear.model_files.adapter_files."""
+    path: _builtins.str
+    """Directory."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "key", b"key", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapter: _TypeAlias = LoadAdapter  # noqa: Y015
+
+@_typing.final
+class UnloadAdapter(_message.Message):
+    """Scheduler to worker: drop an adapter, which no later plan uses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapter: _TypeAlias = UnloadAdapter  # noqa: Y015
+
+@_typing.final
+class AdapterLoaded(_message.Message):
+    """Worker to scheduler: the answer to LoadAdapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    key: _builtins.bytes
+    problem: _builtins.str
+    """Why the adapter cannot be used; empty: it can."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "key", b"key", "problem", b"problem"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterLoaded: _TypeAlias = AdapterLoaded  # noqa: Y015

@@ -47,6 +47,7 @@ class CoreLimits:
     max_isolated_kills: int = 3
     reject_unmeetable_deadlines: bool = False
     prefix_cache: bool = True
+    max_loras: int = 8
     cache_secret: bytes = b""
     batching_strategy: str = "continuous"
     scheduling_policy: str = "fifo"

@@ -41,6 +41,7 @@ class LiveRequests:
     def add(self, sequence: Sequence) -> None:
         """Add an admitted request."""
         self._by_id[sequence.request.request_id] = sequence
+        self._state.adapters.acquire(sequence.request.adapter)
         if sequence.request.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.request.deadline, sequence.number, sequence))
 
@@ -85,6 +86,7 @@ class LiveRequests:
             (state.fresh if sequence in state.fresh else state.resuming).remove(sequence)
             sequence.state = State.FINISHED
         del self._by_id[sequence.request.request_id]
+        state.adapters.release(sequence.request.adapter)
         if len(self._deadlines) > 2 * len(self._by_id) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2].state is not State.FINISHED]
             heapq.heapify(self._deadlines)

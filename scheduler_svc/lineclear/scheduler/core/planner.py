@@ -283,7 +283,14 @@ class StepPlanner:
             self.events.append(Started(sequence.request.request_id, *where))
         request = sequence.request
         self.inits.append(
-            SlotInit(sequence.slot, tuple(sequence.tokens), sequence.prompt_len, tuple(shared), request.sampling)
+            SlotInit(
+                sequence.slot,
+                tuple(sequence.tokens),
+                sequence.prompt_len,
+                tuple(shared),
+                request.sampling,
+                state.adapters.index(request.adapter),
+            )
         )
         count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence.num_planned))
         self._add_prompt(sequence, count, tuple(taken))

@@ -285,14 +285,14 @@ class RunningBatch:
         keys = sequence.block_keys.get(size) or self._keys(sequence)
         tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
         if index + 1 == len(keys):
-            keys.append(self._block_hash(sequence.request.cache_salt, keys[-1], tokens))
+            keys.append(self._block_hash(sequence.request.cache_scope, keys[-1], tokens))
         return keys[index + 1], tokens
 
     def _keys(self, sequence: Sequence) -> list[bytes]:
         """Return the keys of its leading blocks that are made so far, behind the key that starts the chain."""
         keys = sequence.block_keys.get(self.pool.block_size)
         if keys is None:
-            root = self._block_hash(sequence.request.cache_salt, None, ())
+            root = self._block_hash(sequence.request.cache_scope, None, ())
             keys = sequence.block_keys[self.pool.block_size] = [root]
         return keys
 

@@ -75,8 +75,8 @@ class Scheduler:
     def submit(self, request: Request, now: float) -> list[Event]:
         """Queue a request.
 
-        Raises QueueFull, PromptTooLong, KvCapacityExceeded, ModelChanged, ModelReplaced, DuplicateRequest or
-        ServerDraining, and then changes nothing.
+        Raises QueueFull, PromptTooLong, KvCapacityExceeded, ModelChanged, ModelReplaced, AdapterNotFound,
+        DuplicateRequest or ServerDraining, and then changes nothing.
         """
         state = self._state
         try:
@@ -85,6 +85,7 @@ class Scheduler:
                 raise ServerDraining("the server is shutting down", retry_after_seconds=1.0)
             if request.request_id in self._live:
                 raise DuplicateRequest("a request with this request_id is in progress")
+            state.adapters.check(request.adapter)
             limits.check_queue(request, state.fresh, self.limits, lambda: queue_position(state, LAST, now).seconds)
             if state.workers:
                 largest = self._largest_worker()
@@ -195,6 +196,25 @@ class Scheduler:
         """Return the events of `plan` since the last call."""
         events, self._events = self._events, []
         return events
+
+    # --- adapters ---------------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> dict[bytes, int]:
+        """Index of each adapter that the workers must hold, by key."""
+        return self._state.adapters.indices
+
+    def load_adapter(self, key: bytes, now: float) -> int:
+        """Let requests use an adapter; return the index that its workers must know it by.
+
+        The caller sends it to every worker before the next plan, and `adapters` to each that joins. Raises
+        AdapterLimitReached.
+        """
+        return self._state.adapters.load(key)
+
+    def unload_adapter(self, key: bytes, now: float) -> int:
+        """Reject new requests for an adapter from now on; return how many use it. They run to their end."""
+        return self._state.adapters.unload(key)
 
     # --- workers ----------------------------------------------------------------------------------------------------
 

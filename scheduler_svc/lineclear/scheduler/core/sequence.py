@@ -23,8 +23,9 @@ BLANK_TOKEN, BLANK_STOP, BLANK_EOS = 0, 1, 2
 class Request:
     """A validated request. `sampling.stop_ids` holds `eos_ids` and `stop_ids` together.
 
-    `deadline` is on the core's clock. Requests share cached prefixes only within one `cache_salt`. `tenant` is the
-    hashed tenant id that the fair order counts by.
+    `deadline` is on the core's clock. Requests share cached prefixes only within one `cache_salt` and `adapter`.
+    `adapter` is the key of the adapter that the model runs with (core/adapters.py); empty: none. `tenant` is the hashed
+    tenant id that the fair order counts by.
     `expected_tokens` estimates the output tokens, at most `max_tokens`; 0: as many as `max_tokens`. Only the order of
     requests depends on it. `wants_position` asks for its place in the queue.
     `output` is the beginning of the answer, fewer than `max_tokens` tokens, if another server made it.
@@ -47,10 +48,16 @@ class Request:
     wants_position: bool = False
     model_fingerprint: str = ""
     vocabulary: tuple[int, tuple[int, ...]] | None = None
+    adapter: bytes = b""
 
     def __repr__(self) -> str:
         """Return lengths, never content."""
         return f"Request({self.request_id!r}, prompt_len={len(self.prompt)}, max_tokens={self.max_tokens})"
+
+    @property
+    def cache_scope(self) -> bytes:
+        """What starts the chain of prefix-cache keys. Requests with different scopes share no block."""
+        return self.cache_salt + self.adapter
 
     @property
     def expected_len(self) -> int:
@@ -60,7 +67,8 @@ class Request:
     def dump(self) -> tuple[Any, ...]:
         """Return everything but id, content and sampling parameters; `load` makes a blank request of it."""
         sizes = len(self.prompt), len(self.output), self.max_tokens, self.expected_tokens
-        return *sizes, self.priority, self.deadline, self.tenant, self.model_fingerprint, self.vocabulary
+        model = self.model_fingerprint, self.vocabulary, self.adapter
+        return *sizes, self.priority, self.deadline, self.tenant, *model
 
     @classmethod
     def load(
@@ -75,6 +83,7 @@ class Request:
         tenant: str,
         model_fingerprint: str,
         vocabulary: Any,
+        adapter: str,
     ) -> Request:
         """Return a request of the dumped shape with `number` as its id and blank tokens."""
         return cls(
@@ -91,6 +100,7 @@ class Request:
             expected_tokens=expected_tokens,
             model_fingerprint=model_fingerprint,
             vocabulary=None if vocabulary is None else (vocabulary[0], tuple(vocabulary[1])),
+            adapter=bytes.fromhex(adapter),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lineclear.scheduler.core.adapters import AdapterTable
 from lineclear.scheduler.core.events import Preempted
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import PoisonDetector
@@ -30,6 +31,7 @@ class SharedState:
     queue_order: QueueOrder
     preemption_policy: PreemptionPolicy
     poison: PoisonDetector
+    adapters: AdapterTable
     fresh: RequestQueue = field(default_factory=RequestQueue)
     """Requests that have not started."""
     resuming: RequestQueue = field(default_factory=RequestQueue)
@@ -56,6 +58,7 @@ class SharedState:
             queue_order=QUEUE_ORDERS[limits.scheduling_policy](limits.policy),
             preemption_policy=PREEMPTION_POLICIES[limits.preemption_policy],
             poison=PoisonDetector(limits.max_isolated_crashes, limits.max_isolated_kills),
+            adapters=AdapterTable(limits.max_loras),
         )
 
     def is_leaving(self, worker: WorkerState) -> bool:
@@ -107,6 +110,7 @@ class SharedState:
             "isolation": [self.isolation_epoch, self.is_isolating],
             "queue_order": self.queue_order.dump(),
             "pace": self.pace.dump(),
+            "adapters": self.adapters.dump(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -116,3 +120,4 @@ class SharedState:
         self.isolation_epoch, self.is_isolating = state["isolation"]
         self.queue_order.load(state["queue_order"])
         self.pace.load(state["pace"])
+        self.adapters.load_dump(state["adapters"])

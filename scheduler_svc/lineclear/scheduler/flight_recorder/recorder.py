@@ -32,7 +32,7 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Hello, StepError, StepPlan, StepResult
 
-FORMAT = "lineclear flight recording 7"
+FORMAT = "lineclear flight recording 8"
 """Raise the number when records or dumps of the core change: `replay` refuses other formats."""
 KEY_BYTES = 8
 """Recorded bytes of a prefix-cache key."""
@@ -112,6 +112,20 @@ class RecordingScheduler(Scheduler):
     def clear_prefix_cache(self) -> None:
         super().clear_prefix_cache()
         self._record("clear_prefix_cache", 0.0, [], [])
+
+    def load_adapter(self, key: bytes, now: float) -> int:
+        try:
+            index = super().load_adapter(key, now)
+        except LineclearError as error:
+            self._record("load_adapter", now, [key], type(error).__name__)
+            raise
+        self._record("load_adapter", now, [key], index)
+        return index
+
+    def unload_adapter(self, key: bytes, now: float) -> int:
+        num_uses = super().unload_adapter(key, now)
+        self._record("unload_adapter", now, [key], num_uses)
+        return num_uses
 
     def worker_joined(self, hello: Hello, now: float) -> list[Event]:
         events = super().worker_joined(hello, now)
@@ -219,7 +233,7 @@ def plan_summary(plan: StepPlan | None) -> list[Any] | None:
     """Return the decisions of a plan: a hash of its decodes, and the lengths of new slots."""
     if plan is None:
         return None
-    inits = [[init.slot, len(init.tokens), init.prompt_len, init.blocks] for init in plan.inits]
+    inits = [[init.slot, len(init.tokens), init.prompt_len, init.blocks, init.adapter] for init in plan.inits]
     blocks = plan.zero_blocks, plan.copy_blocks
     return [plan.step, len(plan.decodes.slots), hash(plan.decodes), plan.chunks, inits, *blocks]
 

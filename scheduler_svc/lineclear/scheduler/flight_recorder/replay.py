@@ -134,6 +134,15 @@ class _Replayer:
         self._core.clear_prefix_cache()
         return []
 
+    def _load_adapter(self, now: float, key: str) -> Any:
+        try:
+            return self._core.load_adapter(bytes.fromhex(key), now)
+        except LineclearError as error:
+            return type(error).__name__
+
+    def _unload_adapter(self, now: float, key: str) -> int:
+        return self._core.unload_adapter(bytes.fromhex(key), now)
+
     def _worker_joined(self, now: float, fields: dict[str, Any]) -> Any:
         return event_summary(self._core.worker_joined(load_hello(fields), now), int)
 
