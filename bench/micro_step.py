@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.figures import Figure, arguments, main
 from bench.measure import median
 from lineclear.process.logging_setup import configure
-from lineclear.wire.messages import Decodes, Row, Sampling, SlotInit, StepPlan
+from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit, StepPlan
 from lineclear.worker.kernels.call_graph import CallGraph
 from lineclear.worker.model_runner import ModelRunner
 from lineclear.worker.runner_factory import make_runner
@@ -68,7 +68,7 @@ class Bench:
             fresh = tuple(range(self._used, self._used + wanted))
             self._used += wanted
             self._blocks[slot] += wanted
-            planned.append(Row(slot, start, count, True, fresh))
+            planned.append(Row(slot, start, count, RowOutput.SAMPLE, fresh))
         plan = StepPlan(1, self._step, tuple(planned), inits) if inits else _decodes(self._step, planned)
         self._timed.clear()
         begin = time.perf_counter()

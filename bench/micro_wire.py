@@ -12,7 +12,7 @@ from functools import partial
 from bench.figures import Figure, arguments, main, seconds_per_call
 from bench.instant import BLOCK_SIZE
 from lineclear.wire.codec import decode, encode
-from lineclear.wire.messages import Decodes, Message, Row, Sampling, SlotInit, StepPlan, StepResult
+from lineclear.wire.messages import Decodes, Message, Row, RowOutput, Sampling, SlotInit, StepPlan, StepResult
 
 ROWS = (1, 32, 256)
 PROMPT_LEN = 512
@@ -33,7 +33,7 @@ def joining() -> StepPlan:
     """Return a plan that starts a request with a prompt of 512 tokens."""
     blocks = tuple(range(1000, 1000 + PROMPT_LEN // BLOCK_SIZE))
     init = SlotInit(3, tuple(range(1000, 1000 + PROMPT_LEN)), PROMPT_LEN, (), Sampling(temperature=0.7, top_p=0.9))
-    return StepPlan(1 << 62, 123456, (Row(3, 0, PROMPT_LEN, True, blocks),), (init,))
+    return StepPlan(1 << 62, 123456, (Row(3, 0, PROMPT_LEN, RowOutput.SAMPLE, blocks),), (init,))
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:

@@ -64,11 +64,11 @@ class ModelBlocks:
         return sum(not self._users[block] for block in blocks)
 
     def cached_prefix(self, sequence: ModelSequence) -> list[int]:
-        """Return the longest cached prefix, never with the last token."""
+        """Return the longest cached prefix, never with a position that has to be reported."""
         found: list[int] = []
         tokens = sequence.tokens
         if self._prefix_cache:
-            for end in range(self.size, len(tokens), self.size):
+            for end in range(self.size, sequence.num_cacheable + 1, self.size):
                 block = self._index.get((_scope(sequence), tokens[:end]))
                 if block is None:
                     break
@@ -81,7 +81,7 @@ class ModelBlocks:
         found = {}
         for block, (salt, others) in self._sources.items():
             if salt == _scope(sequence) and start < len(others) <= start + self.size:
-                equal = [a == b for a, b in zip(others, tokens[:-1], strict=False)]
+                equal = [a == b for a, b in zip(others, tokens[: sequence.num_cacheable], strict=False)]
                 common = equal.index(False) if False in equal else len(equal)
                 if common - start >= max(1, self.size // 4):
                     found[block] = common - start

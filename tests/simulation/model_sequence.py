@@ -7,6 +7,7 @@ from collections import Counter
 from lineclear.scheduler.core.events import RequestStats
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import PoolingKind, RowOutput, Scores
 
 
 class ModelSequence:
@@ -15,9 +16,16 @@ class ModelSequence:
     def __init__(self, request: Request, queue_key: tuple[float, int], now: float) -> None:
         self.request, self.queue_key, self.arrival = request, queue_key, now
         self.answer: list[int] = []  # what the request gets when it runs alone
+        self.scores: list[Scores] = []  # the same, of each position that is scored
+        self.vector = b""
+        self.is_pooled = False  # the vector was reported
+        scoring = request.scoring
+        self.first_scored = len(request.prompt) - 1 if scoring is None else scoring.first_position
+        self.num_scores = 0  # reported
+        self.void_admission = 0  # scores and vectors of rows in flight up to this admission do not count
         self.started_on = ""  # fingerprint of the model
         self.num_outputs = len(request.output)
-        self.max_len = len(request.prompt) + request.max_tokens
+        self.max_len = len(request.prompt) + (1 if request.pooling else request.max_tokens)
         self.is_live = True
         self.is_running = False
         self.epoch = 0  # of the worker that it runs on, or ran on last
@@ -54,6 +62,35 @@ class ModelSequence:
     def tokens(self) -> tuple[int, ...]:
         """Prompt and confirmed output."""
         return (*self.request.prompt, *self.answer[: self.num_outputs])
+
+    @property
+    def scored_to(self) -> int:
+        """The prompt position up to which scores are reported or not requested."""
+        return self.first_scored + self.num_scores
+
+    @property
+    def num_cacheable(self) -> int:
+        """Number of leading positions without a score, vector or sample to report."""
+        pooling = self.request.pooling
+        if pooling is not None:
+            return 0 if pooling.kind is PoolingKind.MEAN else len(self.request.prompt) - 1
+        last = len(self.request.prompt) - 1
+        return self.scored_to if self.scored_to < last else len(self.tokens) - 1
+
+    def output_of(self, position: int) -> RowOutput:
+        """Return what a row reports for a position."""
+        pooling, last = self.request.pooling, len(self.request.prompt) - 1
+        if pooling is not None:
+            is_pooled = pooling.kind is PoolingKind.MEAN or position == last
+            return RowOutput.POOL if is_pooled else RowOutput.NONE
+        if self.scored_to <= position < last:
+            return RowOutput.SCORE
+        return RowOutput.SAMPLE if position == self.num_known - 1 else RowOutput.NONE
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that the request asks for was reported; for requests without output."""
+        return self.request.pooling is None and self.scored_to == len(self.request.prompt) - 1
 
     @property
     def num_unplanned(self) -> int:

@@ -110,7 +110,7 @@ class ModelState:
         worker = max(self.workers.values(), key=lambda worker: worker.max_len)
         if (request.model_fingerprint or started_on) not in ("", worker.hello.model_fingerprint):
             return ModelChanged
-        total = len(request.prompt) + request.max_tokens
+        total = len(request.prompt) + (1 if request.pooling else request.max_tokens)
         if total > worker.hello.max_model_len:
             return PromptTooLong
         # The last token is sampled but never computed.

@@ -7,7 +7,7 @@ from collections import deque
 from simulation.scenario import Capacity, is_bad
 from support.toy import ToyRunner, ToyStep
 
-from lineclear.wire.messages import LoadAdapter, StepError, StepPlan, StepResult
+from lineclear.wire.messages import LoadAdapter, RowOutput, StepError, StepPlan, StepResult
 
 POISON_CELL = -2
 """Content of cells after non-finite logits. Reading such a cell changes the answer."""
@@ -19,9 +19,9 @@ class TaintingRunner(ToyRunner):
     def launch(self, plan: StepPlan) -> ToyStep:
         """Run the plan, then taint."""
         flight = super().launch(plan)
-        sampling = [row for row in plan.rows if row.sample]
+        outputs = [row for row in plan.rows if row.output is not RowOutput.NONE]
         for index in flight.result().bad_rows:
-            row, size = sampling[index], self.block_size
+            row, size = outputs[index], self.block_size
             blocks = self.slots[row.slot].blocks
             for position in range(row.start, len(blocks) * size):
                 self.cells[blocks[position // size]][position % size] = POISON_CELL

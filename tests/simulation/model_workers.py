@@ -10,7 +10,7 @@ from simulation.model_blocks import ModelBlocks
 from simulation.model_sequence import ModelSequence
 
 from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.wire.messages import Hello
+from lineclear.wire.messages import Hello, RowOutput
 
 if TYPE_CHECKING:
     from simulation.model_state import ModelState
@@ -24,6 +24,7 @@ class ModelStep:
     def __init__(self, step: int) -> None:
         self.step = step
         self.rows: list[tuple[ModelSequence, int, int]] = []  # sequence, its admission_count, end position
+        self.outputs: list[tuple[ModelSequence, int, int, int, RowOutput]] = []  # the same with start and output
         self.samples: list[ModelSequence] = []
         self.num_tokens = 0
 
@@ -104,7 +105,7 @@ class ModelWorker:
         """Free the slots of the sequences whose last row is planned; return their number."""
         before = len(self.running)
         for slot, sequence in list(self.running.items()):
-            if sequence.num_known == sequence.max_len:
+            if sequence.num_planned == sequence.max_len - 1:
                 del self.running[slot]
                 sequence.slot = -1
                 self.finishing[sequence] = None

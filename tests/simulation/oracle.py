@@ -14,11 +14,11 @@ from typing import Any
 from simulation.invariant_error import InvariantViolated, require
 from simulation.model_sequence import ModelSequence
 from simulation.model_state import ModelState
-from simulation.model_workers import ModelWorker
+from simulation.model_workers import ModelStep, ModelWorker
 from simulation.plan_checks import PlanChecks
 from simulation.scenario import Scenario, is_bad
 from support.events import flat
-from support.toy import expected, fingerprint, with_adapter
+from support.toy import expected, expected_scores, expected_vector, fingerprint, with_adapter
 
 from lineclear.errors import (
     AdapterNotFound,
@@ -39,7 +39,9 @@ from lineclear.scheduler.core.events import (
     Failed,
     Finished,
     FinishReason,
+    Pooled,
     Preempted,
+    Scored,
     TokensReady,
     WorkerJoined,
     WorkerLost,
@@ -48,7 +50,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.core.stats import CoreSnapshot, Counters
-from lineclear.wire.messages import Hello, StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.messages import Hello, RowOutput, Scores, StepError, StepErrorKind, StepPlan, StepResult
 
 _COUNTERS = [field.name for field in fields(Counters)]
 
@@ -230,9 +232,11 @@ class Oracle:
         worker = self.state.workers[result.epoch]
         step = worker.inflight.popleft()
         require(result.step == step.step, "I9", "results in the order of plans")
-        bad_rows = {i for i, token in enumerate(result.tokens) if not 0 <= token < self.scenario.vocab_size}
+        sampling = [i for i, (*_, output) in enumerate(step.outputs) if output is RowOutput.SAMPLE]
+        tokens = zip(sampling, result.tokens, strict=True)
+        bad_rows = {i for i, token in tokens if not 0 <= token < self.scenario.vocab_size}
         bad_rows |= result.bad_rows
-        tainted = {(step.samples[i], step.samples[i].admission_count) for i in bad_rows}
+        tainted = {(step.outputs[i][0], step.outputs[i][0].admission_count) for i in bad_rows}
         readers = worker.blocks.readers(tainted)
         wanted: list[object] = self._restart(readers)
         for index, (sequence, token) in enumerate(zip(step.samples, result.tokens, strict=True)):
@@ -242,7 +246,7 @@ class Oracle:
                 if sequence.is_live:
                     sequence.num_void, sequence.num_known = sequence.num_void - 1, sequence.num_known - 1
                 continue
-            bad = index in result.bad_rows
+            bad = sampling[index] in result.bad_rows
             request_id = sequence.request.request_id
             if not bad:
                 context = (*sequence.request.prompt, *sequence.answer[: sequence.num_outputs])
@@ -264,13 +268,15 @@ class Oracle:
             sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
             sequence.last_token_at, sequence.last_step = now, step.step
             self.state.counters.generation_tokens += 1
+        wanted += self._reports(worker, step, result, now)
         worker.blocks.resolve_pending(step.step, tainted | readers)
         for sequence, admission, end in step.rows:
             if sequence.is_running and sequence.admission_count == admission:
                 worker.blocks.publish(sequence, end)
         # Requests may end in any order, but blocks must be released in that order.
         order = {event.request_id: place for place, event in enumerate(events) if isinstance(event, Finished)}
-        by_end = sorted(step.samples, key=lambda sequence: order.get(sequence.request.request_id, len(order)))
+        owners = [sequence for sequence, *_ in step.outputs]
+        by_end = sorted(owners, key=lambda sequence: order.get(sequence.request.request_id, len(order)))
         wanted += [event for sequence in by_end if (event := self._finish(sequence, now)) is not None]
         for sequence in self.state.live.values():
             if sequence.crash_count and sequence.num_computed >= sequence.clear_position:
@@ -280,6 +286,39 @@ class Oracle:
         kinds = [_kind(event) for event in flat(events)]
         require(kinds == sorted(kinds), "I10", "the end of a request comes after its tokens")
 
+    def _reports(self, worker: ModelWorker, step: ModelStep, result: StepResult, now: float) -> list[object]:
+        """Return the events of the scores and vectors of a result, each position once."""
+        wanted: list[object] = []
+        scores, vectors = iter(result.scores), iter(result.vectors)
+        for index, (sequence, admission, start, end, output) in enumerate(step.outputs):
+            if output is RowOutput.SAMPLE:
+                continue
+            value: Scores | bytes = next(scores) if output is RowOutput.SCORE else next(vectors)
+            if not sequence.is_live or admission <= sequence.void_admission:
+                continue
+            request, context = sequence.request, sequence.request.prompt[:end]
+            if index in result.bad_rows:
+                worker.blocks.taint(sequence)
+                self.state.remove(sequence)
+                self.state.counters.requests_failed += 1
+                wanted.append((Failed, request.request_id, NonFiniteLogits, sequence.stats(now)))
+                continue
+            sequence.last_step = step.step
+            require(not is_bad(context, self.scenario.bad_per_mille), "I20", "values that are not finite are found")
+            if isinstance(value, bytes):
+                if end == len(request.prompt):
+                    require(value == sequence.vector, "I20", "the vector is that of the request alone")
+                    sequence.is_pooled = True
+                    wanted.append(Pooled(request.request_id, value))
+                continue
+            right = sequence.scores[start - sequence.first_scored : end - sequence.first_scored]
+            require(value == _joined(right), "I20", "the scores are those of the request alone")
+            if end > sequence.scored_to:
+                first = sequence.scored_to
+                sequence.num_scores = end - sequence.first_scored
+                wanted.append(Scored(request.request_id, first, _joined(right[first - start :])))
+        return wanted
+
     def _restart(self, readers: Collection[tuple[ModelSequence, int]]) -> list[object]:
         """Restart the requests that share blocks of a bad row: what they computed since then is void."""
         wanted: list[object] = []
@@ -288,13 +327,16 @@ class Oracle:
                 if sequence.is_running:
                     self.state.preempt(sequence)
                     wanted.append(Preempted(sequence.request.request_id))
-                sequence.num_void = sequence.in_flight
+                sequence.num_void, sequence.void_admission = sequence.in_flight, admission
                 sequence.max_computed_before = min(sequence.max_computed_before, len(sequence.tokens))
         return wanted
 
     def _finish(self, sequence: ModelSequence, now: float) -> Finished | None:
+        if not sequence.request.max_tokens:
+            return self._finish_without_output(sequence, now)
         if not sequence.is_live or sequence.num_outputs < len(sequence.answer):
             return None
+        require(sequence.is_complete, "I20", "the scores of a prompt come before its answer")
         request, last = sequence.request, sequence.answer[-1]
         self.state.wait.pace.observe(sequence)
         self.state.remove(sequence)
@@ -304,6 +346,14 @@ class Oracle:
             return Finished(request.request_id, reason, last, sequence.stats(now))
         require(sequence.num_outputs == request.max_tokens, "I20", "an answer ends by a stop token or by length")
         return Finished(request.request_id, FinishReason.LENGTH, None, sequence.stats(now))
+
+    def _finish_without_output(self, sequence: ModelSequence, now: float) -> Finished | None:
+        if not sequence.is_live or not (sequence.is_pooled or sequence.is_complete):
+            return None
+        self.state.wait.pace.observe(sequence)
+        self.state.remove(sequence)
+        self.state.counters.requests_finished += 1
+        return Finished(sequence.request.request_id, FinishReason.NO_OUTPUT, None, sequence.stats(now))
 
     # --- after every call -------------------------------------------------------------------------------------------
 
@@ -368,6 +418,10 @@ class Oracle:
         sizes = request.max_tokens, self.scenario.vocab_size
         model = with_adapter(model.removeprefix(fingerprint("")), request.adapter)
         sequence.answer = expected(request.prompt, request.sampling, *sizes, model)
+        if request.scoring is not None:
+            sequence.scores = expected_scores(request.prompt, *request.scoring, self.scenario.vocab_size, model)
+        if request.pooling is not None:
+            sequence.vector = expected_vector(request.prompt, request.pooling, model)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -393,9 +447,15 @@ class Oracle:
             raise InvariantViolated(invariant, f"events {got} instead of {list(wanted)}")
 
 
+def _joined(scores: Sequence[Scores]) -> Scores:
+    """Return the scores of single positions as one."""
+    columns = (tuple(value for row in scores for value in row[field]) for field in range(3))
+    return Scores(*columns)
+
+
 def _kind(event: Any) -> int:
-    """Return the place of an event among those of one result: tokens, failures, ends."""
-    return 0 if isinstance(event, TokensReady) else 2 if isinstance(event, Finished) else 1
+    """Return the place of an event among those of one result: tokens, scores and vectors; failures; ends."""
+    return 0 if isinstance(event, TokensReady | Scored | Pooled) else 2 if isinstance(event, Finished) else 1
 
 
 def _sorted_by_kind(events: Iterable[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from simulation.model_state import ModelState, must_isolate
 from simulation.model_workers import ModelStep, ModelWorker
 
 from lineclear.scheduler.core.events import Event, Preempted, Started
-from lineclear.wire.messages import BlockCopy, Row, SlotInit, StepPlan
+from lineclear.wire.messages import BlockCopy, Row, RowOutput, SlotInit, StepPlan
 
 
 class PlanChecks:
@@ -115,6 +115,7 @@ class PlanChecks:
         place = {row.slot: index for index, row in enumerate(plan.rows)}
         step.rows.sort(key=lambda entry: place[entry[0].slot])
         step.samples.sort(key=lambda sequence: place[sequence.slot])
+        step.outputs.sort(key=lambda entry: place[entry[0].slot])
         require(not inits and not started, "I6", "a request that starts has a row")
         require(not zeroed, "I18", "only tainted blocks that are handed out are zeroed")
         require(not copies, "I4", "only requests that start get copies")
@@ -225,6 +226,9 @@ class PlanChecks:
         require(
             init.adapter == self.state.adapters.index(sequence.request.adapter), "I25", "the adapter of the request"
         )
+        scoring = sequence.request.scoring
+        require(init.num_top_scores == (scoring.num_top if scoring else 0), "I7", "the top scores of the request")
+        require(init.pooling == sequence.request.pooling, "I7", "the pooling of the request")
         hits = self.worker.blocks.cached_prefix(sequence)
         require(list(init.blocks) == hits, "I4", "exactly the longest cached prefix of the salt is shared")
         require(sequence.max_len <= self.worker.max_len, "I25", "a request runs only where it fits")
@@ -291,9 +295,14 @@ class PlanChecks:
             "I6",
             "only known positions below max_len",
         )
-        require(row.sample == (end == sequence.num_known), "I6", "samples at the last known token")
+        outputs = {sequence.output_of(position) for position in range(row.start, end)}
+        if len(outputs) == 2 and row.output is not RowOutput.SCORE:
+            outputs.discard(RowOutput.NONE)  # a sample and the vector of the last token: at the end of a row
+            require(sequence.output_of(end - 1) is row.output, "I6", "samples at the last known token")
+        require(outputs == {row.output}, "I6", "each position is reported, once")
         new_end = sequence.num_planned // size * size + len(row.new_blocks) * size
-        is_first = sequence.num_planned // size * size == sequence.num_shared and new_end >= sequence.num_known
+        needed = min(sequence.num_known, sequence.max_len - 1)
+        is_first = sequence.num_planned // size * size == sequence.num_shared and new_end >= needed
         for index, block in enumerate(row.new_blocks):
             self.worker.blocks.take(
                 block,
@@ -315,6 +324,8 @@ class PlanChecks:
             self.state.counters.recomputed_tokens += again
         sequence.num_planned, sequence.planned_step = end, step.step
         step.rows.append((sequence, sequence.admission_count, end))
+        if row.output is not RowOutput.NONE:
+            step.outputs.append((sequence, sequence.admission_count, row.start, end, row.output))
         if row.sample:
             num_sampled = sequence.num_outputs + sequence.in_flight
             require(num_sampled < sequence.request.max_tokens, "I6", "no sample past max_tokens")

@@ -66,12 +66,12 @@ _SLOTS = (
     Bug(
         "a chunk keeps its slot",
         StepPlanner._add,
-        never("sequence.num_known == sequence.max_len"),
+        never("sequence.num_planned == sequence.max_len - 1"),
     ),
     Bug(
         "a slot is handed on one row early",
         StepPlanner._add,
-        replace("sequence.num_known == sequence.max_len", "sequence.num_known >= sequence.max_len - 1"),
+        replace("sequence.num_planned == sequence.max_len - 1", "sequence.num_planned >= sequence.max_len - 2"),
     ),
     Bug(
         "the blocks of a last row are freed with the slot",
@@ -111,7 +111,7 @@ _PREFIX_CACHE = (
     Bug(
         "the last prompt token is a hit",
         RunningBatch.cached_prefix,
-        replace("len(sequence.tokens) - 1", "len(sequence.tokens)"),
+        replace("sequence.num_skippable", "len(sequence.tokens)"),
     ),
     Bug("a block key leaves out the salt", BlockHasher.__call__, replace("cache_salt", 'b""'), times=3),
     Bug("a block key leaves out the block before", BlockHasher.__call__, always("parent is None")),
@@ -196,7 +196,7 @@ _SHARED_WHEN_PLANNED = (
 _NON_FINITE_VALUES = (
     Bug(
         "a bad row is delivered",
-        result_applier._bad_samples,
+        result_applier._bad_rows,
         replace("result.bad_rows", "frozenset()"),
         times=2,
     ),
@@ -204,12 +204,12 @@ _NON_FINITE_VALUES = (
     Bug("a tainted block stays in the prefix cache", BlockPool._taint, drop("self._unpublish(block)")),
     Bug(
         "a token out of the vocabulary is delivered",
-        result_applier._bad_samples,
+        result_applier._bad_rows,
         always("0 <= min(tokens) <= max(tokens) < vocab_size"),
     ),
     Bug(
         "a negative token is delivered",
-        result_applier._bad_samples,
+        result_applier._bad_rows,
         replace("not 0 <= token < vocab_size", "token >= vocab_size"),
     ),
     Bug(

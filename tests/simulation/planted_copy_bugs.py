@@ -15,7 +15,7 @@ COPY_BUGS = (
     Bug(
         "the position of the last token is copied",
         RunningBatch.find_donor,
-        replace("len(tokens) - 1", "len(tokens)"),
+        replace("sequence.num_skippable", "len(tokens)"),
     ),
     Bug(
         "positions of the plan being made are copied",

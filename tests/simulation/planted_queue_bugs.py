@@ -176,7 +176,7 @@ _PREEMPTION = (
     Bug(
         "a protected sequence takes only the blocks it needs now",
         StepPlanner._start,
-        replace("sequence.max_len - 1 if sequence.protected else sequence.num_known", "sequence.num_known"),
+        never("sequence.protected"),
     ),
     Bug("newest preempts the oldest", policies.newest, swap("max", "min")),
     Bug("cheapest preempts the dearest", policies.cheapest, swap("min", "max")),

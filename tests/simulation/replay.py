@@ -33,7 +33,7 @@ def show(seed: int) -> int:
                 seed_, length = init.sampling.seed, len(init.tokens)
                 print(f"    init slot {init.slot} request {seed_} tokens {length} blocks {init.blocks}")
             for row in plan.rows:
-                sample = " sample" if row.sample else ""
+                sample = f" {row.output.name.lower()}" if row.output else ""
                 print(f"    row  slot {row.slot} [{row.start}, {row.start + row.num_tokens}){sample} +{row.new_blocks}")
         else:
             print(f"{now:.4f} {call}", *what)

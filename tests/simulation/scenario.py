@@ -10,8 +10,8 @@ from support.toy import expected, fingerprint, with_adapter
 
 from lineclear.scheduler.core.limits import SWITCHABLE, CoreLimits
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES, PolicySettings
-from lineclear.scheduler.core.sequence import Request
-from lineclear.wire.messages import Sampling
+from lineclear.scheduler.core.sequence import Request, Scoring
+from lineclear.wire.messages import Pooling, PoolingKind, Sampling
 
 MODELS = ("", "b")
 
@@ -79,6 +79,10 @@ class Scenario:
     """Share of requests with an expected output length, right or wrong."""
     unsent: float = 0.0
     """Share of plans that do not reach their worker, which is lost a little later."""
+    scored: float = 0.0
+    """Share of requests that ask for scores of their prompt; half of them for no answer."""
+    pooled: float = 0.0
+    """Share of requests that ask for a vector."""
     switched: tuple[str, ...] = ()
     """The limits that an operator changes; empty: any."""
     adapters: tuple[bytes, ...] = ()
@@ -218,4 +222,22 @@ def draw_request(
         request = replace(request, expected_tokens=rng.choice((1, rng.randint(1, request.max_tokens))))
     if scenario.estimated:
         request = replace(request, wants_position=rng.random() < 0.5)
+    if scenario.scored and len(prompt) > 1 and rng.random() < scenario.scored:
+        return _with_scores(rng, request)
+    if scenario.pooled and rng.random() < scenario.pooled:
+        return _pooled(rng, request)
     return request
+
+
+def _with_scores(rng: random.Random, request: Request) -> Request:
+    """Ask for scores of the prompt, of a part or all of it."""
+    last = len(request.prompt) - 1
+    scoring = Scoring(rng.choice((0, rng.randrange(last), last - 1)), rng.choice((0, 0, 2)))
+    if rng.random() < 0.5:
+        return replace(request, scoring=scoring)
+    return replace(request, scoring=scoring, max_tokens=0, output=(), expected_tokens=0)
+
+
+def _pooled(rng: random.Random, request: Request) -> Request:
+    pooling = Pooling(rng.choice(tuple(PoolingKind)), rng.choice((0, 8)), rng.random() < 0.5)
+    return replace(request, pooling=pooling, max_tokens=0, output=(), expected_tokens=0)

@@ -40,6 +40,8 @@ def draw(seed: int) -> Scenario:
         (_rejecting, 0.08),
         (_copying, 0.1),
         (_adapted, 0.12),
+        (_scoring, 0.15),
+        (_pooling, 0.15),
     )
     for variant, share in variants:
         if rng.random() < share:
@@ -310,6 +312,16 @@ def _rejecting(rng: random.Random, scenario: Scenario) -> Scenario:
     limits = replace(scenario.limits, reject_unmeetable_deadlines=True, max_batch_size=rng.randint(1, 4))
     weights = scenario.weights | {"submit": 2.0, "burst": 0.4}
     return replace(scenario, limits=limits, weights=weights, estimated=rng.choice((0.0, 1.0)))
+
+
+def _scoring(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Requests ask for scores of their prompts."""
+    return replace(scenario, scored=rng.choice((0.2, 0.8)))
+
+
+def _pooling(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Requests ask for vectors of their prompts."""
+    return replace(scenario, pooled=rng.choice((0.2, 0.8)))
 
 
 def _copying(rng: random.Random, scenario: Scenario) -> Scenario:

@@ -19,7 +19,7 @@ from simulation.scenario_draw import draw
 
 from lineclear.errors import ShutdownInterrupted
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.wire.messages import LoadAdapter, StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.messages import LoadAdapter, Scores, StepError, StepErrorKind, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,10 @@ class SimulatedRun:
                     replace(good, tokens=(*good.tokens, 1)),
                     replace(good, tokens=good.tokens[:-1], step=good.step if n else good.step + 1),
                     replace(good, logprobs=(None,) * (n + 1)),
-                    replace(good, bad_rows=frozenset({n})),
+                    replace(good, bad_rows=frozenset({good.num_outputs})),
+                    replace(good, scores=(*good.scores, Scores((0.0,)))),
+                    replace(good, scores=tuple(x.behind(1) for x in good.scores), counts=() if good.scores else (2,)),
+                    replace(good, vectors=(*good.vectors, b"")),
                     replace(good, bad_rows=frozenset({-1})),
                     replace(good, step_seconds=float("nan")),
                     replace(good, step_seconds=float("inf")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any, get_type_hints
 
 from hypothesis import strategies as st
@@ -17,9 +18,13 @@ from lineclear.wire.messages import (
     LogLevel,
     Logprobs,
     Message,
+    Pooling,
+    PoolingKind,
     Rejoin,
     Row,
+    RowOutput,
     Sampling,
+    Scores,
     SetLogLevel,
     SlotInit,
     StepError,
@@ -61,8 +66,10 @@ samplings = st.builds(
 @st.composite
 def slot_inits(draw: st.DrawFn) -> SlotInit:
     tokens = tuple(draw(st.lists(naturals, min_size=1, max_size=40)))
+    pooling = st.none() | st.builds(Pooling, st.sampled_from(PoolingKind), naturals, st.booleans())
     prompt_len, blocks = draw(st.integers(1, len(tokens))), draw(tuples(naturals))
-    return SlotInit(draw(naturals), tokens, prompt_len, blocks, draw(samplings), draw(naturals))
+    counts = draw(naturals), draw(naturals)
+    return SlotInit(draw(naturals), tokens, prompt_len, blocks, draw(samplings), *counts, draw(pooling))
 
 
 @st.composite
@@ -73,7 +80,7 @@ def decodes(draw: st.DrawFn) -> Decodes:
     return Decodes(slots, starts, tuple((slot, draw(naturals)) for slot in grown))
 
 
-rows = st.builds(Row, naturals, naturals, positives, st.booleans(), tuples(naturals))
+rows = st.builds(Row, naturals, naturals, positives, st.sampled_from(RowOutput), tuples(naturals))
 copies = st.builds(BlockCopy, naturals, naturals, positives)
 plans = st.builds(
     StepPlan, uint64, uint64, tuples(rows), tuples(slot_inits(), 3), tuples(naturals), decodes(), tuples(copies)
@@ -82,17 +89,38 @@ logprobs = st.none() | st.builds(Logprobs, floats, tuples(st.tuples(naturals, fl
 
 
 @st.composite
+def scores(draw: st.DrawFn) -> Scores:
+    count, num_top = draw(st.integers(1, 5)), draw(st.integers(0, 3))
+
+    def column(values: st.SearchStrategy[Any], size: int) -> tuple[Any, ...]:
+        return tuple(draw(st.lists(values, min_size=size, max_size=size)))
+
+    return Scores(column(floats, count), column(naturals, count * num_top), column(floats, count * num_top))
+
+
+vectors = st.lists(floats, max_size=4).map(lambda values: struct.pack(f"<{len(values)}f", *values))
+
+
+@st.composite
 def results(draw: st.DrawFn) -> StepResult:
+    counts = draw(st.just(()) | tuples(st.integers(0, 3)))
     tokens = draw(tuples(naturals))
+    if counts:
+        tokens = tuple(range(sum(counts)))
     size = len(tokens)
     listed = draw(st.sampled_from([0, size]))
+    scored, pooled = draw(tuples(scores(), 3)), draw(tuples(vectors, 3))
+    num_outputs = len(counts or tokens) + len(scored) + len(pooled)
     return StepResult(
         epoch=draw(uint64),
         step=draw(uint64),
         tokens=tokens,
         logprobs=tuple(draw(st.lists(logprobs, min_size=listed, max_size=listed))),
-        bad_rows=draw(st.frozensets(st.integers(0, size - 1))) if size else frozenset(),
+        bad_rows=draw(st.frozensets(st.integers(0, num_outputs - 1))) if num_outputs else frozenset(),
         step_seconds=draw(seconds),
+        counts=counts,
+        scores=scored,
+        vectors=pooled,
     )
 
 

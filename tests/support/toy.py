@@ -14,7 +14,18 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lineclear.wire.messages import Hello, Logprobs, Sampling, SlotInit, StepPlan, StepResult
+from lineclear.wire.messages import (
+    Hello,
+    Logprobs,
+    Pooling,
+    PoolingKind,
+    RowOutput,
+    Sampling,
+    Scores,
+    SlotInit,
+    StepPlan,
+    StepResult,
+)
 from lineclear.wire.sampling import SCALARS, Use
 
 HOLE = -1
@@ -76,6 +87,36 @@ def expected_logprobs(
     return [sample(whole[: length + i], sampling, length, vocab_size)[1] for i in range(len(answer))]
 
 
+def score(context: Sequence[int], token: int, num_top: int, vocab_size: int, model: str = "") -> Scores:
+    """Return the score of `token` behind `context`, and those of the `num_top` most likely tokens."""
+    data = array("i", [*context, token]).tobytes() + b"score" + model.encode()
+    number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    logprob = -(number % 4096) / 256
+    top = [(number + i) % vocab_size for i in range(num_top)]
+    return Scores((logprob,), tuple(top), tuple(logprob - i for i in range(num_top)))
+
+
+def expected_scores(
+    prompt: Sequence[int], first_position: int, num_top: int, vocab_size: int, model: str = ""
+) -> list[Scores]:
+    """Return the score of each position of a prompt from `first_position` on."""
+    positions = range(first_position, len(prompt) - 1)
+    return [score(prompt[: p + 1], prompt[p + 1], num_top, vocab_size, model) for p in positions]
+
+
+def vector(contexts: Sequence[Sequence[int]], pooling: Pooling, model: str = "") -> bytes:
+    """Return the vector of a sequence from the context of each of its positions."""
+    used = contexts if pooling.kind is PoolingKind.MEAN else contexts[-1:]
+    data = b"".join(array("i", context).tobytes() for context in used) + model.encode()
+    data += struct.pack("<ii?", len(used), pooling.dimensions, pooling.normalize)
+    return hashlib.blake2b(data, digest_size=8).digest()
+
+
+def expected_vector(prompt: Sequence[int], pooling: Pooling, model: str = "") -> bytes:
+    """Return the vector of a prompt."""
+    return vector([prompt[: p + 1] for p in range(len(prompt))], pooling, model)
+
+
 def _parameters(sampling: Sampling, prompt_len: int) -> bytes:
     """Return the parameters as bytes, single precision as on the wire; nothing while all are neutral.
 
@@ -110,6 +151,9 @@ class _Slot:
         self.prompt_len = init.prompt_len
         self.sampling = init.sampling
         self.adapter = init.adapter
+        self.num_top_scores = init.num_top_scores
+        self.pooling = init.pooling
+        self.pooled: list[list[int]] = []  # the contexts of the positions that rows with POOL have computed
 
 
 class ToyStep:
@@ -201,6 +245,8 @@ class ToyRunner:
         assert sum(row.num_tokens for row in plan.rows) <= self.max_step_tokens
         tokens: list[int] = []
         logprobs: list[Logprobs | None] = []
+        scores: list[Scores] = []
+        vectors: list[bytes] = []
         bad: set[int] = set()
         for row in plan.rows:
             slot = self.slots[row.slot]
@@ -215,19 +261,51 @@ class ToyRunner:
                 self.cells[block][position % self.block_size] = slot.tokens[position]
             self.num_rows += 1
             self.num_positions += row.num_tokens
-            if row.sample:
+            if row.output == RowOutput.NONE:
+                continue
+            size = self.block_size
+            context = [self.cells[slot.blocks[p // size]][p % size] for p in range(end)]
+            if self.is_bad(context):
+                bad.add(len(tokens) + len(scores) + len(vectors))
+            if row.output == RowOutput.SCORE:
+                scores.append(self._scores(slot, context, row.start))
+            elif row.output == RowOutput.POOL:
+                vectors.append(self._vector(slot, context, row.start))
+            else:
                 assert end == len(slot.tokens), "a sample before the last known token"
                 self.num_samples += 1
-                size = self.block_size
-                context = [self.cells[slot.blocks[p // size]][p % size] for p in range(end)]
-                if self.is_bad(context):
-                    bad.add(len(tokens))
-                model = with_adapter(self.model, self.adapters[slot.adapter]) if slot.adapter else self.model
-                token, reported = sample(context, slot.sampling, slot.prompt_len, self.vocab_size, model)
+                token, reported = sample(context, slot.sampling, slot.prompt_len, self.vocab_size, self._model(slot))
                 slot.tokens.append(token)
                 tokens.append(token)
                 logprobs.append(reported)
         asked = any(entry is not None for entry in logprobs)
         return ToyStep(
-            StepResult(plan.epoch, plan.step, tuple(tokens), tuple(logprobs) if asked else (), frozenset(bad))
+            StepResult(
+                plan.epoch,
+                plan.step,
+                tuple(tokens),
+                tuple(logprobs) if asked else (),
+                frozenset(bad),
+                scores=tuple(scores),
+                vectors=tuple(vectors),
+            )
         )
+
+    def _model(self, slot: _Slot) -> str:
+        return with_adapter(self.model, self.adapters[slot.adapter]) if slot.adapter else self.model
+
+    def _scores(self, slot: _Slot, context: list[int], start: int) -> Scores:
+        """Return the scores of the positions from `start` to the end of the context."""
+        assert len(context) < len(slot.tokens), "a score of an unknown token"
+        found = [
+            score(context[: p + 1], slot.tokens[p + 1], slot.num_top_scores, self.vocab_size, self._model(slot))
+            for p in range(start, len(context))
+        ]
+        columns = (tuple(value for row in found for value in row[field]) for field in range(3))
+        return Scores(*columns)
+
+    def _vector(self, slot: _Slot, context: list[int], start: int) -> bytes:
+        """Return the vector of a sequence with its last position, nothing before."""
+        assert slot.pooling is not None, "a vector of a sequence that has none"
+        slot.pooled += [context[: p + 1] for p in range(start, len(context))]
+        return vector(slot.pooled, slot.pooling, self._model(slot)) if len(context) == len(slot.tokens) else b""

@@ -20,7 +20,17 @@ from support.work import count_calls
 
 from lineclear.wire import codec, sampling_codec
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
-from lineclear.wire.messages import PROTOCOL, Logprobs, Message, Row, Sampling, SlotInit, StepPlan, StepResult
+from lineclear.wire.messages import (
+    PROTOCOL,
+    Logprobs,
+    Message,
+    Row,
+    RowOutput,
+    Sampling,
+    SlotInit,
+    StepPlan,
+    StepResult,
+)
 from lineclear.wire.sampling import LISTS
 
 
@@ -132,12 +142,20 @@ def _plan_of(sampling: Any) -> Any:
     return pb.Plan(inits=[pb.SlotInit(tokens=INTS(1, 2), prompt_len=1, sampling=sampling)])
 
 
+I0, I1 = struct.pack("<i", 0), struct.pack("<i", 1)
+
+
+def outputs(*, bad_rows: bytes = b"", **columns: Any) -> Any:
+    """Return a result with these outputs."""
+    return pb.Result(bad_rows=bad_rows, outputs=pb.Outputs(**columns))
+
+
 @pytest.mark.parametrize(
     ("example", "payload"),
     [
         (PLAN, pb.Plan(slots=b"123")),  # no whole number of integers
         (PLAN, pb.Plan(slots=INTS(1, 2))),  # one column only
-        (PLAN, pb.Plan(slots=INTS(0, 1), starts=INTS(0, 0), counts=INTS(1, 1), samples=b"\1\1")),  # no block counts
+        (PLAN, pb.Plan(slots=INTS(0, 1), starts=INTS(0, 0), counts=INTS(1, 1), outputs=b"\1\1")),  # no block counts
         (PLAN, pb.Plan(num_new_blocks=INTS(1, 0))),  # more blocks promised than sent
         (PLAN, pb.Plan(num_new_blocks=INTS(2, -2))),  # the sum is right, the parts are not
         (PLAN, _plan_of(pb.Sampling())),  # no scalars
@@ -151,6 +169,15 @@ def _plan_of(sampling: Any) -> Any:
         (RESULT, pb.Result(tokens=INTS(1, 2), bad_rows=INTS(0, -1))),
         (RESULT, pb.Result(tokens=INTS(1, 2), logprobs=b"\0\0\0\0", num_top=b"\0\0\0\0")),  # one logprob, two tokens
         (RESULT, pb.Result(tokens=INTS(1, 2), logprobs=b"\0" * 8)),  # no counts
+        (PLAN, pb.Plan(slots=I1, starts=I1, counts=I1, outputs=b"\4", num_new_blocks=b"\0" * 4)),  # an unknown output
+        (PLAN, pb.Plan(inits=[pb.SlotInit(slot=1, tokens=I1, prompt_len=1, pooling=pb.Pooling())])),  # no kind
+        (PLAN, pb.Plan(inits=[pb.SlotInit(slot=1, tokens=I1, prompt_len=1, num_top_scores=-1)])),
+        (RESULT, pb.Result(tokens=INTS(1, 2), outputs=pb.Outputs(counts=I1))),  # one token counted, two sent
+        (RESULT, pb.Result(tokens=INTS(1, 2), outputs=pb.Outputs(counts=INTS(3, -1)))),
+        (RESULT, outputs(score_counts=INTS(1, 1), num_top=INTS(0, 0), scores=I1)),  # a score is missing
+        (RESULT, outputs(score_counts=I1, num_top=I1, scores=I1)),  # no top score
+        (RESULT, outputs(bad_rows=I1, score_counts=I1, num_top=I0, scores=I1)),  # a bad row that is not there
+        (RESULT, outputs(vectors=[b"123"])),  # no whole number of values
         (HELLO, pb.Hello()),  # no capacity at all
         (EXAMPLES[4], pb.StepError()),  # no kind
         (EXAMPLES[-1], pb.SetLogLevel()),  # no level
@@ -206,9 +233,9 @@ def test_a_nested_payload_does_not_exhaust_the_stack() -> None:
 
 def full_step(count: int) -> StepPlan:
     """`count` decode rows and a prefill of 8 tokens for each."""
-    rows = tuple(Row(slot, 500 + slot, 1, True, (slot,) if slot % 16 == 0 else ()) for slot in range(count))
+    rows = tuple(Row(slot, 500 + slot, 1, RowOutput.SAMPLE, (slot,) if slot % 16 == 0 else ()) for slot in range(count))
     prompt = tuple(range(8 * count))
-    last = Row(count, 0, len(prompt), True, tuple(range(count // 2)))
+    last = Row(count, 0, len(prompt), RowOutput.SAMPLE, tuple(range(count // 2)))
     return StepPlan(3, 9, (*rows, last), (SlotInit(count, prompt, len(prompt), (), Sampling()),))
 
 

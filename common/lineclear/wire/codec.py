@@ -11,6 +11,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any, TypeVar
 
@@ -30,8 +31,12 @@ from lineclear.wire.messages import (
     LogLevel,
     Logprobs,
     Message,
+    Pooling,
+    PoolingKind,
     Rejoin,
     Row,
+    RowOutput,
+    Scores,
     SetLogLevel,
     SlotInit,
     StepError,
@@ -46,6 +51,7 @@ from lineclear.wire.v1 import step_pb2 as pb
 _FIELDS = struct.Struct("<4sHHQQ")  # magic, protocol, kind, epoch, step
 _HEADER = struct.Struct(_FIELDS.format + "I")  # and crc
 _MAGIC = b"lncl"
+_OUTPUTS = tuple(RowOutput)
 _T = TypeVar("_T")
 
 
@@ -163,9 +169,9 @@ def _plan_to(plan: StepPlan) -> pb.Plan:
         message.copy_sources, message.copy_targets = _ints(sources), _ints(targets)
         message.copy_positions = _ints(lengths)
     if plan.chunks:
-        slots, starts, counts, samples, blocks = zip(*plan.chunks, strict=True)
+        slots, starts, counts, outputs, blocks = zip(*plan.chunks, strict=True)
         message.slots, message.starts, message.counts = _ints(slots), _ints(starts), _ints(counts)
-        message.samples = bytes(samples)
+        message.outputs = bytes(outputs)
         message.new_blocks, message.num_new_blocks = _ints(chain.from_iterable(blocks)), _ints(map(len, blocks))
     return message
 
@@ -197,9 +203,11 @@ def _decodes_from(m: pb.Plan) -> Decodes:
 def _chunks_from(m: pb.Plan) -> tuple[Row, ...]:
     blocks = _split(_read_indices(m.new_blocks), _read_ints(m.num_new_blocks))
     slots, starts, counts = _read_indices(m.slots), _read_indices(m.starts), _read_indices(m.counts)
-    if 0 in counts or len({len(slots), len(starts), len(counts), len(m.samples), len(blocks)}) != 1:
+    if 0 in counts or len({len(slots), len(starts), len(counts), len(m.outputs), len(blocks)}) != 1:
         raise ValueError("columns disagree")
-    return tuple(map(Row, slots, starts, counts, map(bool, m.samples), blocks))
+    if m.outputs and max(m.outputs) >= len(_OUTPUTS):
+        raise ValueError("an unknown output")
+    return tuple(map(Row, slots, starts, counts, map(_OUTPUTS.__getitem__, m.outputs), blocks))
 
 
 def _init_to(init: SlotInit) -> pb.SlotInit:
@@ -210,14 +218,24 @@ def _init_to(init: SlotInit) -> pb.SlotInit:
         blocks=_ints(init.blocks),
         sampling=sampling_codec.to_message(init.sampling),
         adapter=init.adapter,
+        num_top_scores=init.num_top_scores,
+        pooling=None if init.pooling is None else pb.Pooling(**init.pooling._asdict()),
     )
 
 
 def _init_from(m: pb.SlotInit) -> SlotInit:
     tokens, blocks = tuple(_read_indices(m.tokens)), tuple(_read_indices(m.blocks))
-    if min(m.slot, m.adapter) < 0 or not 0 < m.prompt_len <= len(tokens):
-        raise ValueError("slot, adapter or prompt_len out of range")
-    return SlotInit(m.slot, tokens, m.prompt_len, blocks, sampling_codec.from_message(m.sampling), m.adapter)
+    if min(m.slot, m.adapter, m.num_top_scores) < 0 or not 0 < m.prompt_len <= len(tokens):
+        raise ValueError("slot, adapter, num_top_scores or prompt_len out of range")
+    pooling = _pooling_from(m.pooling) if m.HasField("pooling") else None
+    sampling = sampling_codec.from_message(m.sampling)
+    return SlotInit(m.slot, tokens, m.prompt_len, blocks, sampling, m.adapter, m.num_top_scores, pooling)
+
+
+def _pooling_from(m: pb.Pooling) -> Pooling:
+    if m.dimensions < 0:
+        raise ValueError("a negative number of dimensions")
+    return Pooling(PoolingKind(m.kind), m.dimensions, m.normalize)
 
 
 def _result_to(result: StepResult) -> pb.Result:
@@ -230,19 +248,50 @@ def _result_to(result: StepResult) -> pb.Result:
         message.num_top = _ints(-1 if x is None else len(x.top) for x in result.logprobs)
         tops = [entry for x in result.logprobs if x is not None for entry in x.top]
         message.top_ids, message.top_logprobs = _ints(i for i, _ in tops), _floats(v for _, v in tops)
+    if result.counts or result.scores or result.vectors:
+        message.outputs.CopyFrom(_outputs_to(result))
     return message
+
+
+def _outputs_to(result: StepResult) -> pb.Outputs:
+    scores = result.scores
+    return pb.Outputs(
+        counts=_ints(result.counts),
+        score_counts=_ints(len(row.logprobs) for row in scores),
+        num_top=_ints(row.num_top for row in scores),
+        scores=_floats(chain.from_iterable(row.logprobs for row in scores)),
+        top_ids=_ints(chain.from_iterable(row.top_ids for row in scores)),
+        top_logprobs=_floats(chain.from_iterable(row.top_logprobs for row in scores)),
+        vectors=result.vectors,
+    )
 
 
 def _result_from(epoch: int, step: int, payload: bytes) -> StepResult:
     m = pb.Result.FromString(payload)
     tokens, chosen, num_top = _read_ints(m.tokens), _read_floats(m.logprobs), _read_ints(m.num_top)
     bad = frozenset(_read_ints(m.bad_rows))
-    if any(not 0 <= i < len(tokens) for i in bad) or len(chosen) != len(num_top) or len(chosen) not in (0, len(tokens)):
+    if len(chosen) != len(num_top) or len(chosen) not in (0, len(tokens)):
         raise ValueError("columns disagree")
     tops = list(zip(_read_ints(m.top_ids), _read_floats(m.top_logprobs), strict=True))
     pieces = _split(tops, [max(n, 0) for n in num_top])
     logprobs = tuple(None if n < 0 else Logprobs(v, top) for v, n, top in zip(chosen, num_top, pieces, strict=True))
-    return StepResult(epoch, step, tuple(tokens), logprobs, bad, m.step_seconds)
+    result = StepResult(epoch, step, tuple(tokens), logprobs, bad, m.step_seconds)
+    if m.HasField("outputs"):
+        result = _with_outputs(result, m.outputs)
+    if bad and not 0 <= min(bad) <= max(bad) < result.num_outputs:
+        raise ValueError("a bad row outside the plan")
+    return result
+
+
+def _with_outputs(result: StepResult, m: pb.Outputs) -> StepResult:
+    """Return the result with the outputs that are not one token for each sampling row."""
+    counts, rows, vectors = _read_indices(m.counts), _read_indices(m.score_counts), tuple(m.vectors)
+    num_top = [n * k for n, k in zip(rows, _read_indices(m.num_top), strict=True)]
+    values, ids = _split(_read_floats(m.scores), rows), _split(_read_ints(m.top_ids), num_top)
+    scores = tuple(map(Scores, values, ids, _split(_read_floats(m.top_logprobs), num_top)))
+    if (counts and sum(counts) != len(result.tokens)) or any(len(vector) % 4 for vector in vectors):
+        raise ValueError("columns disagree")
+    return replace(result, counts=tuple(counts), scores=scores, vectors=vectors)
 
 
 # --- control ---------------------------------------------------------------------------------------------------------

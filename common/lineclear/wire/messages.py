@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +16,25 @@ from lineclear.wire.sampling import Sampling as Sampling
 
 PROTOCOL = 8
 """Version of the plan protocol; both ends must have the same."""
+
+
+class PoolingKind(IntEnum):
+    """Which hidden states make up the vector of a sequence."""
+
+    LAST = 1
+    """That of the last token."""
+    MEAN = 2
+    """The mean of all."""
+
+
+class Pooling(NamedTuple):
+    """The vector of a sequence: of its hidden states behind the last norm, as float32."""
+
+    kind: PoolingKind
+    dimensions: int = 0
+    """Keep the leading ones; 0: all."""
+    normalize: bool = True
+    """Scale the vector, after truncation, to an L2 norm of 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +52,21 @@ class SlotInit:
     blocks: tuple[int, ...]
     sampling: Sampling
     adapter: int = 0
+    num_top_scores: int = 0
+    """How many of the most likely tokens each position of a SCORE row reports."""
+    pooling: Pooling | None = None
+
+
+class RowOutput(IntEnum):
+    """What the result of a step has for a row."""
+
+    NONE = 0
+    SAMPLE = 1
+    """The tokens that follow the last position."""
+    SCORE = 2
+    """For each of its positions, the log-probability of the token behind it, which is known."""
+    POOL = 3
+    """The vector of the sequence, with the row that has the last token; empty before. The worker adds up the rows."""
 
 
 class BlockCopy(NamedTuple):
@@ -48,7 +82,7 @@ class BlockCopy(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Compute positions [start, start + num_tokens) of the sequence in `slot`; then sample the next one if `sample`.
+    """Compute positions [start, start + num_tokens) of the sequence in `slot`, and return `output`.
 
     `new_blocks` continue the sequence's block table.
     """
@@ -56,8 +90,13 @@ class Row(NamedTuple):
     slot: int
     start: int
     num_tokens: int
-    sample: bool
+    output: RowOutput
     new_blocks: tuple[int, ...] = ()
+
+    @property
+    def sample(self) -> bool:
+        """Whether tokens are sampled behind its last position."""
+        return self.output == RowOutput.SAMPLE
 
 
 class Decodes(NamedTuple):
@@ -72,7 +111,7 @@ class Decodes(NamedTuple):
         """One by one."""
         blocks = dict(self.new_blocks)
         for slot, start in zip(self.slots, self.starts, strict=True):
-            yield Row(slot, start, 1, True, (blocks[slot],) if slot in blocks else ())
+            yield Row(slot, start, 1, RowOutput.SAMPLE, (blocks[slot],) if slot in blocks else ())
 
 
 NO_DECODES = Decodes()
@@ -117,6 +156,26 @@ class StepPlan:
         return len(self.decodes.slots) + sum(row.sample for row in self.chunks)
 
 
+class Scores(NamedTuple):
+    """Natural logarithms for the positions of one SCORE row."""
+
+    logprobs: tuple[float, ...]
+    """Of the token behind each position."""
+    top_ids: tuple[int, ...] = ()
+    """The most likely tokens, the same number at each position, most likely first."""
+    top_logprobs: tuple[float, ...] = ()
+
+    @property
+    def num_top(self) -> int:
+        """How many of the most likely tokens each position has."""
+        return len(self.top_ids) // len(self.logprobs) if self.logprobs else 0
+
+    def behind(self, count: int) -> Scores:
+        """Return the scores without those of the first `count` positions."""
+        first = count * self.num_top
+        return Scores(self.logprobs[count:], self.top_ids[first:], self.top_logprobs[first:])
+
+
 class Logprobs(NamedTuple):
     """Natural logarithms for one sampled token. `top` is (token id, logprob), most likely first."""
 
@@ -126,16 +185,28 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a plan. Entry i belongs to the i-th sampling row of the plan."""
+    """The result of a plan. Its rows with an output are counted in the plan's order: decodes, then chunks."""
 
     epoch: int
     step: int
     tokens: tuple[int, ...]
+    """Of the sampling rows, one row after the other."""
     logprobs: tuple[Logprobs | None, ...] = ()
     """Empty when no row of the plan asked, else one entry for each token."""
     bad_rows: frozenset[int] = frozenset()
-    """Indices into `tokens` whose logits were not finite; the token there means nothing."""
+    """Indices, among the rows with an output, of those whose values were not finite; their output means nothing."""
     step_seconds: float = 0.0
+    counts: tuple[int, ...] = ()
+    """Number of tokens of each sampling row; empty when each has one."""
+    scores: tuple[Scores, ...] = ()
+    """Of the SCORE rows."""
+    vectors: tuple[bytes, ...] = ()
+    """Of the POOL rows: little-endian float32; empty unless the row has the last token of its sequence."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of rows with an output."""
+        return len(self.counts or self.tokens) + len(self.scores) + len(self.vectors)
 
 
 @dataclass(frozen=True, slots=True)

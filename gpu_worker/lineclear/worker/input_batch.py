@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lineclear.wire.messages import BlockCopy, Decodes, Row, SlotInit, StepErrorKind, StepPlan
+from lineclear.wire.messages import BlockCopy, Decodes, Row, RowOutput, SlotInit, StepErrorKind, StepPlan
 
 from .attention.base import Batch, IntArray, to_device
 from .runner_interface import StepFailed
@@ -152,7 +152,7 @@ class InputBatch:
                 or start >= c.max_model_len
                 or start >= self._num_blocks[slot] * c.block_size
             ):
-                self._check_row(Row(slot, start, 1, True, (grown[slot],) if slot in grown else ()), inits)
+                self._check_row(Row(slot, start, 1, RowOutput.SAMPLE, (grown[slot],) if slot in grown else ()), inits)
 
     def _check_copies(self, copies: Sequence[BlockCopy]) -> dict[int, int]:
         """Return how many positions are copied, by target."""
@@ -181,6 +181,8 @@ class InputBatch:
         end = row.start + row.num_tokens
         if row.num_tokens < 1 or row.start != computed:
             raise _protocol_error(f"row of {row.num_tokens} positions at {row.start}, but {computed} are computed")
+        if row.output not in (RowOutput.NONE, RowOutput.SAMPLE):
+            raise _protocol_error("a row whose output this worker does not compute")
         if end > known or (row.sample and end != known):
             raise _protocol_error(f"row up to position {end}, but {known} tokens are known")
         if end > c.max_model_len:

@@ -16,7 +16,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from lineclear.wire.messages import Decodes, Row, Sampling, SlotInit, StepPlan
+from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit, StepPlan
 
 from .attention.base import Chunk, pack_chunks
 from .attention.reference import ReferenceAttention
@@ -129,7 +129,8 @@ def _generate(runner: ModelRunner, expected: Sequence[ExpectedAnswer]) -> list[l
             end = start[slot] + count
             num_new = -(-end // runner.capacity.block_size) - num_blocks[slot]
             blocks = tuple(next(free) for _ in range(num_new))
-            row = Row(slot, start[slot], count, end >= len(answer.prompt), blocks)
+            output = RowOutput.SAMPLE if end >= len(answer.prompt) else RowOutput.NONE
+            row = Row(slot, start[slot], count, output, blocks)
             (decodes if answers[slot] else chunks).append(row)
             num_blocks[slot] += num_new
             start[slot] = end

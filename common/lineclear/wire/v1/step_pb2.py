@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1clineclear/wire/v1/step.proto\x12\x11lineclear.wire.v1\"\xcf\x02\n\x04Plan\x12*\n\x05inits\x18\x01 \x03(\x0b\x32\x1b.lineclear.wire.v1.SlotInit\x12\r\n\x05slots\x18\x02 \x01(\x0c\x12\x0e\n\x06starts\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x04 \x01(\x0c\x12\x0f\n\x07samples\x18\x05 \x01(\x0c\x12\x12\n\nnew_blocks\x18\x06 \x01(\x0c\x12\x16\n\x0enum_new_blocks\x18\x07 \x01(\x0c\x12\x13\n\x0bzero_blocks\x18\x08 \x01(\x0c\x12\x14\n\x0c\x64\x65\x63ode_slots\x18\t \x01(\x0c\x12\x15\n\rdecode_starts\x18\n \x01(\x0c\x12\x13\n\x0bgrown_slots\x18\x0b \x01(\x0c\x12\x14\n\x0cgrown_blocks\x18\x0c \x01(\x0c\x12\x14\n\x0c\x63opy_sources\x18\r \x01(\x0c\x12\x14\n\x0c\x63opy_targets\x18\x0e \x01(\x0c\x12\x16\n\x0e\x63opy_positions\x18\x0f \x01(\x0c\"\x8c\x01\n\x08SlotInit\x12\x0c\n\x04slot\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x12\n\nprompt_len\x18\x03 \x01(\x05\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x0c\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.lineclear.wire.v1.Sampling\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\x05\"*\n\x08Sampling\x12\x0f\n\x07scalars\x18\x01 \x01(\x0c\x12\r\n\x05lists\x18\x02 \x03(\x0c\"\x8a\x01\n\x06Result\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x10\n\x08\x62\x61\x64_rows\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x0f\n\x07num_top\x18\x04 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x05 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\x0c\x12\x14\n\x0cstep_seconds\x18\x07 \x01(\x01\"\x94\x03\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\x05\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x11\n\tnum_slots\x18\x04 \x01(\x05\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x12\n\nvocab_size\x18\x06 \x01(\x05\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x10\n\x08model_id\x18\x08 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\t \x01(\t\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x0c \x01(\t\x12\x0b\n\x03pid\x18\r \x01(\x05\x12\x15\n\rtorch_version\x18\x0e \x01(\t\x12\x1c\n\x14transformers_version\x18\x0f \x01(\t\x12\x17\n\x0fmax_step_tokens\x18\x10 \x01(\x05\x12\x10\n\x08instance\x18\x11 \x01(\x04\x12\x19\n\x11model_fingerprint\x18\x12 \x01(\t\x12\x18\n\x10text_fingerprint\x18\x13 \x01(\t\"/\n\tHeartbeat\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18\x02 \x01(\x01\"\x08\n\x06Rejoin\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xaa\x01\n\tStepError\x12/\n\x04kind\x18\x01 \x01(\x0e\x32!.lineclear.wire.v1.StepError.Kind\x12\x0f\n\x07summary\x18\x02 \x01(\t\"[\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12KIND_OUT_OF_MEMORY\x10\x01\x12\x12\n\x0eKIND_EXCEPTION\x10\x02\x12\x11\n\rKIND_PROTOCOL\x10\x03\"\xa7\x01\n\x0bSetLogLevel\x12\x33\n\x05level\x18\x01 \x01(\x0e\x32$.lineclear.wire.v1.SetLogLevel.Level\"c\n\x05Level\x12\x15\n\x11LEVEL_UNSPECIFIED\x10\x00\x12\x0f\n\x0bLEVEL_DEBUG\x10\x01\x12\x0e\n\nLEVEL_INFO\x10\x02\x12\x11\n\rLEVEL_WARNING\x10\x03\x12\x0f\n\x0bLEVEL_ERROR\x10\x04\"\n\n\x08Stopping\"7\n\x0bLoadAdapter\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0c\n\x04path\x18\x03 \x01(\t\"\x1e\n\rUnloadAdapter\x12\r\n\x05index\x18\x01 \x01(\x05\"<\n\rAdapterLoaded\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0f\n\x07problem\x18\x03 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1clineclear/wire/v1/step.proto\x12\x11lineclear.wire.v1\"\xcf\x02\n\x04Plan\x12*\n\x05inits\x18\x01 \x03(\x0b\x32\x1b.lineclear.wire.v1.SlotInit\x12\r\n\x05slots\x18\x02 \x01(\x0c\x12\x0e\n\x06starts\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x04 \x01(\x0c\x12\x0f\n\x07outputs\x18\x05 \x01(\x0c\x12\x12\n\nnew_blocks\x18\x06 \x01(\x0c\x12\x16\n\x0enum_new_blocks\x18\x07 \x01(\x0c\x12\x13\n\x0bzero_blocks\x18\x08 \x01(\x0c\x12\x14\n\x0c\x64\x65\x63ode_slots\x18\t \x01(\x0c\x12\x15\n\rdecode_starts\x18\n \x01(\x0c\x12\x13\n\x0bgrown_slots\x18\x0b \x01(\x0c\x12\x14\n\x0cgrown_blocks\x18\x0c \x01(\x0c\x12\x14\n\x0c\x63opy_sources\x18\r \x01(\x0c\x12\x14\n\x0c\x63opy_targets\x18\x0e \x01(\x0c\x12\x16\n\x0e\x63opy_positions\x18\x0f \x01(\x0c\"\xd1\x01\n\x08SlotInit\x12\x0c\n\x04slot\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x12\n\nprompt_len\x18\x03 \x01(\x05\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x0c\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.lineclear.wire.v1.Sampling\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\x05\x12\x16\n\x0enum_top_scores\x18\x07 \x01(\x05\x12+\n\x07pooling\x18\x08 \x01(\x0b\x32\x1a.lineclear.wire.v1.Pooling\"\x9b\x01\n\x07Pooling\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.lineclear.wire.v1.Pooling.Kind\x12\x12\n\ndimensions\x18\x02 \x01(\x05\x12\x11\n\tnormalize\x18\x03 \x01(\x08\":\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_LAST\x10\x01\x12\r\n\tKIND_MEAN\x10\x02\"*\n\x08Sampling\x12\x0f\n\x07scalars\x18\x01 \x01(\x0c\x12\r\n\x05lists\x18\x02 \x03(\x0c\"\xb7\x01\n\x06Result\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x10\n\x08\x62\x61\x64_rows\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x0f\n\x07num_top\x18\x04 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x05 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\x0c\x12\x14\n\x0cstep_seconds\x18\x07 \x01(\x01\x12+\n\x07outputs\x18\x08 \x01(\x0b\x32\x1a.lineclear.wire.v1.Outputs\"\x88\x01\n\x07Outputs\x12\x0e\n\x06\x63ounts\x18\x01 \x01(\x0c\x12\x14\n\x0cscore_counts\x18\x02 \x01(\x0c\x12\x0f\n\x07num_top\x18\x03 \x01(\x0c\x12\x0e\n\x06scores\x18\x04 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x05 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\x0c\x12\x0f\n\x07vectors\x18\x07 \x03(\x0c\"\x94\x03\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\x05\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x11\n\tnum_slots\x18\x04 \x01(\x05\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x12\n\nvocab_size\x18\x06 \x01(\x05\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x10\n\x08model_id\x18\x08 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\t \x01(\t\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x0c \x01(\t\x12\x0b\n\x03pid\x18\r \x01(\x05\x12\x15\n\rtorch_version\x18\x0e \x01(\t\x12\x1c\n\x14transformers_version\x18\x0f \x01(\t\x12\x17\n\x0fmax_step_tokens\x18\x10 \x01(\x05\x12\x10\n\x08instance\x18\x11 \x01(\x04\x12\x19\n\x11model_fingerprint\x18\x12 \x01(\t\x12\x18\n\x10text_fingerprint\x18\x13 \x01(\t\"/\n\tHeartbeat\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18\x02 \x01(\x01\"\x08\n\x06Rejoin\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xaa\x01\n\tStepError\x12/\n\x04kind\x18\x01 \x01(\x0e\x32!.lineclear.wire.v1.StepError.Kind\x12\x0f\n\x07summary\x18\x02 \x01(\t\"[\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12KIND_OUT_OF_MEMORY\x10\x01\x12\x12\n\x0eKIND_EXCEPTION\x10\x02\x12\x11\n\rKIND_PROTOCOL\x10\x03\"\xa7\x01\n\x0bSetLogLevel\x12\x33\n\x05level\x18\x01 \x01(\x0e\x32$.lineclear.wire.v1.SetLogLevel.Level\"c\n\x05Level\x12\x15\n\x11LEVEL_UNSPECIFIED\x10\x00\x12\x0f\n\x0bLEVEL_DEBUG\x10\x01\x12\x0e\n\nLEVEL_INFO\x10\x02\x12\x11\n\rLEVEL_WARNING\x10\x03\x12\x0f\n\x0bLEVEL_ERROR\x10\x04\"\n\n\x08Stopping\"7\n\x0bLoadAdapter\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0c\n\x04path\x18\x03 \x01(\t\"\x1e\n\rUnloadAdapter\x12\r\n\x05index\x18\x01 \x01(\x05\"<\n\rAdapterLoaded\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0f\n\x07problem\x18\x03 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,33 +34,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PLAN']._serialized_start=52
   _globals['_PLAN']._serialized_end=387
   _globals['_SLOTINIT']._serialized_start=390
-  _globals['_SLOTINIT']._serialized_end=530
-  _globals['_SAMPLING']._serialized_start=532
-  _globals['_SAMPLING']._serialized_end=574
-  _globals['_RESULT']._serialized_start=577
-  _globals['_RESULT']._serialized_end=715
-  _globals['_HELLO']._serialized_start=718
-  _globals['_HELLO']._serialized_end=1122
-  _globals['_HEARTBEAT']._serialized_start=1124
-  _globals['_HEARTBEAT']._serialized_end=1171
-  _globals['_REJOIN']._serialized_start=1173
-  _globals['_REJOIN']._serialized_end=1181
-  _globals['_GOODBYE']._serialized_start=1183
-  _globals['_GOODBYE']._serialized_end=1208
-  _globals['_STEPERROR']._serialized_start=1211
-  _globals['_STEPERROR']._serialized_end=1381
-  _globals['_STEPERROR_KIND']._serialized_start=1290
-  _globals['_STEPERROR_KIND']._serialized_end=1381
-  _globals['_SETLOGLEVEL']._serialized_start=1384
-  _globals['_SETLOGLEVEL']._serialized_end=1551
-  _globals['_SETLOGLEVEL_LEVEL']._serialized_start=1452
-  _globals['_SETLOGLEVEL_LEVEL']._serialized_end=1551
-  _globals['_STOPPING']._serialized_start=1553
-  _globals['_STOPPING']._serialized_end=1563
-  _globals['_LOADADAPTER']._serialized_start=1565
-  _globals['_LOADADAPTER']._serialized_end=1620
-  _globals['_UNLOADADAPTER']._serialized_start=1622
-  _globals['_UNLOADADAPTER']._serialized_end=1652
-  _globals['_ADAPTERLOADED']._serialized_start=1654
-  _globals['_ADAPTERLOADED']._serialized_end=1714
+  _globals['_SLOTINIT']._serialized_end=599
+  _globals['_POOLING']._serialized_start=602
+  _globals['_POOLING']._serialized_end=757
+  _globals['_POOLING_KIND']._serialized_start=699
+  _globals['_POOLING_KIND']._serialized_end=757
+  _globals['_SAMPLING']._serialized_start=759
+  _globals['_SAMPLING']._serialized_end=801
+  _globals['_RESULT']._serialized_start=804
+  _globals['_RESULT']._serialized_end=987
+  _globals['_OUTPUTS']._serialized_start=990
+  _globals['_OUTPUTS']._serialized_end=1126
+  _globals['_HELLO']._serialized_start=1129
+  _globals['_HELLO']._serialized_end=1533
+  _globals['_HEARTBEAT']._serialized_start=1535
+  _globals['_HEARTBEAT']._serialized_end=1582
+  _globals['_REJOIN']._serialized_start=1584
+  _globals['_REJOIN']._serialized_end=1592
+  _globals['_GOODBYE']._serialized_start=1594
+  _globals['_GOODBYE']._serialized_end=1619
+  _globals['_STEPERROR']._serialized_start=1622
+  _globals['_STEPERROR']._serialized_end=1792
+  _globals['_STEPERROR_KIND']._serialized_start=1701
+  _globals['_STEPERROR_KIND']._serialized_end=1792
+  _globals['_SETLOGLEVEL']._serialized_start=1795
+  _globals['_SETLOGLEVEL']._serialized_end=1962
+  _globals['_SETLOGLEVEL_LEVEL']._serialized_start=1863
+  _globals['_SETLOGLEVEL_LEVEL']._serialized_end=1962
+  _globals['_STOPPING']._serialized_start=1964
+  _globals['_STOPPING']._serialized_end=1974
+  _globals['_LOADADAPTER']._serialized_start=1976
+  _globals['_LOADADAPTER']._serialized_end=2031
+  _globals['_UNLOADADAPTER']._serialized_start=2033
+  _globals['_UNLOADADAPTER']._serialized_end=2063
+  _globals['_ADAPTERLOADED']._serialized_start=2065
+  _globals['_ADAPTERLOADED']._serialized_end=2125
 # @@protoc_insertion_point(module_scope)

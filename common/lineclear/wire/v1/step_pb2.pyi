@@ -35,7 +35,7 @@ class Plan(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     STARTS_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
-    SAMPLES_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
     NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     ZERO_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -54,8 +54,10 @@ class Plan(_message.Message):
     """int32 per row: first position to compute."""
     counts: _builtins.bytes
     """int32 per row: number of positions."""
-    samples: _builtins.bytes
-    """One byte per row, 1 where a token is sampled after the last position."""
+    outputs: _builtins.bytes
+    """One byte per row, what the result has for it: 0 nothing, 1 tokens sampled
+    after the last position, 2 a score of each position, 3 a vector.
+    """
     new_blocks: _builtins.bytes
     """Block tables grow: int32 block ids of all chunks, one after the other."""
     num_new_blocks: _builtins.bytes
@@ -87,7 +89,7 @@ class Plan(_message.Message):
         slots: _builtins.bytes = ...,
         starts: _builtins.bytes = ...,
         counts: _builtins.bytes = ...,
-        samples: _builtins.bytes = ...,
+        outputs: _builtins.bytes = ...,
         new_blocks: _builtins.bytes = ...,
         num_new_blocks: _builtins.bytes = ...,
         zero_blocks: _builtins.bytes = ...,
@@ -101,7 +103,7 @@ class Plan(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_positions", b"copy_positions", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "counts", b"counts", "decode_slots", b"decode_slots", "decode_starts", b"decode_starts", "grown_blocks", b"grown_blocks", "grown_slots", b"grown_slots", "inits", b"inits", "new_blocks", b"new_blocks", "num_new_blocks", b"num_new_blocks", "samples", b"samples", "slots", b"slots", "starts", b"starts", "zero_blocks", b"zero_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_positions", b"copy_positions", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "counts", b"counts", "decode_slots", b"decode_slots", "decode_starts", b"decode_starts", "grown_blocks", b"grown_blocks", "grown_slots", b"grown_slots", "inits", b"inits", "new_blocks", b"new_blocks", "num_new_blocks", b"num_new_blocks", "outputs", b"outputs", "slots", b"slots", "starts", b"starts", "zero_blocks", b"zero_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -119,6 +121,8 @@ class SlotInit(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    NUM_TOP_SCORES_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     tokens: _builtins.bytes
     """int32: prompt and confirmed output."""
@@ -127,8 +131,14 @@ class SlotInit(_message.Message):
     """int32: blocks already held, all of them cached prefix."""
     adapter: _builtins.int
     """Index of a loaded adapter; 0: none."""
+    num_top_scores: _builtins.int
+    """The most likely tokens that each scored position reports."""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
+    @_builtins.property
+    def pooling(self) -> Global___Pooling:
+        """Absent unless rows of the sequence return a vector."""
+
     def __init__(
         self,
         *,
@@ -138,14 +148,62 @@ class SlotInit(_message.Message):
         blocks: _builtins.bytes = ...,
         sampling: Global___Sampling | None = ...,
         adapter: _builtins.int = ...,
+        num_top_scores: _builtins.int = ...,
+        pooling: Global___Pooling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "blocks", b"blocks", "prompt_len", b"prompt_len", "sampling", b"sampling", "slot", b"slot", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "blocks", b"blocks", "num_top_scores", b"num_top_scores", "pooling", b"pooling", "prompt_len", b"prompt_len", "sampling", b"sampling", "slot", b"slot", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlotInit: _TypeAlias = SlotInit  # noqa: Y015
+
+@_typing.final
+class Pooling(_message.Message):
+    """The vector of a sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Pooling._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: Pooling._Kind.ValueType  # 0
+        KIND_LAST: Pooling._Kind.ValueType  # 1
+        """The hidden state of the last token."""
+        KIND_MEAN: Pooling._Kind.ValueType  # 2
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    KIND_UNSPECIFIED: Pooling.Kind.ValueType  # 0
+    KIND_LAST: Pooling.Kind.ValueType  # 1
+    """The hidden state of the last token."""
+    KIND_MEAN: Pooling.Kind.ValueType  # 2
+
+    KIND_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    kind: Global___Pooling.Kind.ValueType
+    dimensions: _builtins.int
+    """The leading ones that are kept; 0: all."""
+    normalize: _builtins.bool
+    """Scale to an L2 norm of 1."""
+    def __init__(
+        self,
+        *,
+        kind: Global___Pooling.Kind.ValueType = ...,
+        dimensions: _builtins.int = ...,
+        normalize: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "kind", b"kind", "normalize", b"normalize"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
@@ -192,20 +250,25 @@ class Result(_message.Message):
     TOP_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
-    """int32 per sampling row, in the order of the plan."""
+    """int32: tokens of the sampling rows, in the order of the plan."""
     bad_rows: _builtins.bytes
-    """int32: indices among the sampling rows whose logits were not finite;
-    their entries in `tokens` are undefined.
+    """int32: indices among the rows with an output whose values were not finite;
+    their output is undefined.
     """
     logprobs: _builtins.bytes
-    """float32 per sampling row; empty when no row asked."""
+    """float32 per token; empty when no row asked."""
     num_top: _builtins.bytes
-    """int32 per sampling row: how many top entries it has; empty when none."""
+    """int32 per token: how many top entries it has; empty when none."""
     top_ids: _builtins.bytes
     top_logprobs: _builtins.bytes
     step_seconds: _builtins.float
     """Seconds of the forward pass and sampling on the worker."""
+    @_builtins.property
+    def outputs(self) -> Global___Outputs:
+        """Absent when each row with an output has one token."""
+
     def __init__(
         self,
         *,
@@ -216,14 +279,60 @@ class Result(_message.Message):
         top_ids: _builtins.bytes = ...,
         top_logprobs: _builtins.bytes = ...,
         step_seconds: _builtins.float = ...,
+        outputs: Global___Outputs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_rows", b"bad_rows", "logprobs", b"logprobs", "num_top", b"num_top", "step_seconds", b"step_seconds", "tokens", b"tokens", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_rows", b"bad_rows", "logprobs", b"logprobs", "num_top", b"num_top", "outputs", b"outputs", "step_seconds", b"step_seconds", "tokens", b"tokens", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Result: _TypeAlias = Result  # noqa: Y015
+
+@_typing.final
+class Outputs(_message.Message):
+    """Outputs of rows that are not one token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNTS_FIELD_NUMBER: _builtins.int
+    SCORE_COUNTS_FIELD_NUMBER: _builtins.int
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    VECTORS_FIELD_NUMBER: _builtins.int
+    counts: _builtins.bytes
+    """int32 per sampling row: how many tokens it has; empty when each has one."""
+    score_counts: _builtins.bytes
+    """int32 per scored row: its positions, and how many top entries each has."""
+    num_top: _builtins.bytes
+    scores: _builtins.bytes
+    """float32 per scored position: log-probability of the token behind it."""
+    top_ids: _builtins.bytes
+    top_logprobs: _builtins.bytes
+    @_builtins.property
+    def vectors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Per pooled row: float32, empty until the row of the last token."""
+
+    def __init__(
+        self,
+        *,
+        counts: _builtins.bytes = ...,
+        score_counts: _builtins.bytes = ...,
+        num_top: _builtins.bytes = ...,
+        scores: _builtins.bytes = ...,
+        top_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+        vectors: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "num_top", b"num_top", "score_counts", b"score_counts", "scores", b"scores", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs", "vectors", b"vectors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Outputs: _TypeAlias = Outputs  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lineclear.wire.messages import StepPlan
+from lineclear.wire.messages import RowOutput, StepPlan
 
 FORMAT = "lineclear step times 1"
 
@@ -44,9 +44,9 @@ class StepWork:
         starts = plan.decodes.starts
         tokens = samples = len(starts)
         kv_tokens = sum(starts) + tokens
-        for _, start, count, sample, _ in plan.chunks:
+        for _, start, count, output, _ in plan.chunks:
             tokens += count
-            samples += sample
+            samples += output == RowOutput.SAMPLE
             kv_tokens += count * (2 * start + count + 1) // 2
         return cls(tokens, kv_tokens, samples)
 

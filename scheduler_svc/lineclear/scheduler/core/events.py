@@ -10,7 +10,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from lineclear.errors import LineclearError
-from lineclear.wire.messages import Logprobs
+from lineclear.wire.messages import Logprobs, Scores
 
 
 class FinishReason(Enum):
@@ -20,6 +20,8 @@ class FinishReason(Enum):
     STOP_TOKEN = 2
     STOP_STRING = 3
     LENGTH = 4
+    NO_OUTPUT = 5
+    """All scores, or the vector, of a request without output have been reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,23 @@ class StepTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """Scores of the prompt's positions from `first_position` on. Each position is reported once, in order."""
+
+    request_id: str
+    first_position: int
+    scores: Scores
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """The vector of a request: little-endian float32."""
+
+    request_id: str
+    vector: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The answer is complete. The last event of its request."""
 
@@ -141,4 +160,4 @@ class WorkerLost:
     epoch: int
 
 
-Event = Admitted | Started | StepTokens | Finished | Failed | Preempted | WorkerJoined | WorkerLost
+Event = Admitted | Started | StepTokens | Scored | Pooled | Finished | Failed | Preempted | WorkerJoined | WorkerLost

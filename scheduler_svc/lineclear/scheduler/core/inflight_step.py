@@ -7,18 +7,33 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import chain, compress, count
 from operator import contains
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lineclear.scheduler.core.decode_batch import DecodeRows
 from lineclear.scheduler.core.events import Event, StepTokens
 from lineclear.scheduler.core.sequence import Sequence
-from lineclear.wire.messages import Logprobs, StepResult
+from lineclear.wire.messages import Logprobs, RowOutput, StepResult
 
 _T = TypeVar("_T")
 
 
 class BadResult(ValueError):
     """A result that no correct worker returns for its plan. Nothing of it was applied."""
+
+
+class ChunkRow(NamedTuple):
+    """A chunk of a plan: positions [start, end) of a sequence, in the admission `admission_count`."""
+
+    sequence: Sequence
+    admission_count: int
+    start: int
+    end: int
+    output: RowOutput
+
+    @property
+    def has_vector(self) -> bool:
+        """Whether the result has the vector of the sequence for it."""
+        return self.output is RowOutput.POOL and self.end == self.sequence.prompt_len
 
 
 @dataclass(slots=True)
@@ -31,10 +46,7 @@ class InflightStep:
     decode_rows: DecodeRows
     completing_block: list[Sequence]
     """Sequences of `decode_rows` whose row fills a block."""
-    chunk_rows: list[tuple[Sequence, int, int]]
-    """Of each chunk: sequence, its admission_count, end position."""
-    chunk_samples: list[Sequence]
-    """Sequences of the chunks that sample, in the order of the result."""
+    chunk_rows: list[ChunkRow]
     num_tokens: int
     kv_tokens: int
 
@@ -43,28 +55,48 @@ class InflightStep:
         """Number of decodes and chunks."""
         return len(self.decode_rows.sequences) + len(self.chunk_rows)
 
-    @property
-    def num_samples(self) -> int:
-        """Number of tokens that the result must have."""
-        return len(self.decode_rows.sequences) + len(self.chunk_samples)
-
     def sequences(self) -> Iterator[Sequence]:
         """Return the sequence of every row."""
-        return chain(self.decode_rows.sequences, (sequence for sequence, _, _ in self.chunk_rows))
+        return chain(self.decode_rows.sequences, (row.sequence for row in self.chunk_rows))
+
+    def chunks_with(self, output: RowOutput) -> list[ChunkRow]:
+        """Return the chunks with this output, in the order of the result."""
+        return [row for row in self.chunk_rows if row.output is output]
+
+    def outputs(self) -> list[ChunkRow]:
+        """Return the chunks with an output. Their indices in a result follow those of the decodes."""
+        return [row for row in self.chunk_rows if row.output is not RowOutput.NONE]
 
     def sampled(self) -> Iterator[Sequence]:
-        """Return the sequence of every sample, in the order of the result."""
-        return chain(self.decode_rows.sequences, self.chunk_samples)
+        """Return the sequence of every sampling row, in the order of the result."""
+        return chain(self.decode_rows.sequences, (row.sequence for row in self.chunks_with(RowOutput.SAMPLE)))
 
     def check(self, result: StepResult) -> None:
         """Raises BadResult for a result that does not fit this plan."""
-        n = self.num_samples
+        n = len(self.decode_rows.sequences)
+        if self.chunk_rows:
+            n += len(self.chunks_with(RowOutput.SAMPLE))
         if len(result.tokens) != n or len(result.logprobs) not in (0, n):
             raise BadResult(f"{len(result.tokens)} tokens and {len(result.logprobs)} logprobs for {n} samples")
-        if not all(0 <= index < n for index in result.bad_rows):
-            raise BadResult(f"a bad row beyond the {n} samples")
+        if not all(0 <= index < result.num_outputs for index in result.bad_rows):
+            raise BadResult(f"a bad row beyond the {result.num_outputs} outputs")
         if not 0.0 <= result.step_seconds < float("inf"):  # also False for NaN
             raise BadResult(f"a step of {result.step_seconds} seconds")
+        if self.chunk_rows or result.counts or result.scores or result.vectors:
+            self._check_outputs(result, n)
+
+    def _check_outputs(self, result: StepResult, n: int) -> None:
+        """Raises BadResult for scores, vectors and counts of the `n` sampling rows that do not fit this plan."""
+        if result.counts and result.counts != (1,) * n:
+            raise BadResult("a sampling row without exactly one token")
+        num_positions = [row.end - row.start for row in self.chunks_with(RowOutput.SCORE)]
+        if [len(scores.logprobs) for scores in result.scores] != num_positions:
+            raise BadResult(f"scores of other positions than the {sum(num_positions)} of the plan")
+        if any({len(x.top_ids), len(x.top_logprobs)} != {x.num_top * len(x.logprobs)} for x in result.scores):
+            raise BadResult("positions with different numbers of top scores")
+        has_vector = [row.has_vector for row in self.chunks_with(RowOutput.POOL)]
+        if [vector != b"" for vector in result.vectors] != has_vector:
+            raise BadResult(f"vectors of other rows than the {sum(has_vector)} of the plan")
 
     def dump(self) -> dict[str, Any]:
         """Return a copy of the state; sequences by number."""
@@ -73,8 +105,7 @@ class InflightStep:
             "numbers": [self.step, self.decode_step, self.num_tokens, self.kv_tokens],
             "decodes": [[s.number for s in rows.sequences], rows.slots, rows.offsets, rows.index_offsets],
             "completing_block": [s.number for s in self.completing_block],
-            "chunk_rows": [[s.number, admission, end] for s, admission, end in self.chunk_rows],
-            "chunk_samples": [s.number for s in self.chunk_samples],
+            "chunk_rows": [[row.sequence.number, *row[1:]] for row in self.chunk_rows],
         }
 
     @classmethod
@@ -85,11 +116,12 @@ class InflightStep:
         members = tuple(sequences[number] for number in numbers)
         ids, tokens = tuple(s.request.request_id for s in members), tuple(s.tokens for s in members)
         rows = DecodeRows(members, ids, tokens, tuple(s.stop_token_ids for s in members), *map(tuple, columns))
-        completing_block, chunk_samples = (
-            [sequences[number] for number in state[name]] for name in ("completing_block", "chunk_samples")
-        )
-        chunk_rows = [(sequences[number], admission, end) for number, admission, end in state["chunk_rows"]]
-        return cls(step, decode_step, rows, completing_block, chunk_rows, chunk_samples, num_tokens, kv_tokens)
+        completing_block = [sequences[number] for number in state["completing_block"]]
+        chunk_rows = [
+            ChunkRow(sequences[number], admission, start, end, RowOutput(output))
+            for number, admission, start, end, output in state["chunk_rows"]
+        ]
+        return cls(step, decode_step, rows, completing_block, chunk_rows, num_tokens, kv_tokens)
 
 
 class ResultTokens:

@@ -25,6 +25,8 @@ def check(core: Scheduler, *, with_waiting_prompts: bool = True) -> None:
     for s in live:
         assert len(s.tokens) <= s.num_known <= s.max_len, "more output planned than max_tokens"
         assert s.num_void in (0, s.in_flight), "a sample is void and a later one is not"
+        assert 0 <= s.num_scored <= max(s.prompt_len - 1, 0), "a score behind the prompt"
+        assert s.void_admission <= s.admission_count
         assert s.overtaken_count <= core.limits.max_queue_overtakes
     for s in live if with_waiting_prompts else running:
         assert tuple(s.tokens[: s.prompt_len]) == s.request.prompt, "a prompt has changed"
@@ -62,10 +64,11 @@ def _check_worker(epoch: int, worker: WorkerState, core: Scheduler) -> list[Sequ
     slots = [s.slot for s in running]
     assert sorted([*slots, *batch.unused_slots]) == list(range(batch.max_slots)), "slots disagree"
     for s in running:
-        assert s.num_known < s.max_len, "a slot is held by a sequence whose last row is planned"
+        assert s.num_planned < s.max_len - 1, "a slot is held by a sequence whose last row is planned"
     for s in batch.finishing:
-        assert (s.slot, s.num_known, s.num_planned) == (-1, s.max_len, s.max_len - 1), "a slot is given up too early"
-        assert s.in_flight > 0, "a sequence waits for a result that does not come"
+        assert (s.slot, s.num_planned) == (-1, s.max_len - 1), "a slot is given up too early"
+        assert s.num_known == s.max_len or not s.request.max_tokens, "a slot is given up before the last sample"
+        assert s.num_computed < s.num_planned, "a sequence waits for a result that does not come"
     for s in started:
         assert s.state is State.RUNNING
         assert s.epoch == epoch, "a sequence of another worker"

@@ -143,7 +143,7 @@ def check_model(request: Request, hello: Hello, started_on: str = "") -> None:
 
 def check_capacity(request: Request, hello: Hello) -> None:
     """Raises PromptTooLong or KvCapacityExceeded for a request that the worker cannot run even alone."""
-    total = len(request.prompt) + request.max_tokens
+    total = request.max_len
     if total > hello.max_model_len:
         raise PromptTooLong(
             f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens} exceed the context of "

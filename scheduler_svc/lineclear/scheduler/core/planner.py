@@ -9,12 +9,13 @@ from __future__ import annotations
 from lineclear.scheduler.core.child_blocks import Donor
 from lineclear.scheduler.core.decode_batch import DecodeRows
 from lineclear.scheduler.core.events import Event, Started
+from lineclear.scheduler.core.inflight_step import ChunkRow
 from lineclear.scheduler.core.placement import Placement
 from lineclear.scheduler.core.queue_walk import QueueWalk
 from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.worker_state import WorkerState
-from lineclear.wire.messages import BlockCopy, Decodes, Row, SlotInit
+from lineclear.wire.messages import BlockCopy, Decodes, Row, RowOutput, SlotInit
 
 _MAX_UNFIT = 8  # waiting sequences without enough blocks that a step skips before it stops admitting
 _MAX_SKIPPED = 64  # the same, together with those left to other workers
@@ -39,8 +40,7 @@ class StepPlanner:
         self.decode_rows = DecodeRows()  # the sequences of `decodes`
         self.completing_block: list[Sequence] = []  # those of them whose row fills a block
         self.chunks: list[Row] = []
-        self.chunk_rows: list[tuple[Sequence, int, int]] = []  # of each chunk: sequence, admission_count, end position
-        self.chunk_samples: list[Sequence] = []
+        self.chunk_rows: list[ChunkRow] = []
         self.inits: list[SlotInit] = []
         self.copies: list[BlockCopy] = []
         self.events: list[Event] = []
@@ -266,7 +266,9 @@ class StepPlanner:
     def _start(self, sequence: Sequence, shared: list[int], donor: Donor | None) -> None:
         state = self._state
         (state.fresh if sequence in state.fresh else state.resuming).remove(sequence)
-        positions = sequence.max_len - 1 if sequence.protected else sequence.num_known
+        positions = sequence.max_len - 1
+        if not sequence.protected:
+            positions = min(positions, sequence.num_known)
         taken = self._batch.admit(sequence, shared, donor, positions)
         if donor is not None:
             self.copies.append(BlockCopy(donor.block, taken[0], donor.num_positions))
@@ -290,24 +292,26 @@ class StepPlanner:
                 tuple(shared),
                 request.sampling,
                 state.adapters.index(request.adapter),
+                0 if request.scoring is None else request.scoring.num_top,
+                request.pooling,
             )
         )
         count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence.num_planned))
         self._add_prompt(sequence, count, tuple(taken))
 
     def _add_prompt(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
-        before = self.kv_tokens
+        before = self.num_tokens, self.kv_tokens
         self._add(sequence, count, new_blocks, is_prompt=True)
-        self._prompt_tokens += count
-        self._prompt_kv_tokens += self.kv_tokens - before
+        self._prompt_tokens += self.num_tokens - before[0]
+        self._prompt_kv_tokens += self.kv_tokens - before[1]
 
     def _add(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...], *, is_prompt: bool = False) -> None:
         assert count > 0, "a row without a position"
         start = sequence.num_planned
-        end = start + count
-        sample = end == sequence.num_known
-        self.chunks.append(Row(sequence.slot, start, count, sample, new_blocks))
-        self.chunk_rows.append((sequence, sequence.admission_count, end))
+        end, output = sequence.next_row(start + count)
+        count = end - start
+        self.chunks.append(Row(sequence.slot, start, count, output, new_blocks))
+        self.chunk_rows.append(ChunkRow(sequence, sequence.admission_count, start, end, output))
         if start < sequence.max_computed_before:
             again = min(end, sequence.max_computed_before) - start
             sequence.recomputed_tokens += again
@@ -315,10 +319,9 @@ class StepPlanner:
         sequence.num_planned = end
         sequence.planned_step = self._step
         self._batch.publish_planned(sequence, self._step, is_prompt=is_prompt)
-        if sample:
-            self.chunk_samples.append(sequence)
+        if output is RowOutput.SAMPLE:
             sequence.num_known += 1
-            if sequence.num_known == sequence.max_len:
-                self._finishing.append(sequence)
+        if sequence.num_planned == sequence.max_len - 1:
+            self._finishing.append(sequence)
         self.num_tokens += count
         self.kv_tokens += count * (start + end + 1) // 2

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from lineclear.errors import InternalError, LineclearError, NonFiniteLogits
-from lineclear.scheduler.core.events import Event, FinishReason
-from lineclear.scheduler.core.inflight_step import BadResult, InflightStep, ResultTokens
+from lineclear.scheduler.core.events import Event, FinishReason, Pooled, Scored
+from lineclear.scheduler.core.inflight_step import BadResult, ChunkRow, InflightStep, ResultTokens
 from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.worker_state import WorkerState
-from lineclear.wire.messages import StepResult
+from lineclear.wire.messages import RowOutput, Scores, StepResult
+
+_SAMPLE = RowOutput.SAMPLE
 
 
 class ResultApplier:
@@ -29,24 +31,29 @@ class ResultApplier:
         worker.inflight.popleft()
         worker.step_time.observe(inflight.num_tokens, inflight.kv_tokens, result.step_seconds)
         tokens, failures, batch = ResultTokens(result), list[Event](), worker.batch
-        bad = _bad_samples(result, worker.hello.vocab_size)
+        bad = _bad_rows(result, inflight, worker.hello.vocab_size)
         bad_owners: dict[Sequence, int] = {}
         restarted: list[Event] = []
         if bad:
-            bad_owners = {s: s.admission_count for row, s in enumerate(inflight.sampled()) if row in bad}
+            owners = (*inflight.decode_rows.sequences, *(row.sequence for row in inflight.outputs()))
+            bad_owners = {s: s.admission_count for row, s in enumerate(owners) if row in bad}
             restarted = self._restart_readers(worker, bad_owners)
         candidates = self._append_tokens(result, worker, inflight, bad, tokens, failures, now)
+        reports: list[Event] = []
+        if result.scores or result.vectors:
+            reports = self._report(result, inflight, bad, candidates, failures, now)
         for sequence in inflight.completing_block:
             if sequence.state is State.RUNNING:
                 if sequence.in_decode_batch:
                     batch.decode_batch.sync(sequence)
                 batch.publish(sequence)
-        for sequence, admission, end in inflight.chunk_rows:
-            if sequence.admission_count == admission and sequence.state is State.RUNNING:
-                sequence.num_computed = end
+        for row in inflight.chunk_rows:
+            sequence = row.sequence
+            if sequence.admission_count == row.admission_count and sequence.state is State.RUNNING:
+                sequence.num_computed = row.end
                 batch.publish(sequence)
         batch.resolve_pending(inflight.step, bad_owners)
-        events = [*tokens.event(), *restarted, *failures, *self._finish_complete(candidates, now)]
+        events = [*tokens.event(), *reports, *restarted, *failures, *self._finish_complete(candidates, now)]
         if self._state.poison:
             self._clear_suspects()
         return events
@@ -64,6 +71,7 @@ class ResultApplier:
             if sequence.state is State.RUNNING:
                 events.append(self._state.preempt(worker, sequence))
             sequence.num_void = sequence.in_flight
+            sequence.void_admission = sequence.admission_count
             sequence.max_computed_before = min(sequence.max_computed_before, len(sequence.tokens))
         return events
 
@@ -92,8 +100,11 @@ class ResultApplier:
             batch.decode_batch.on_result(inflight.decode_step, inflight.step, now)
             candidates = tokens.add_decode_rows(inflight, left)
             counters.generation_tokens += len(rows) - len(left)
-        singles = [(row, rows[row]) for row in left]
-        for row, sequence in (*singles, *enumerate(inflight.chunk_samples, len(rows))):
+        singles = [(row, row, rows[row]) for row in left]  # output, token, sequence
+        if inflight.chunk_rows:
+            chunks = [(row, x.sequence) for row, x in enumerate(inflight.outputs(), len(rows)) if x.output is _SAMPLE]
+            singles += [(row, token, sequence) for token, (row, sequence) in enumerate(chunks, len(rows))]
+        for row, token, sequence in singles:
             if sequence.state is State.FINISHED:
                 counters.wasted_samples += 1
             elif sequence.num_void:
@@ -104,7 +115,7 @@ class ResultApplier:
                 counters.requests_failed += 1
                 failures.append(self._live.fail(sequence, _bad_row(row in result.bad_rows), now, tainted=True))
             else:
-                tokens.add(sequence, row)
+                tokens.add(sequence, token)
                 self._append_one(sequence, inflight.step, now)
                 candidates.append(sequence)
         return candidates
@@ -121,12 +132,46 @@ class ResultApplier:
         sequence.last_step = step
         self._state.counters.generation_tokens += 1
 
+    def _report(
+        self,
+        result: StepResult,
+        inflight: InflightStep,
+        bad: frozenset[int],
+        candidates: list[Sequence],
+        failures: list[Event],
+        now: float,
+    ) -> list[Event]:
+        """Return the events of scores and vectors; add the sequences that are complete with them to `candidates`.
+
+        Those of sequences preempted in the meantime are valid, unless they were computed from non-finite values.
+        """
+        events: list[Event] = []
+        scores, vectors = iter(result.scores), iter(result.vectors)
+        for index, row in enumerate(inflight.outputs(), len(inflight.decode_rows.sequences)):
+            if row.output is _SAMPLE:
+                continue
+            sequence = row.sequence
+            value = next(scores) if row.output is RowOutput.SCORE else next(vectors)
+            if sequence.state is State.FINISHED or row.admission_count <= sequence.void_admission:
+                continue
+            if index in bad:
+                self._state.counters.requests_failed += 1
+                failures.append(self._live.fail(sequence, _bad_row(non_finite=True), now, tainted=True))
+            else:
+                events += _scored(row, value) if isinstance(value, Scores) else _pooled(row, value)
+                sequence.last_step = inflight.step
+                if _is_complete(row):
+                    candidates.append(sequence)
+        return events
+
     def _finish_complete(self, candidates: list[Sequence], now: float) -> list[Event]:
         """Finish the sequences whose last token completes the answer."""
         events: list[Event] = []
         for sequence in candidates:
             request, token = sequence.request, sequence.tokens[-1]
-            if token in sequence.stop_token_ids and sequence.num_outputs > request.sampling.min_tokens:
+            if not request.max_tokens:
+                events.append(self._live.complete(sequence, FinishReason.NO_OUTPUT, None, now))
+            elif token in sequence.stop_token_ids and sequence.num_outputs > request.sampling.min_tokens:
                 reason = FinishReason.STOP_EOS if token in request.eos_ids else FinishReason.STOP_TOKEN
                 events.append(self._live.complete(sequence, reason, token, now))
             elif len(sequence.tokens) >= sequence.max_len:
@@ -140,12 +185,37 @@ class ResultApplier:
         self._state.poison.clear_passed()
 
 
-def _bad_samples(result: StepResult, vocab_size: int) -> frozenset[int]:
-    """Return the samples whose logits were not finite or whose token is not in the vocabulary."""
+def _bad_rows(result: StepResult, inflight: InflightStep, vocab_size: int) -> frozenset[int]:
+    """Return the outputs whose values were not finite or whose token is not in the vocabulary."""
     tokens = result.tokens
     if not tokens or 0 <= min(tokens) <= max(tokens) < vocab_size:
         return result.bad_rows
-    return result.bad_rows | {row for row, token in enumerate(tokens) if not 0 <= token < vocab_size}
+    decodes = len(inflight.decode_rows.sequences)
+    sampling = [*range(decodes), *(i for i, x in enumerate(inflight.outputs(), decodes) if x.output is _SAMPLE)]
+    outside = {row for row, token in zip(sampling, tokens, strict=True) if not 0 <= token < vocab_size}
+    return result.bad_rows | outside
+
+
+def _is_complete(row: ChunkRow) -> bool:
+    """Return whether the request has no output and this row was the last that it needs."""
+    if row.output is RowOutput.POOL:
+        return row.has_vector
+    return not (row.sequence.request.max_tokens or row.sequence.has_scores_left)
+
+
+def _scored(row: ChunkRow, scores: Scores) -> list[Event]:
+    """Return the event of the scores that were not reported yet: another admission may have had some of them."""
+    sequence = row.sequence
+    first = sequence.num_scored
+    assert row.start <= first, "a position without a score"
+    if row.end <= first:
+        return []
+    sequence.num_scored = row.end
+    return [Scored(sequence.request.request_id, first, scores.behind(first - row.start))]
+
+
+def _pooled(row: ChunkRow, vector: bytes) -> list[Event]:
+    return [Pooled(row.sequence.request.request_id, vector)] if row.has_vector else []
 
 
 def _bad_row(non_finite: bool) -> LineclearError:

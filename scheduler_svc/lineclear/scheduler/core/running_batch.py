@@ -108,7 +108,7 @@ class RunningBatch:
     def release_slot(self, sequence: Sequence) -> None:
         """Free the slot of a sequence whose last row is in the plan being made. Later plans may hand it out."""
         self._remove_from_slot(sequence)
-        assert sequence.num_known == sequence.max_len
+        assert sequence.num_planned == sequence.max_len - 1
         self.finishing[sequence] = None
 
     def _remove_from_slot(self, sequence: Sequence) -> None:
@@ -200,14 +200,11 @@ class RunningBatch:
             self.leave_decode(sequence)
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
-        """Return the published blocks with the leading tokens of `sequence`, never with its last token.
-
-        The last token must be computed, because the next token is sampled there.
-        """
+        """Return the published blocks with the leading tokens of `sequence`, never with a token that needs a row."""
         found: list[int] = []
         if self._prefix_cache:
             size = self.pool.block_size
-            for index in range((len(sequence.tokens) - 1) // size):
+            for index in range(sequence.num_skippable // size):
                 key, tokens = self._block_content(sequence, index)
                 block = self.pool.find(key, tokens)
                 if block is None:
@@ -218,10 +215,10 @@ class RunningBatch:
     def find_donor(self, sequence: Sequence, shared: list[int]) -> Donor | None:
         """Return the block that shares the most positions with those of `sequence` behind its `shared` blocks.
 
-        The positions are below the last token, and were planned in an earlier step.
+        The positions need no row of their own, and were planned in an earlier step.
         """
         start, tokens = len(shared) * self.pool.block_size, sequence.tokens
-        end = min(start + self.pool.block_size, len(tokens) - 1)
+        end = min(start + self.pool.block_size, sequence.num_skippable)
         if not self._prefix_cache or start >= end:
             return None
         found = self.pool.find_donor(self._keys(sequence)[len(shared)], tokens, start, end)

@@ -27,7 +27,7 @@ from lineclear.errors import (
 from lineclear.scheduler.core import limits, views
 from lineclear.scheduler.core.block_pool import BlockHash, BlockHasher
 from lineclear.scheduler.core.events import Admitted, Event, FinishReason, QueuePosition, WorkerJoined, WorkerLost
-from lineclear.scheduler.core.inflight_step import InflightStep
+from lineclear.scheduler.core.inflight_step import ChunkRow, InflightStep
 from lineclear.scheduler.core.isolation import Isolation
 from lineclear.scheduler.core.limits import SWITCHABLE, CoreLimits
 from lineclear.scheduler.core.live_requests import LiveRequests
@@ -41,7 +41,7 @@ from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.stats import CoreSnapshot
 from lineclear.scheduler.core.wait_prediction import LAST, must_wait, queue_position
 from lineclear.scheduler.core.worker_state import WorkerState
-from lineclear.wire.messages import Hello, StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.messages import Hello, RowOutput, StepError, StepErrorKind, StepPlan, StepResult
 
 
 class Scheduler:
@@ -80,7 +80,8 @@ class Scheduler:
         """
         state = self._state
         try:
-            assert len(request.output) < request.max_tokens, "the answer of the request is complete already"
+            has_output = request.scoring is not None or request.pooling is not None
+            assert len(request.output) < request.max_tokens + has_output, "the request is complete already"
             if state.draining:
                 raise ServerDraining("the server is shutting down", retry_after_seconds=1.0)
             if request.request_id in self._live:
@@ -351,7 +352,6 @@ class Scheduler:
             planner.decode_rows,
             planner.completing_block,
             planner.chunk_rows,
-            planner.chunk_samples,
             planner.num_tokens,
             planner.kv_tokens,
         )
@@ -375,6 +375,12 @@ class Scheduler:
         """Return the request ids of a worker's oldest step in flight, in the order of its result's tokens."""
         worker = self._state.workers.get(epoch)
         return [s.request.request_id for s in worker.inflight[0].sampled()] if worker and worker.inflight else []
+
+    def expected_outputs(self, epoch: int) -> list[ChunkRow]:
+        """Return the chunks of a worker's oldest step in flight that have scores or a vector, in the result's order."""
+        worker = self._state.workers.get(epoch)
+        rows = worker.inflight[0].outputs() if worker and worker.inflight else []
+        return [row for row in rows if row.output is not RowOutput.SAMPLE]
 
     # --- state ------------------------------------------------------------------------------------------------------
 

@@ -10,13 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from lineclear.scheduler.core.events import RequestStats
-from lineclear.wire.messages import Sampling
+from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, Sampling
 
 BLANK_TOKEN, BLANK_STOP, BLANK_EOS = 0, 1, 2
 """The tokens of a core that was loaded from a dump: dumps have no content."""
+
+
+class Scoring(NamedTuple):
+    """Asks for the log-probability of each prompt token behind `first_position`, and of the `num_top` most likely."""
+
+    first_position: int
+    num_top: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,7 @@ class Request:
     `output` is the beginning of the answer, fewer than `max_tokens` tokens, if another server made it.
     `model_fingerprint` is the model that must run the request; empty: the model that is joined when it starts.
     `vocabulary` is the vocabulary size and the end-of-sequence ids that it was validated with; None: not compared.
+    With `max_tokens` 0, `scoring` or `pooling` is what the request is for.
     """
 
     request_id: str
@@ -49,6 +57,8 @@ class Request:
     model_fingerprint: str = ""
     vocabulary: tuple[int, tuple[int, ...]] | None = None
     adapter: bytes = b""
+    scoring: Scoring | None = None
+    pooling: Pooling | None = None
 
     def __repr__(self) -> str:
         """Return lengths, never content."""
@@ -64,11 +74,16 @@ class Request:
         """Expected number of prompt and output tokens."""
         return len(self.prompt) + (self.expected_tokens or self.max_tokens)
 
+    @property
+    def max_len(self) -> int:
+        """Upper bound of the positions it computes, plus one: the last output token is never computed."""
+        return len(self.prompt) + (self.max_tokens if self.pooling is None else 1)
+
     def dump(self) -> tuple[Any, ...]:
         """Return everything but id, content and sampling parameters; `load` makes a blank request of it."""
         sizes = len(self.prompt), len(self.output), self.max_tokens, self.expected_tokens
         model = self.model_fingerprint, self.vocabulary, self.adapter
-        return *sizes, self.priority, self.deadline, self.tenant, *model
+        return *sizes, self.priority, self.deadline, self.tenant, *model, self.scoring, self.pooling
 
     @classmethod
     def load(
@@ -84,6 +99,8 @@ class Request:
         model_fingerprint: str,
         vocabulary: Any,
         adapter: str,
+        scoring: Any,
+        pooling: Any,
     ) -> Request:
         """Return a request of the dumped shape with `number` as its id and blank tokens."""
         return cls(
@@ -101,6 +118,8 @@ class Request:
             model_fingerprint=model_fingerprint,
             vocabulary=None if vocabulary is None else (vocabulary[0], tuple(vocabulary[1])),
             adapter=bytes.fromhex(adapter),
+            scoring=None if scoring is None else Scoring(*scoring),
+            pooling=None if pooling is None else Pooling(PoolingKind(pooling[0]), *pooling[1:]),
         )
 
 
@@ -139,6 +158,7 @@ class Sequence:
         "num_offered",
         "num_planned",
         "num_published",
+        "num_scored",
         "num_void",
         "overtaken_count",
         "planned_step",
@@ -154,6 +174,7 @@ class Sequence:
         "state",
         "stop_token_ids",
         "tokens",
+        "void_admission",
         "wait_until",
     )
 
@@ -163,7 +184,7 @@ class Sequence:
         self.arrival = now
         self.tokens = [*request.prompt, *request.output]  # prompt and confirmed output
         self.prompt_len = len(request.prompt)
-        self.max_len = self.prompt_len + request.max_tokens  # upper bound of `num_known`
+        self.max_len = request.max_len
         self.stop_token_ids = frozenset(request.sampling.stop_ids)
         self.state = State.WAITING
         # Owned by DecodeBatch. While in the decode batch, fields marked * are as of the last `sync`.
@@ -187,6 +208,9 @@ class Sequence:
         self.num_published = 0  # leading computed positions in blocks that were offered to the prefix cache
         self.num_offered = 0  # the same with planned positions
         self.num_void = 0  # samples in flight to drop: they were computed from values that are not finite
+        self.void_admission = 0  # the same for scores and vectors: drop those of this admission and earlier ones
+        # Leading positions of the prompt whose score is not requested, or has been reported.
+        self.num_scored = self.prompt_len - 1 if request.scoring is None else request.scoring.first_position
         self.max_computed_before = 0  # most positions computed in earlier admissions: computing them again is counted
         self.preemptions = self.recoveries = self.overtaken_count = 0
         # Owned by PoisonDetector; `clear_position` is where the crashes are forgotten.
@@ -217,6 +241,37 @@ class Sequence:
     def num_unplanned(self) -> int:
         """Number of positions that can be planned now. The last output token is sampled but never computed."""
         return min(self.num_known, self.max_len - 1) - self.num_planned
+
+    @property
+    def num_skippable(self) -> int:
+        """Number of leading positions that need no row of their own if their keys and values are cached.
+
+        A sample, a score and the vector of the last token need a row at their positions, the mean at all positions.
+        """
+        pooling = self.request.pooling
+        if pooling is not None and pooling.kind is PoolingKind.MEAN:
+            return 0
+        return min(self.num_scored, self.prompt_len - 1) if self.has_scores_left else len(self.tokens) - 1
+
+    @property
+    def has_scores_left(self) -> bool:
+        """Whether scores of the prompt have not been reported yet."""
+        return self.num_scored < self.prompt_len - 1
+
+    def next_row(self, end: int) -> tuple[int, RowOutput]:
+        """Return the end of the row that starts at `num_planned`, at most `end`, and its output.
+
+        All positions of a row have the same output, so a row ends where the scored part of the prompt begins or ends.
+        """
+        pooling, last = self.request.pooling, self.prompt_len - 1
+        if pooling is not None:
+            is_pooled = pooling.kind is PoolingKind.MEAN or end == self.prompt_len
+            return end, RowOutput.POOL if is_pooled else RowOutput.NONE
+        if self.num_planned < last and self.has_scores_left:
+            if self.num_planned < self.num_scored:
+                return min(end, self.num_scored), RowOutput.NONE
+            return min(end, last), RowOutput.SCORE
+        return end, RowOutput.SAMPLE if end == self.num_known else RowOutput.NONE
 
     def stats(self, now: float, completion_tokens: int | None = None) -> RequestStats:
         """Return the request's statistics, ended at `now`."""

@@ -87,7 +87,7 @@ class CoreView:
 
 def planned_chunks(inflight: InflightStep) -> list[PlannedChunk]:
     """Return the request of each chunk, in the plan's order."""
-    return [PlannedChunk(s.number, s.prompt_len, s.max_computed_before) for s, _, _ in inflight.chunk_rows]
+    return [PlannedChunk(s.number, s.prompt_len, s.max_computed_before) for s, *_ in inflight.chunk_rows]
 
 
 def occupancy(state: SharedState, worker: WorkerState) -> Occupancy:

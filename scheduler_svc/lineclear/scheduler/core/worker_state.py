@@ -145,7 +145,6 @@ class WorkerState:
         """Return every sequence that a dump names, some of them more than once; some have finished."""
         for inflight in self.inflight:
             yield from inflight.sequences()
-            yield from inflight.chunk_samples
         yield from self.batch.pending_sequences()
 
     def dump(self) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from lineclear.scheduler.core.events import (
     Failed,
     Finished,
     FinishReason,
+    Pooled,
     Preempted,
+    Scored,
     Started,
     StepTokens,
     WorkerJoined,
@@ -244,6 +246,11 @@ def event_summary(events: Iterable[Event], number_of: Callable[[str], int]) -> l
     for event in events:
         if isinstance(event, StepTokens):
             found.append(["tokens", len(event), hash(tuple(event.indices))])
+        elif isinstance(event, Scored):
+            count = len(event.scores.logprobs)
+            found.append(["scored", number_of(event.request_id), event.first_position, count])
+        elif isinstance(event, Pooled):
+            found.append(["pooled", number_of(event.request_id)])
         elif isinstance(event, Finished):
             number = number_of(event.request_id)
             found.append(["finished", number, event.reason.name, event.stats.completion_tokens])

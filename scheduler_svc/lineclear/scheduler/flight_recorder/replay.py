@@ -23,7 +23,9 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import BLANK_EOS, BLANK_STOP, BLANK_TOKEN, Request
 from lineclear.scheduler.core.worker_state import load_hello
 from lineclear.scheduler.flight_recorder.recorder import FORMAT, event_summary, plan_summary, to_json_types
-from lineclear.wire.messages import StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.messages import RowOutput, Scores, StepError, StepErrorKind, StepPlan, StepResult
+
+_VECTOR = bytes(4)
 
 
 class NotARecording(Exception):
@@ -179,5 +181,10 @@ class _Replayer:
         tokens = [last.get(request_id, BLANK_TOKEN) for request_id in self._core.expected_samples(epoch)]
         for row in void:
             tokens[row] = -1
-        result = StepResult(epoch, step, tuple(tokens), (), frozenset(bad), step_seconds)
+        rows = self._core.expected_outputs(epoch)
+        scores = tuple(Scores((0.0,) * (row.end - row.start)) for row in rows if row.output is RowOutput.SCORE)
+        vectors = tuple(_VECTOR if row.has_vector else b"" for row in rows if row.output is RowOutput.POOL)
+        result = StepResult(
+            epoch, step, tuple(tokens), (), frozenset(bad), step_seconds, scores=scores, vectors=vectors
+        )
         return event_summary(self._core.apply(result, now), int)

@@ -13,7 +13,9 @@ from lineclear.scheduler.core.events import (
     Event,
     Failed,
     Finished,
+    Pooled,
     Preempted,
+    Scored,
     Started,
     StepTokens,
     WorkerJoined,
@@ -115,7 +117,9 @@ class OutputRouter:
         stream.cancel(self._incident(error), discard_unread=True)
 
     @staticmethod
-    def _deliver(stream: OutputStream, event: Admitted | Preempted | Started | Finished | Failed) -> None:
+    def _deliver(
+        stream: OutputStream, event: Admitted | Preempted | Started | Scored | Pooled | Finished | Failed
+    ) -> None:
         if isinstance(event, Started):
             stream.on_started(event)
         elif isinstance(event, Finished):
@@ -125,4 +129,4 @@ class OutputRouter:
         elif isinstance(event, Admitted):
             stream.on_admitted(event.position)
         else:
-            assert isinstance(event, Preempted)
+            assert isinstance(event, Preempted | Scored | Pooled)
