@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from simulation.checked_scheduler import CheckedScheduler
@@ -245,7 +246,7 @@ class SimulatedRun:
                 (
                     replace(good, step=good.step + 1),
                     replace(good, step=good.step - 1),
-                    replace(good, epoch=good.epoch + 1),
+                    replace(good, epoch=self._other_epoch(good)),
                     replace(good, tokens=(*good.tokens, 1)),
                     replace(good, tokens=good.tokens[:-1], step=good.step if n else good.step + 1),
                     replace(good, logprobs=(None,) * (n + 1)),
@@ -260,6 +261,12 @@ class SimulatedRun:
                 )
             )
             self.scheduler.apply_invalid(bad, self.now)
+
+    def _other_epoch(self, result: StepResult) -> int:
+        """Return the next epoch whose worker, if it is joined, does not wait for the step of `result`."""
+        workers = self.scheduler.core.snapshot().workers
+        oldest = {worker.epoch: worker.steps - worker.steps_in_flight + 1 for worker in workers}
+        return next(epoch for epoch in count(result.epoch + 1) if oldest.get(epoch) != result.step)
 
     def _do_stale(self) -> None:
         """Deliver a result twice, or after its worker was lost."""
