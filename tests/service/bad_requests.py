@@ -52,7 +52,9 @@ OUTSIDE = {
     "repetition_penalty": (0.0, -0.0, 0.0099, -1.0, 10.01, 1e30),
     "presence_penalty": (-2.001, 2.001, 100.0, -1e30),
     "frequency_penalty": (-2.001, 2.001, 100.0, -1e30),
+    "exponential_decay_factor": (0.0, 0.999, 10.01),
 }
+WHOLE_OUTSIDE = {"no_repeat_ngram_size": (101, 2**32 - 1), "exponential_decay_start": (100_001, 2**32 - 1)}
 HUGE_IDS = (VOCABULARY, VOCABULARY + 1, 2**31 - 1, 2**31, 2**32 - 1)
 
 
@@ -60,6 +62,9 @@ def _cases() -> Iterator[Bad]:
     for name, values in OUTSIDE.items():
         for value in (*NOT_FINITE, *values):
             yield _sampling(name, value)
+    for name, numbers in WHOLE_OUTSIDE.items():
+        for number in numbers:
+            yield _sampling(name, number)
     for top_k in (VOCABULARY + 1, 2**31, 2**32 - 1):
         yield _sampling("top_k", top_k)
     yield _sampling("max_tokens", 0)
@@ -68,11 +73,33 @@ def _cases() -> Iterator[Bad]:
     for min_tokens in (CONTEXT + 1, 2**32 - 1):
         yield _sampling("min_tokens", min_tokens)
     yield Bad("min over max", request(sampling={"min_tokens": 5, "max_tokens": 4}), INVALID, ("sampling.min_tokens",))
-    for path in ("allowed_token_ids", "banned_token_ids"):
+    for path in ("allowed_token_ids", "banned_token_ids", "begin_banned_token_ids"):
         for token_id in HUGE_IDS:
             yield _sampling(path, [1, token_id], VOCAB, f"sampling.{path}[1]")
         yield _sampling(path, [1] * 4097)
     yield _sampling("banned_token_ids", list(range(VOCABULARY)))
+    yield _sampling("begin_banned_token_ids", list(range(VOCABULARY)))
+    for token_id in HUGE_IDS:
+        yield _sampling("forced_first_token_id", token_id, VOCAB)
+    for ban in ({"banned_token_ids": [5]}, {"begin_banned_token_ids": [5]}):
+        fields = ("sampling.forced_first_token_id",)
+        yield Bad(f"forced with {ban}", request(sampling={"forced_first_token_id": 5, **ban}), INVALID, fields)
+    yield Bad(
+        "forced to end before min_tokens",
+        request(sampling={"forced_first_token_id": 9, "min_tokens": 1}, stop={"token_ids": [9]}),
+        INVALID,
+        ("sampling.forced_first_token_id",),
+    )
+    yield Bad(
+        "everything allowed is banned at the beginning",
+        request(sampling={"allowed_token_ids": [5, 6], "begin_banned_token_ids": [6, 5]}),
+        INVALID,
+        ("sampling.begin_banned_token_ids",),
+    )
+    for count in (257, 10_000):
+        yield _sampling("bad_words", ["x"] * count)
+    for word in ("", "x" * 129, "é" * 65):
+        yield _sampling("bad_words", ["ok", word], path="sampling.bad_words[1]")
     yield Bad(
         "everything allowed is banned",
         request(sampling={"allowed_token_ids": [5, 6], "banned_token_ids": [6, 5]}),

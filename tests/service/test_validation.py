@@ -97,6 +97,9 @@ GOOD_SAMPLING: list[dict[str, Any]] = [
     {"banned_token_ids": [VOCABULARY - 1] * 4096},
     {"banned_token_ids": list(range(1, VOCABULARY))},
     {"allowed_token_ids": [EOS]},
+    {"begin_banned_token_ids": list(range(1, VOCABULARY))},
+    {"forced_first_token_id": 0},
+    {"bad_words": ["x" * 128] * 256},
     {"logit_bias": [sampling_pb2.LogitBias(token_id=i, bias=100 - 200 * (i % 2)) for i in range(300)]},
 ]
 
@@ -105,7 +108,7 @@ GOOD_SAMPLING: list[dict[str, Any]] = [
 def test_bound_itself_is_valid(sampling: dict[str, Any]) -> None:
     checked = check(request(sampling=sampling), BOUNDS)
     for name, value in sampling.items():
-        if hasattr(checked.sampling, name) and name != "logit_bias":
+        if hasattr(checked.sampling, name) and name not in ("logit_bias", "bad_words"):
             assert getattr(checked.sampling, name) == pytest.approx(value)
 
 
@@ -133,7 +136,7 @@ def test_largest_valid_request_is_valid(good: pb.GenerateRequest) -> None:
     check(good, BOUNDS)
 
 
-NOT_COPIED = {"top_k", "seed", "min_tokens", "max_tokens", "ignore_eos"}
+NOT_COPIED = {"top_k", "forced_first_token_id", "seed", "min_tokens", "max_tokens", "ignore_eos"}
 """Scalars of the schema whose range depends on the model or on each other; `bad_requests` has their bounds."""
 SCALARS = [
     field.name

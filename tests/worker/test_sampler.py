@@ -11,34 +11,13 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from support.sampling import all_logprobs, random_logits, run
 from torch import Tensor
 
 from lineclear.wire.sampling import SCALARS, Sampling
 from lineclear.worker import sampler as module
 from lineclear.worker.logits import with_argmax
-from lineclear.worker.sampler import Sampled, sample
-from lineclear.worker.sampling_metadata import SamplingTable
 from lineclear.worker.uniform_noise import uniform
-
-CPU = torch.device("cpu")
-
-
-def run(logits: Tensor, parameters: list[Sampling], history: list[tuple[list[int], int]] | None = None) -> Sampled:
-    """Sample with one slot a row; `history` gives each row's tokens so far and how many of them were the prompt."""
-    history = history or [([0], 1)] * len(parameters)
-    table = SamplingTable(len(parameters), logits.shape[-1], CPU)
-    tokens = torch.zeros(len(parameters), max(len(said) for said, _ in history) + 1, dtype=torch.int64)
-    for slot, (said, _) in enumerate(history):
-        table.set_slot(slot, parameters[slot])
-        tokens[slot, : len(said)] = torch.tensor(said)
-    positions = [len(said) for said, _ in history]
-    rows = table.select(list(range(len(parameters))), positions, np.array([prompt for _, prompt in history], np.int64))
-    return sample(with_argmax(logits.clone()), rows, tokens)
-
-
-def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
-    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
-
 
 # --- all scalar parameters -----------------------------------------------------------------------------------------
 
@@ -50,24 +29,31 @@ EXAMPLES: dict[str, float] = {
     "repetition_penalty": 3.0,
     "presence_penalty": 4.0,
     "frequency_penalty": 4.0,
+    "no_repeat_ngram_size": 1,
+    "exponential_decay_start": 7,
+    "exponential_decay_factor": 1.5,
+    "forced_first_id": 5,
     "seed": 77,
     "min_tokens": 9,
     "logprobs": 3,
 }
 """A value of each parameter that changes answers. A new scalar parameter needs an entry here."""
+COMPANIONS: dict[str, dict[str, float]] = {"exponential_decay_start": {"exponential_decay_factor": 1.5}}
+"""What else a parameter needs for an effect."""
 BASE = Sampling(temperature=1.0, seed=1, stop_ids=tuple(range(20)))
 
 
 def sample_with(changes: list[dict[str, float]]) -> tuple[list[int], int]:
     """Return the tokens of one row per element, at varying positions, and the number of reported log-probabilities."""
-    history = [([3, 5, 5, *range(i % 8)], 1) for i in range(len(changes))]
+    history = [([3, 5, 5, *range(i % 8)], 3 if i % 3 else 1) for i in range(len(changes))]
     sampled = run(random_logits(1, 40).repeat(len(changes), 1), [replace(BASE, **x) for x in changes], history)
     return sampled.tokens.tolist(), 0 if sampled.logprobs is None else len(sampled.logprobs)
 
 
 @pytest.mark.parametrize("name", SCALARS)
 def test_each_scalar_parameter_has_an_effect(name: str) -> None:
-    assert sample_with([{name: EXAMPLES[name]}] * 64) != sample_with([{}] * 64)
+    companions = COMPANIONS.get(name, {})
+    assert sample_with([{name: EXAMPLES[name], **companions}] * 64) != sample_with([companions] * 64)
 
 
 @pytest.mark.parametrize("name", SCALARS)
@@ -198,12 +184,6 @@ def test_repetition_penalty_equals_transformers() -> None:
         processor = tf.RepetitionPenaltyLogitsProcessor(s.repetition_penalty)
         wanted = torch.log_softmax(processor(torch.tensor([tokens]), logits[row : row + 1].clone()), dim=-1)[0]
         torch.testing.assert_close(all_logprobs(found, row, 40), wanted)
-
-
-def all_logprobs(sampled: Sampled, row: int, vocabulary: int) -> Tensor:
-    assert sampled.top_ids is not None
-    assert sampled.top_logprobs is not None
-    return torch.zeros(vocabulary).scatter(0, sampled.top_ids[row], sampled.top_logprobs[row])
 
 
 def test_presence_and_frequency_count_the_output_only() -> None:

@@ -179,6 +179,22 @@ class SamplingFlags:
     ] = None
     allowed_token_ids: Annotated[str | None, _option(SAMPLING, "Sample only these tokens.", metavar="ID,ID,...")] = None
     banned_token_ids: Annotated[str | None, _option(SAMPLING, "Never sample these tokens.", metavar="ID,ID,...")] = None
+    bad_words: Annotated[
+        list[str] | None, _option(SAMPLING, "Never write this word. May be repeated.", metavar="WORD")
+    ] = None
+    begin_banned_token_ids: Annotated[
+        str | None, _option(SAMPLING, "Never begin with these tokens.", metavar="ID,ID,...")
+    ] = None
+    forced_first_token_id: Annotated[int | None, _option(SAMPLING, "Begin with this token.", metavar="ID")] = None
+    no_repeat_ngram_size: Annotated[
+        int | None, _option(SAMPLING, "Write no sequence of this many tokens twice; 0 allows all. [0, 100]")
+    ] = None
+    exponential_decay_start: Annotated[
+        int | None, _option(STOPPING, "Output tokens from which --exponential-decay-factor acts. [0, 100000]")
+    ] = None
+    exponential_decay_factor: Annotated[
+        float | None, _option(STOPPING, "Makes the end more likely with each token. [1, 10]")
+    ] = None
     seed: Annotated[int | None, _option(SAMPLING, "The same seed gives the same answer. [0, 2**64)")] = None
     min_tokens: Annotated[int | None, _option(STOPPING, "Do not stop before this many output tokens.")] = None
     ignore_eos: Annotated[
@@ -209,6 +225,8 @@ class SamplingFlags:
         given |= {
             "logit_bias": bias or None,
             "stop": self.stop or None,
+            "bad_words": self.bad_words or None,
+            "begin_banned_token_ids": numbers(self.begin_banned_token_ids, "--begin-banned-token-ids"),
             "allowed_token_ids": numbers(self.allowed_token_ids, "--allowed-token-ids"),
             "banned_token_ids": numbers(self.banned_token_ids, "--banned-token-ids"),
             "stop_token_ids": numbers(self.stop_token_ids, "--stop-token-ids"),

@@ -75,6 +75,12 @@ class Sampling:
     min_tokens: int | None = None
     max_tokens: int | None = None
     ignore_eos: bool | None = None
+    bad_words: Sequence[str] | None = None
+    begin_banned_token_ids: Sequence[int] | None = None
+    forced_first_token_id: int | None = None
+    no_repeat_ngram_size: int | None = None
+    exponential_decay_start: int | None = None
+    exponential_decay_factor: float | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     eos_token_ids: Sequence[int] | None = None
@@ -102,6 +108,12 @@ class Params(TypedDict, total=False):
     min_tokens: int | None
     max_tokens: int | None
     ignore_eos: bool | None
+    bad_words: Sequence[str] | None
+    begin_banned_token_ids: Sequence[int] | None
+    forced_first_token_id: int | None
+    no_repeat_ngram_size: int | None
+    exponential_decay_start: int | None
+    exponential_decay_factor: float | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     eos_token_ids: Sequence[int] | None

@@ -48,6 +48,8 @@ class Use(Enum):
 
     PENALTY = auto()
     """Changes the logits of rows that differ from the neutral value."""
+    NGRAM = auto()
+    """Bans repeated n-grams."""
     DRAW = auto()
     """For all rows that are not greedy."""
     TRUNCATION = auto()
@@ -68,6 +70,8 @@ class Scalar:
     """Whether the model's generation_config.json may set the default."""
     format: str = ""
     """Its code in `struct` and NumPy."""
+    is_switch: bool = True
+    """Whether another value than the neutral one has an effect without other parameters."""
 
 
 def _scalar(
@@ -78,9 +82,10 @@ def _scalar(
     default: float | None = None,
     in_generation_config: bool = False,
     format: str = "",
+    is_switch: bool = True,
 ) -> Any:
     code = format or ("f" if isinstance(neutral, float) else "q")
-    entry = Scalar(use, allowed, neutral if default is None else default, in_generation_config, code)
+    entry = Scalar(use, allowed, neutral if default is None else default, in_generation_config, code, is_switch)
     return dataclasses.field(default=neutral, metadata={"scalar": entry})
 
 
@@ -95,9 +100,18 @@ class Sampling:
     repetition_penalty: float = _scalar(1.0, Use.PENALTY, Range(0.01, 10), in_generation_config=True)
     presence_penalty: float = _scalar(0.0, Use.PENALTY, Range(-2, 2))
     frequency_penalty: float = _scalar(0.0, Use.PENALTY, Range(-2, 2))
+    no_repeat_ngram_size: int = _scalar(0, Use.NGRAM, Range(0, 100), in_generation_config=True)
+    exponential_decay_start: int = _scalar(0, Use.HOST, Range(0, 100_000))
+    exponential_decay_factor: float = _scalar(1.0, Use.HOST, Range(1, 10))
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_ids: tuple[int, ...] = ()
     banned_ids: tuple[int, ...] = ()
+    begin_banned_ids: tuple[int, ...] = ()
+    """Banned as the first output token."""
+    forced_first_id: int = _scalar(-1, Use.HOST)
+    """The first output token; -1: any."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Each of two or more tokens, of which the last is banned behind the others in the output."""
     seed: int = _scalar(0, Use.HOST, format="Q")
     min_tokens: int = _scalar(0, Use.HOST)
     stop_ids: tuple[int, ...] = ()

@@ -8,6 +8,7 @@ before anything changes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -130,8 +131,9 @@ class InputBatch:
             raise _protocol_error("cached blocks for the whole sequence, so nothing is left to compute")
         self._check_blocks(init.blocks)
         s = init.sampling
-        ids = (*s.allowed_ids, *s.banned_ids, *s.stop_ids, *(i for i, _ in s.logit_bias))
-        if ids and (min(ids) < 0 or max(ids) >= c.vocab_size):
+        lists = s.allowed_ids, s.banned_ids, s.begin_banned_ids, s.stop_ids, *s.bad_words
+        ids = [max(s.forced_first_id, 0), *chain(*lists), *(i for i, _ in s.logit_bias)]
+        if min(ids) < 0 or max(ids) >= c.vocab_size or min(map(len, s.bad_words), default=2) < 2:
             raise _protocol_error("sampling parameters name a token outside the vocabulary")
         if s.temperature < 0 or s.repetition_penalty <= 0 or not 0 <= s.seed < 2**64:
             raise _protocol_error("sampling parameters out of range")

@@ -1,6 +1,6 @@
 """Samples one token per row: a pure function of (logits, parameters, noise), for all sampling rows of a step at once.
 
-Order and meaning are those of transformers' logits processors: bias, penalties, allowed and banned ids; the reported
+Order and meaning are those of transformers' logits processors: the changes of logit_changes.py; the reported
 log-probabilities; temperature; top_k, top_p, min_p; the draw.
 
 Truncation keeps all tokens whose probability reaches a cutoff per row. Tokens that tie with the last kept one are kept,
@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .logit_changes import change_logits
 from .logits import Logits, with_argmax
-from .sampling_metadata import Draws, Penalties, SamplingMetadata
+from .sampling_metadata import Draws, SamplingMetadata
 
 _NUM_CANDIDATES = 256
 _MIN_TOPK_VOCABULARY = 4096
@@ -60,7 +61,7 @@ def _sample(model_logits: Logits, metadata: SamplingMetadata, token_table: Tenso
         return Sampled(tokens.masked_fill_(bad, 0), bad)
     logits = logits.float()
     if metadata.changes_logits:
-        logits, max_values, tokens, _ = with_argmax(_change_logits(logits, metadata, token_table))
+        logits, max_values, tokens, _ = with_argmax(change_logits(logits, metadata, token_table))
         bad |= ~torch.isfinite(max_values)
     if metadata.draws is not None:
         tokens[metadata.draws.rows] = _draw(logits, metadata.draws)
@@ -70,42 +71,6 @@ def _sample(model_logits: Logits, metadata: SamplingMetadata, token_table: Tenso
     if metadata.logprob_rows is None:
         return Sampled(tokens, bad)
     return Sampled(tokens, bad, *_logprobs(logits, tokens, metadata.logprob_rows, max(metadata.num_top)))
-
-
-# --- changes of logits ---------------------------------------------------------------------------------------------
-
-
-def _change_logits(logits: Tensor, metadata: SamplingMetadata, token_table: Tensor) -> Tensor:
-    bias, allowed, banned = metadata.bias, metadata.allowed, metadata.banned
-    if bias is not None and metadata.bias_values is not None:
-        logits.index_put_((bias.rows, bias.ids), metadata.bias_values, accumulate=True)
-    if metadata.penalties is not None:
-        logits[metadata.penalties.rows] = _penalize(logits[metadata.penalties.rows], metadata.penalties, token_table)
-    if allowed is not None and metadata.allowed_rows is not None:
-        kept = logits[allowed.rows, allowed.ids]
-        logits[metadata.allowed_rows] = float("-inf")
-        logits[allowed.rows, allowed.ids] = kept
-    if banned is not None:
-        minus_infinity = torch.full((), float("-inf"), device=logits.device)
-        logits.index_put_((banned.rows, banned.ids), minus_infinity)
-    return logits
-
-
-def _penalize(logits: Tensor, penalties: Penalties, token_table: Tensor) -> Tensor:
-    """Apply penalties computed from the token table, so that they survive preemption and restarts."""
-    repetition = penalties.parameters["repetition_penalty"]
-    history = token_table[penalties.slots, : penalties.max_length]
-    positions = torch.arange(penalties.max_length, device=logits.device)
-    # Shorter sequences are padded with their own first token, which is penalized in any case.
-    seen = torch.where(positions < penalties.lengths, history, history[:, :1])
-    score = logits.gather(1, seen)
-    score = torch.where(score < 0, score * repetition, score / repetition)
-    logits = logits.scatter(1, seen, score)
-
-    in_output = (positions >= penalties.prompt_lens) & (positions < penalties.lengths)
-    counts = torch.zeros_like(logits).scatter_add_(1, seen, in_output.to(logits.dtype))
-    frequency, presence = penalties.parameters["frequency_penalty"], penalties.parameters["presence_penalty"]
-    return logits - frequency * counts - presence * (counts > 0)
 
 
 # --- draws ---------------------------------------------------------------------------------------------------------

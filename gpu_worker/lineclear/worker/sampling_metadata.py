@@ -7,7 +7,7 @@ device receives only what it needs; a step of greedy rows receives nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from operator import or_
 
@@ -23,7 +23,13 @@ from .uniform_noise import uniform
 
 _DTYPE = np.dtype([(name, scalar.format) for name, scalar in SCALARS.items()])
 _NEUTRAL = {use: {name: getattr(Sampling(), name) for name, x in SCALARS.items() if x.use is use} for use in Use}
+_SWITCHES = {use: {name: x for name, x in _NEUTRAL[use].items() if SCALARS[name].is_switch} for use in Use}
+CONTEXTS = (Use.PENALTY, Use.NGRAM)
+"""Uses of scalars that change logits by the tokens of the context."""
 _NO_IDS = np.zeros(0, np.int64)
+_NO_LISTS: Mapping[str, IntArray] = {}
+_MAX_DECAY = 1e30
+"""Larger factors could make a logit infinite."""
 
 _Scalars = npt.NDArray[np.void]
 """[num_rows] of `_DTYPE`."""
@@ -38,17 +44,34 @@ class Entries:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Penalties:
-    """Rows with penalties for tokens of their own context. Columns are [num_rows, 1]."""
+class Context:
+    """Rows whose logits depend on the tokens before their position. Columns are [num_rows, 1]."""
 
     rows: Tensor
     parameters: Mapping[str, Tensor]
-    """Columns of the PENALTY scalars."""
+    """Columns of the scalars of one use."""
+    max_values: Mapping[str, float]
+    """The largest value of each column, on the host."""
     slots: Tensor
+    """[num_rows]."""
     lengths: Tensor
     """Number of tokens so far."""
     prompt_lens: Tensor
     max_length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BadWords:
+    """Words of several tokens, each in one row. Columns are [num_words, 1]."""
+
+    last: Entries
+    prefixes: Tensor
+    """[num_words, longest]: all tokens but the last, padded at the end."""
+    prefix_lens: Tensor
+    slots: Tensor
+    lengths: Tensor
+    """Number of tokens of the row so far."""
+    prompt_lens: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,11 +92,18 @@ class SamplingMetadata:
     num_rows: int
     bias: Entries | None = None
     bias_values: Tensor | None = None
-    penalties: Penalties | None = None
+    contexts: Mapping[Use, Context] = field(default_factory=dict)
+    """Rows with penalties and bans for tokens of their own context, by kind."""
+    decay: Entries | None = None
+    """End tokens whose logits grow with the length of the answer, and by which factor."""
+    decay_factors: Tensor | None = None
+    bad_words: BadWords | None = None
     allowed: Entries | None = None
     allowed_rows: Tensor | None = None
     """The distinct rows of `allowed`."""
     banned: Entries | None = None
+    forced: Entries | None = None
+    """One token a row."""
     draws: Draws | None = None
     truncated_draws: Draws | None = None
     logprob_rows: Tensor | None = None
@@ -90,19 +120,18 @@ class SamplingMetadata:
 
     @property
     def changes_logits(self) -> bool:
-        """Some rows have a bias, penalties, or allowed or banned ids."""
-        return not (self.bias is None and self.penalties is None and self.allowed is None and self.banned is None)
+        """Some logits change before the draw."""
+        parts = self.bias, self.decay, self.bad_words, self.allowed, self.banned, self.forced
+        return bool(self.contexts) or any(part is not None for part in parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Lists:
-    """List parameters of a slot."""
+class _BadWords:
+    """Words of one slot."""
 
-    bias_ids: IntArray
-    bias_values: npt.NDArray[np.float32]
-    allowed: IntArray
-    banned: IntArray
-    stop: IntArray
+    prefixes: IntArray
+    prefix_lens: IntArray
+    last: IntArray
 
 
 class SamplingTable:
@@ -112,7 +141,10 @@ class SamplingTable:
         self._vocab_size = vocab_size
         self._device = device
         self._scalars = np.zeros(num_slots, _DTYPE)
-        self._lists: list[_Lists | None] = [None] * num_slots
+        self._lists: list[Mapping[str, IntArray]] = [_NO_LISTS] * num_slots
+        """By slot: list parameters that are not empty, by name."""
+        self._biases: dict[int, npt.NDArray[np.float32]] = {}
+        self._bad_words: dict[int, _BadWords] = {}
         self._not_greedy = set[int]()
         """Slots that need more than the argmax of the model's own logits."""
 
@@ -121,17 +153,16 @@ class SamplingTable:
         if sampling.top_k >= self._vocab_size:
             sampling = replace(sampling, top_k=0)
         self._scalars[slot] = tuple(getattr(sampling, name) for name in SCALARS)
-        lists = _Lists(
-            np.array([i for i, _ in sampling.logit_bias], np.int64),
-            np.array([value for _, value in sampling.logit_bias], np.float32),
-            np.array(sorted(set(sampling.allowed_ids)), np.int64),
-            np.array(sorted(set(sampling.banned_ids)), np.int64),
-            np.array(sorted(set(sampling.stop_ids)) if sampling.min_tokens else [], np.int64),
+        self._lists[slot] = _id_lists(sampling) or _NO_LISTS
+        self._biases[slot] = np.array([value for _, value in sampling.logit_bias], np.float32)
+        self._bad_words.pop(slot, None)
+        if sampling.bad_words:
+            self._bad_words[slot] = _bad_words(sampling.bad_words)
+        changes = any(
+            getattr(sampling, name) != neutral for use in CONTEXTS for name, neutral in _SWITCHES[use].items()
         )
-        has_lists = any(len(getattr(lists, name)) for name in ("bias_ids", "allowed", "banned", "stop"))
-        self._lists[slot] = lists if has_lists else None
-        is_penalized = any(getattr(sampling, name) != neutral for name, neutral in _NEUTRAL[Use.PENALTY].items())
-        if has_lists or is_penalized or sampling.temperature > 0 or sampling.logprobs >= 0:
+        is_drawn, is_forced = sampling.temperature > 0, sampling.forced_first_id >= 0
+        if self._lists[slot] or sampling.bad_words or changes or is_drawn or is_forced or sampling.logprobs >= 0:
             self._not_greedy.add(slot)
         else:
             self._not_greedy.discard(slot)
@@ -139,7 +170,7 @@ class SamplingTable:
     def select(self, slots: list[int], positions: list[int], prompt_lens: IntArray) -> SamplingMetadata:
         """Return the sampling work of a step whose rows have these slots and sample tokens at these positions.
 
-        `prompt_lens` [num_slots].
+        A slot may have several rows. `prompt_lens` [num_slots].
         """
         if self._not_greedy.isdisjoint(slots):
             return _greedy(len(slots))
@@ -148,17 +179,24 @@ class SamplingTable:
     def _select(self, slots: IntArray, positions: IntArray, prompt_lens: IntArray) -> SamplingMetadata:
         scalars, prompt_lens = self._scalars[slots], prompt_lens[slots]
         is_drawn, is_truncated = scalars["temperature"] > 0, _differs(scalars, Use.TRUNCATION)
+        num_outputs = positions - prompt_lens
         lists = [self._lists[slot] for slot in slots]
-        bias, allowed = self._entries(lists, "bias_ids"), self._entries(lists, "allowed")
+        bias, allowed = self._entries(lists, "logit_bias"), self._entries(lists, "allowed_ids")
+        decay, decay_factors = self._decay(scalars, lists, num_outputs)
         logprob_rows = np.flatnonzero(scalars["logprobs"] >= 0)
+        contexts = {use: self._context(use, scalars, slots, positions, prompt_lens) for use in CONTEXTS}
         return SamplingMetadata(
             num_rows=len(slots),
             bias=bias,
-            bias_values=None if bias is None else self._put(np.concatenate([x.bias_values for x in lists if x])),
-            penalties=self._penalties(scalars, slots, positions, prompt_lens),
+            bias_values=None if bias is None else self._put(np.concatenate([self._biases[slot] for slot in slots])),
+            contexts={use: context for use, context in contexts.items() if context is not None},
+            decay=decay,
+            decay_factors=decay_factors,
+            bad_words=self._banned_words(slots, positions, prompt_lens),
             allowed=allowed,
-            allowed_rows=None if allowed is None else self._rows_with(lists, "allowed"),
-            banned=self._banned(lists, positions - prompt_lens < scalars["min_tokens"]),
+            allowed_rows=None if allowed is None else self._rows_with(lists, "allowed_ids"),
+            banned=self._banned(lists, num_outputs, num_outputs < scalars["min_tokens"]),
+            forced=self._forced(scalars["forced_first_id"], num_outputs == 0),
             draws=self._draws(scalars, positions, is_drawn & ~is_truncated, Use.DRAW),
             truncated_draws=self._draws(scalars, positions, is_drawn & is_truncated, Use.DRAW, Use.TRUNCATION),
             logprob_rows=self._put(logprob_rows) if len(logprob_rows) else None,
@@ -166,15 +204,16 @@ class SamplingTable:
             num_top=tuple(scalars["logprobs"][logprob_rows].tolist()),
         )
 
-    def _penalties(
-        self, scalars: _Scalars, slots: IntArray, lengths: IntArray, prompt_lens: IntArray
-    ) -> Penalties | None:
-        rows = np.flatnonzero(_differs(scalars, Use.PENALTY))
+    def _context(
+        self, use: Use, scalars: _Scalars, slots: IntArray, lengths: IntArray, prompt_lens: IntArray
+    ) -> Context | None:
+        rows = np.flatnonzero(_differs(scalars, use))
         if not len(rows):
             return None
-        return Penalties(
+        return Context(
             rows=self._put(rows),
-            parameters=self._columns(scalars, rows, Use.PENALTY),
+            parameters=self._columns(scalars, rows, use),
+            max_values={name: float(scalars[name][rows].max()) for name in _NEUTRAL[use]},
             slots=self._put(slots[rows]),
             lengths=self._column(lengths[rows]),
             prompt_lens=self._column(prompt_lens[rows]),
@@ -194,23 +233,63 @@ class SamplingTable:
             noise=self._column(noise if self._device.type != "mps" else noise.astype(np.float32)),
         )
 
-    def _banned(self, lists: Sequence[_Lists | None], is_too_short: npt.NDArray[np.bool_]) -> Entries | None:
-        banned = self._entries(lists, "banned")
-        stops = self._entries([x if short else None for x, short in zip(lists, is_too_short, strict=True)], "stop")
-        if banned is None or stops is None:
-            return banned or stops
-        return Entries(torch.cat([banned.rows, stops.rows]), torch.cat([banned.ids, stops.ids]))
+    def _decay(
+        self, scalars: _Scalars, lists: Sequence[Mapping[str, IntArray]], num_outputs: IntArray
+    ) -> tuple[Entries | None, Tensor | None]:
+        """Return the end tokens whose logits grow, and the factor of each."""
+        exponents = num_outputs - scalars["exponential_decay_start"]
+        grows = (scalars["exponential_decay_factor"] > 1) & (exponents > 0)
+        ends = self._entries(_where(lists, grows), "stop_ids")
+        if ends is None:
+            return None, None
+        factors = np.minimum(scalars["exponential_decay_factor"].astype(np.float64) ** exponents, _MAX_DECAY)
+        lengths = [len(x.get("stop_ids", _NO_IDS)) if grown else 0 for x, grown in zip(lists, grows, strict=True)]
+        return ends, self._put(np.repeat(factors, lengths).astype(np.float32))
 
-    def _entries(self, lists: Sequence[_Lists | None], name: str) -> Entries | None:
-        ids = [getattr(x, name) if x is not None else _NO_IDS for x in lists]
+    def _banned_words(self, slots: IntArray, lengths: IntArray, prompt_lens: IntArray) -> BadWords | None:
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._bad_words]
+        if not rows:
+            return None
+        of_rows = [self._bad_words[int(slots[row])] for row in rows]
+        width = max(words.prefixes.shape[1] for words in of_rows)
+        prefixes = [np.pad(words.prefixes, ((0, 0), (0, width - words.prefixes.shape[1]))) for words in of_rows]
+        by_word = np.repeat(rows, [len(words.last) for words in of_rows])
+        return BadWords(
+            last=Entries(self._put(by_word), self._put(np.concatenate([words.last for words in of_rows]))),
+            prefixes=self._put(np.concatenate(prefixes)),
+            prefix_lens=self._column(np.concatenate([words.prefix_lens for words in of_rows])),
+            slots=self._column(slots[by_word]),
+            lengths=self._column(lengths[by_word]),
+            prompt_lens=self._column(prompt_lens[by_word]),
+        )
+
+    def _banned(
+        self, lists: Sequence[Mapping[str, IntArray]], num_outputs: IntArray, is_too_short: npt.NDArray[np.bool_]
+    ) -> Entries | None:
+        parts = (
+            self._entries(lists, "banned_ids"),
+            self._entries(_where(lists, num_outputs == 0), "begin_banned_ids"),
+            self._entries(_where(lists, is_too_short), "stop_ids"),
+        )
+        entries = [part for part in parts if part is not None]
+        if len(entries) < 2:
+            return entries[0] if entries else None
+        return Entries(torch.cat([x.rows for x in entries]), torch.cat([x.ids for x in entries]))
+
+    def _forced(self, ids: IntArray, is_first: npt.NDArray[np.bool_]) -> Entries | None:
+        rows = np.flatnonzero((ids >= 0) & is_first)
+        return Entries(self._put(rows), self._put(ids[rows])) if len(rows) else None
+
+    def _entries(self, lists: Sequence[Mapping[str, IntArray]], name: str) -> Entries | None:
+        ids = [x.get(name, _NO_IDS) for x in lists]
         flat = np.concatenate(ids) if ids else _NO_IDS
         if not len(flat):
             return None
         rows = np.repeat(np.arange(len(ids)), [len(x) for x in ids])
         return Entries(self._put(rows), self._put(flat))
 
-    def _rows_with(self, lists: Sequence[_Lists | None], name: str) -> Tensor:
-        return self._put(np.array([i for i, x in enumerate(lists) if x is not None and len(getattr(x, name))]))
+    def _rows_with(self, lists: Sequence[Mapping[str, IntArray]], name: str) -> Tensor:
+        return self._put(np.array([i for i, x in enumerate(lists) if name in x]))
 
     def _columns(self, scalars: _Scalars, rows: IntArray, *uses: Use) -> dict[str, Tensor]:
         return {name: self._column(scalars[name][rows]) for use in uses for name in _NEUTRAL[use]}
@@ -223,9 +302,33 @@ class SamplingTable:
 
 
 def _differs(scalars: _Scalars, use: Use) -> npt.NDArray[np.bool_]:
-    """Return [num_rows] bool: some scalar of this use differs from its neutral value."""
-    differs: npt.NDArray[np.bool_] = reduce(or_, [scalars[name] != neutral for name, neutral in _NEUTRAL[use].items()])
+    """Return [num_rows] bool: some switch of this use differs from its neutral value."""
+    differs: npt.NDArray[np.bool_] = reduce(or_, [scalars[name] != neutral for name, neutral in _SWITCHES[use].items()])
     return differs
+
+
+def _where(lists: Sequence[Mapping[str, IntArray]], is_member: npt.NDArray[np.bool_]) -> list[Mapping[str, IntArray]]:
+    return [x if member else _NO_LISTS for x, member in zip(lists, is_member.tolist(), strict=True)]
+
+
+def _id_lists(sampling: Sampling) -> dict[str, IntArray]:
+    uses_ends = sampling.min_tokens > 0 or sampling.exponential_decay_factor > 1
+    lists = {
+        "logit_bias": [i for i, _ in sampling.logit_bias],
+        "allowed_ids": sorted(set(sampling.allowed_ids)),
+        "banned_ids": sorted(set(sampling.banned_ids)),
+        "begin_banned_ids": sorted(set(sampling.begin_banned_ids)),
+        "stop_ids": sorted(set(sampling.stop_ids)) if uses_ends else [],
+    }
+    return {name: np.array(ids, np.int64) for name, ids in lists.items() if ids}
+
+
+def _bad_words(words: Sequence[Sequence[int]]) -> _BadWords:
+    prefix_lens = np.array([len(word) - 1 for word in words], np.int64)
+    prefixes = np.zeros((len(words), int(prefix_lens.max())), np.int64)
+    for row, word in enumerate(words):
+        prefixes[row, : len(word) - 1] = word[:-1]
+    return _BadWords(prefixes, prefix_lens, np.array([word[-1] for word in words], np.int64))
 
 
 @cache

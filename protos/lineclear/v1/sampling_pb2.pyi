@@ -40,6 +40,12 @@ class SamplingParams(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    BEGIN_BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FORCED_FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _builtins.int
+    EXPONENTIAL_DECAY_START_FIELD_NUMBER: _builtins.int
+    EXPONENTIAL_DECAY_FACTOR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Sampling temperature. 0 is greedy (the highest logit, the lowest id on a
     tie); otherwise [0.01, 10]. Default 1, or the model's generation_config if
@@ -80,6 +86,21 @@ class SamplingParams(_message.Message):
     """
     ignore_eos: _builtins.bool
     """Continues after end-of-sequence. Default false."""
+    forced_first_token_id: _builtins.int
+    """The first token of the output. Unset: any."""
+    no_repeat_ngram_size: _builtins.int
+    """No sequence of this many tokens appears twice in prompt and output,
+    [0, 100]. 0 allows all. Default 0, or the model's generation_config.
+    """
+    exponential_decay_start: _builtins.int
+    """Number of output tokens from which exponential_decay_factor acts,
+    [0, 100000]. Default 0.
+    """
+    exponential_decay_factor: _builtins.float
+    """Raises the logits of end-of-sequence and stop tokens by their size times
+    factor^(output tokens - exponential_decay_start) - 1, [1, 10]. 1 changes
+    nothing. Default 1.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
         """Adds to the logits of these tokens before all other changes. At most 300."""
@@ -91,6 +112,18 @@ class SamplingParams(_message.Message):
     @_builtins.property
     def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """These tokens are never sampled. At most 4096."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Words whose tokens never appear in the output. The server tokenizes each
+        as it is and with a space before it. A word of several tokens bans its
+        last token where the others are the end of the output. Other tokens may
+        spell the same word. At most 256, each 1 to 128 bytes.
+        """
+
+    @_builtins.property
+    def begin_banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """These tokens are never the first of the output. At most 4096."""
 
     def __init__(
         self,
@@ -109,11 +142,23 @@ class SamplingParams(_message.Message):
         min_tokens: _builtins.int | None = ...,
         max_tokens: _builtins.int | None = ...,
         ignore_eos: _builtins.bool | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        begin_banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        forced_first_token_id: _builtins.int | None = ...,
+        no_repeat_ngram_size: _builtins.int | None = ...,
+        exponential_decay_start: _builtins.int | None = ...,
+        exponential_decay_factor: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exponential_decay_factor", b"_exponential_decay_factor", "_exponential_decay_start", b"_exponential_decay_start", "_forced_first_token_id", b"_forced_first_token_id", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "exponential_decay_factor", b"exponential_decay_factor", "exponential_decay_start", b"exponential_decay_start", "forced_first_token_id", b"forced_first_token_id", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "no_repeat_ngram_size", b"no_repeat_ngram_size", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exponential_decay_factor", b"_exponential_decay_factor", "_exponential_decay_start", b"_exponential_decay_start", "_forced_first_token_id", b"_forced_first_token_id", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "banned_token_ids", b"banned_token_ids", "begin_banned_token_ids", b"begin_banned_token_ids", "exponential_decay_factor", b"exponential_decay_factor", "exponential_decay_start", b"exponential_decay_start", "forced_first_token_id", b"forced_first_token_id", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "no_repeat_ngram_size", b"no_repeat_ngram_size", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__exponential_decay_factor: _TypeAlias = _typing.Literal["exponential_decay_factor"]  # noqa: Y015
+    _WhichOneofArgType__exponential_decay_factor: _TypeAlias = _typing.Literal["_exponential_decay_factor", b"_exponential_decay_factor"]  # noqa: Y015
+    _WhichOneofReturnType__exponential_decay_start: _TypeAlias = _typing.Literal["exponential_decay_start"]  # noqa: Y015
+    _WhichOneofArgType__exponential_decay_start: _TypeAlias = _typing.Literal["_exponential_decay_start", b"_exponential_decay_start"]  # noqa: Y015
+    _WhichOneofReturnType__forced_first_token_id: _TypeAlias = _typing.Literal["forced_first_token_id"]  # noqa: Y015
+    _WhichOneofArgType__forced_first_token_id: _TypeAlias = _typing.Literal["_forced_first_token_id", b"_forced_first_token_id"]  # noqa: Y015
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__ignore_eos: _TypeAlias = _typing.Literal["ignore_eos"]  # noqa: Y015
@@ -124,6 +169,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__no_repeat_ngram_size: _TypeAlias = _typing.Literal["no_repeat_ngram_size"]  # noqa: Y015
+    _WhichOneofArgType__no_repeat_ngram_size: _TypeAlias = _typing.Literal["_no_repeat_ngram_size", b"_no_repeat_ngram_size"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
@@ -137,6 +184,12 @@ class SamplingParams(_message.Message):
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exponential_decay_factor) -> _WhichOneofReturnType__exponential_decay_factor | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exponential_decay_start) -> _WhichOneofReturnType__exponential_decay_start | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__forced_first_token_id) -> _WhichOneofReturnType__forced_first_token_id | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ignore_eos) -> _WhichOneofReturnType__ignore_eos | None: ...
@@ -146,6 +199,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__no_repeat_ngram_size) -> _WhichOneofReturnType__no_repeat_ngram_size | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @_typing.overload

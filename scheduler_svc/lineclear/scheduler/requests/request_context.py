@@ -14,7 +14,7 @@ from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, Linecl
 from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.scheduler.core.events import Event, Finished, FinishReason, RequestStats, Started
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.requests import model_identity, validation
+from lineclear.scheduler.requests import model_identity, sampling_validation, validation
 from lineclear.scheduler.requests.output_length import AnswerShape, OutputLengths
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import Completion, OutputStream
@@ -127,6 +127,8 @@ class RequestContext:
         try:
             async with asyncio.timeout(self.deadline - self._services.clock()):
                 prompt = await self._services.tokenizers.ids(message, self.chat_time_us)
+                if self.validated.bad_words:
+                    await self._resolve_bad_words()
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the prompt was tokenized") from None
         if self.output.has_ended:  # cancelled in the meantime
@@ -195,6 +197,11 @@ class RequestContext:
     def incident(self, error: BaseException) -> LineclearError:
         """Log a bug and return the error that the client gets for it."""
         return self._services.incident(error)
+
+    async def _resolve_bad_words(self) -> None:
+        words = await self._services.tokenizers.bad_words(self.validated.bad_words)
+        sampling = sampling_validation.with_bad_words(self.validated.sampling, words, self.bounds.vocab_size)
+        self.validated = replace(self.validated, sampling=sampling)
 
     def _shape(self) -> AnswerShape:
         tenant = identity.share(self.tenant)

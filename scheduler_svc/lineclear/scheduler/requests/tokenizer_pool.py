@@ -22,6 +22,7 @@ from lineclear.scheduler.requests.template_pool import TemplatePool
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.text.chat_template import ChatTemplate, no_chat_template
 from lineclear.scheduler.text.detokenizer import AnswerText, IncrementalDecoder
+from lineclear.scheduler.text.sampling_texts import bad_words_ids
 from lineclear.scheduler.text.template_process import Conversation
 from lineclear.scheduler.text.template_renderer import ChatMessage
 from lineclear.scheduler.text.tokenizer import Tokenizer
@@ -145,11 +146,19 @@ class TokenizerPool:
 
         await self._in_slices(received, push)
 
+    async def bad_words(self, words: Sequence[str]) -> list[list[tuple[int, ...]]]:
+        """Return the token sequences of each bad word."""
+        return await self._in_thread(lambda: bad_words_ids(self.tokenizer, words), 2 * sum(map(len, words)))
+
     async def _encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
-        if len(text) <= _INLINE_BYTES:
-            return encode(text)
+        return await self._in_thread(lambda: encode(text), len(text))
+
+    async def _in_thread(self, work: Callable[[], T], size: int) -> T:
+        """Return the result of `work` on a text of `size` characters; for a small one without a thread."""
+        if size <= _INLINE_BYTES:
+            return work()
         loop = asyncio.get_running_loop()
-        return await self._run_fair(self._texts, len(text), lambda: loop.run_in_executor(self._threads, encode, text))
+        return await self._run_fair(self._texts, size, lambda: loop.run_in_executor(self._threads, work))
 
     async def _in_slices(self, ids: Sequence[int], work: Callable[[Sequence[int]], object]) -> None:
         if len(ids) <= _INLINE_TOKENS:

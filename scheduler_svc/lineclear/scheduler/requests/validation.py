@@ -10,26 +10,24 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary, Violation
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.requests import tool_validation
-from lineclear.scheduler.requests.sampling_ranges import BIAS_RANGE, DEFAULTS, PARAMETERS
-from lineclear.scheduler.requests.violations import Violations, add_out_of_vocabulary, check_vocabulary, checked_ids
+from lineclear.scheduler.requests.sampling_validation import check_allowed, read_sampling
+from lineclear.scheduler.requests.violations import Violations, check_vocabulary, checked_ids, checked_texts
 from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.v1 import sampling_pb2
 from lineclear.wire.messages import Sampling
 
 MAX_REQUEST_ID = 64
 MAX_STOP_STRINGS = 8
 MAX_STOP_STRING_BYTES = 64
 MAX_STOP_IDS = 16
-MAX_LOGIT_BIAS = 300
-MAX_ID_LIST = 4096
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_BYTES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_PRIORITY = 255
 MAX_SALT_CHARACTERS = 64
@@ -90,6 +88,8 @@ class ValidatedRequest:
     """Fingerprint of the required model; empty for any."""
     prompt_digest: str = ""
     """Prompt digest of a resumed answer; empty to skip the comparison."""
+    bad_words: tuple[str, ...] = ()
+    """Texts, to be tokenized."""
 
 
 def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
@@ -100,11 +100,16 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     violations = Violations()
     request_id = _request_id(request, violations)
     _check_prompt(request, bounds, violations)
-    sampling, max_tokens = _sampling(request.sampling, bounds, violations)
+    sampling, max_tokens = read_sampling(
+        request.sampling, bounds.vocab_size, bounds.context_length, bounds.defaults, violations
+    )
     stop_ids, own_eos_ids = _end_ids(request, bounds, violations)
-    strings = _stop_strings(request.stop.strings, violations)
+    strings = checked_texts("stop.strings", request.stop.strings, MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES, violations)
     eos_ids = frozenset() if request.sampling.ignore_eos else own_eos_ids or bounds.eos_ids
-    _check_allowed(sampling, eos_ids | stop_ids, bounds.vocab_size, violations)
+    check_allowed(sampling, eos_ids | stop_ids, bounds.vocab_size, violations)
+    bad_words = checked_texts(
+        "sampling.bad_words", request.sampling.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_BYTES, violations
+    )
     logprobs = _logprobs(request.output, violations)
     received = _received(request, sampling, eos_ids | stop_ids, bounds, violations)
     model_fingerprint = _model_fingerprint(request, violations)
@@ -135,6 +140,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         received=received,
         model_fingerprint=model_fingerprint,
         prompt_digest=request.resume.prompt_digest,
+        bad_words=bad_words,
     )
 
 
@@ -281,58 +287,6 @@ def _check_text_size(path: str, texts: Iterable[str], max_bytes: int, violations
         violations.add(path, description, PromptTooLong, prompt_bytes=size, max_prompt_bytes=max_bytes)
 
 
-def _sampling(
-    params: sampling_pb2.SamplingParams, bounds: ModelBounds, violations: Violations
-) -> tuple[Sampling, int | None]:
-    vocab = bounds.vocab_size
-    values: dict[str, Any] = {**DEFAULTS, **bounds.defaults}
-    for name, parameter in PARAMETERS.items():
-        if params.HasField(name):  # type: ignore[arg-type]  # one of the fields' names
-            values[name] = getattr(params, name)
-            if values[name] not in parameter.range:
-                violations.add(f"sampling.{name}", f"must be {parameter.range}")
-    if params.top_k > vocab:
-        violations.add("sampling.top_k", f"must be in [0, vocabulary], which is {vocab}")
-    values["top_k"] = min(values["top_k"], vocab)
-    max_tokens = params.max_tokens if params.HasField("max_tokens") else None
-    if max_tokens == 0:
-        violations.add("sampling.max_tokens", "must be at least 1")
-    elif max_tokens is not None and max_tokens >= bounds.context_length:
-        description = f"must be below the context length, which is {bounds.context_length}"
-        violations.add("sampling.max_tokens", description, PromptTooLong, context_length=bounds.context_length)
-    limit = bounds.context_length if max_tokens is None else max_tokens
-    if params.min_tokens > limit:
-        violations.add("sampling.min_tokens", "must be in [0, max_tokens]")
-    sampling = Sampling(
-        **values,
-        logit_bias=_logit_bias(params.logit_bias, vocab, violations),
-        allowed_ids=checked_ids("sampling.allowed_token_ids", params.allowed_token_ids, MAX_ID_LIST, vocab, violations),
-        banned_ids=checked_ids("sampling.banned_token_ids", params.banned_token_ids, MAX_ID_LIST, vocab, violations),
-        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
-        min_tokens=params.min_tokens,
-    )
-    return sampling, max_tokens
-
-
-def _logit_bias(
-    entries: Sequence[sampling_pb2.LogitBias], vocab_size: int, violations: Violations
-) -> tuple[tuple[int, float], ...]:
-    path = "sampling.logit_bias"
-    if len(entries) > MAX_LOGIT_BIAS:
-        violations.add(path, f"has more than {MAX_LOGIT_BIAS} entries")
-        return ()
-    seen: set[int] = set()
-    for index, entry in enumerate(entries):
-        if entry.token_id >= vocab_size:
-            add_out_of_vocabulary(f"{path}[{index}].token_id", vocab_size, violations)
-        elif entry.token_id in seen:
-            violations.add(f"{path}[{index}].token_id", "repeats the token of an earlier entry")
-        seen.add(entry.token_id)
-        if entry.bias not in BIAS_RANGE:
-            violations.add(f"{path}[{index}].bias", f"must be {BIAS_RANGE}")
-    return tuple((entry.token_id, entry.bias) for entry in entries)
-
-
 def _end_ids(
     request: pb.GenerateRequest, bounds: ModelBounds, violations: Violations
 ) -> tuple[frozenset[int], frozenset[int]]:
@@ -343,18 +297,6 @@ def _end_ids(
     stop_ids = checked_ids("stop.token_ids", stop.token_ids, MAX_STOP_IDS, vocab, violations)
     eos_ids = checked_ids("stop.eos_token_ids", stop.eos_token_ids, MAX_STOP_IDS, vocab, violations)
     return frozenset(stop_ids), frozenset(eos_ids)
-
-
-def _check_allowed(sampling: Sampling, stop_ids: frozenset[int], vocab_size: int, violations: Violations) -> None:
-    """Require a token that can be sampled, also before min_tokens."""
-    banned = set(sampling.banned_ids) | (stop_ids if sampling.min_tokens > 0 else set())
-    if sampling.allowed_ids:
-        if banned.issuperset(sampling.allowed_ids):
-            violations.add(
-                "sampling.allowed_token_ids", "leaves no token to sample with banned_token_ids and min_tokens"
-            )
-    elif len(banned) >= vocab_size:
-        violations.add("sampling.banned_token_ids", "leaves no token to sample")
 
 
 def _received(
@@ -387,16 +329,6 @@ def _model_fingerprint(request: pb.GenerateRequest, violations: Violations) -> s
     if len({value for _, value in named}) > 1:
         violations.add("model_fingerprint", "differs from resume.model_fingerprint")
     return named[-1][1] if named else ""
-
-
-def _stop_strings(strings: Sequence[str], violations: Violations) -> tuple[str, ...]:
-    if len(strings) > MAX_STOP_STRINGS:
-        violations.add("stop.strings", f"has more than {MAX_STOP_STRINGS} entries")
-        return ()
-    for index, string in enumerate(strings):
-        if not 1 <= len(string.encode()) <= MAX_STOP_STRING_BYTES:
-            violations.add(f"stop.strings[{index}]", f"must have 1 to {MAX_STOP_STRING_BYTES} bytes")
-    return tuple(strings)
 
 
 def _logprobs(output: pb.OutputOptions, violations: Violations) -> int:

@@ -53,3 +53,16 @@ def check_vocabulary(path: str, ids: Sequence[int], vocab_size: int, violations:
 def add_out_of_vocabulary(path: str, vocab_size: int, violations: Violations) -> None:
     description = f"must be in [0, vocabulary), which is {vocab_size}"
     violations.add(path, description, TokenOutOfVocabulary, vocab_size=vocab_size)
+
+
+def checked_texts(
+    path: str, texts: Sequence[str], max_count: int, max_bytes: int, violations: Violations
+) -> tuple[str, ...]:
+    """Return the texts, or () for more than `max_count`. Add a violation for that and for a size out of bounds."""
+    if len(texts) > max_count:
+        violations.add(path, f"has more than {max_count} entries")
+        return ()
+    for index, text in enumerate(texts):
+        if not 1 <= len(text.encode()) <= max_bytes:
+            violations.add(f"{path}[{index}]", f"must have 1 to {max_bytes} bytes")
+    return tuple(texts)
