@@ -67,6 +67,12 @@ class InstantRunner:
         """Return a token for each sampling row."""
         return InstantStep(StepResult(plan.epoch, plan.step, (TOKEN,) * plan.num_samples), self._step_seconds)
 
+    def load_adapter(self, index: int, key: bytes, path: str) -> None:
+        """Do nothing."""
+
+    def unload_adapter(self, index: int) -> None:
+        """Do nothing."""
+
     def idle_work(self) -> bool:
         """Return False: no work is left."""
         return False

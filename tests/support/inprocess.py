@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from itertools import count
+from pathlib import Path
 
 from support.events import flat
 
+from lineclear.model_files import adapter_files
 from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.events import Event, Failed, Finished, TokensReady
 from lineclear.scheduler.core.limits import CoreLimits
@@ -37,12 +39,20 @@ class InProcess:
         self._flights: deque[InflightStep] = deque()
         self._clock = count()
         self._epochs = count(1)
+        self._adapters: dict[bytes, Path] = {}
         self._join()
 
     @property
     def counters(self) -> Counters:
         """The core's counters."""
         return self.core.snapshot().counters
+
+    def load_adapter(self, directory: Path) -> bytes:
+        """Load an adapter and return its key."""
+        key = adapter_files.read(directory, 1024).key
+        self._runner.load_adapter(self.core.load_adapter(key, next(self._clock)), key, str(directory))
+        self._adapters[key] = directory
+        return key
 
     def serve(self, requests: Iterable[Request], lose_worker_after_steps: int = 0) -> dict[str, list[int]]:
         """Run `requests` to their ends and return their output tokens. Raises Failure if a request fails.
@@ -86,6 +96,8 @@ class InProcess:
         hello = decode(encode(self._runner.hello(self._epoch)))
         assert isinstance(hello, Hello)
         self.events += self.core.worker_joined(hello, next(self._clock))
+        for key, index in self.core.adapters.items():
+            self._runner.load_adapter(index, key, str(self._adapters[key]))
 
     def _plan(self) -> None:
         while (plan := self.core.plan(self._epoch, next(self._clock))) is not None:

@@ -223,13 +223,13 @@ class ToyRunner:
         """Return False: no idle work exists."""
         return False
 
-    def load_adapter(self, index: int, key: bytes) -> None:
-        """Hold an adapter as `index`."""
+    def load_adapter(self, index: int, key: bytes, path: str = "") -> None:
+        """Hold an adapter as `index`; its files are not read."""
         self.adapters[index] = key
 
     def unload_adapter(self, index: int) -> None:
         """Drop an adapter."""
-        del self.adapters[index]
+        self.adapters.pop(index, None)
 
     def launch(self, plan: StepPlan) -> ToyStep:
         """Compute the plan immediately."""

@@ -205,9 +205,10 @@ def test_decodes_are_packed_like_rows() -> None:
     first = plan(Row(0, 0, 7, True, (0, 1)), Row(3, 0, 4, True, (2,)), inits=(init(0, 7), init(3, 4)))
     decodes = Decodes((0, 3), (7, 4), ((3, 6),))
     chunk = Row(1, 0, 4, True, (5,))
+    adapted = replace(init(1, 4), adapter=2)
     found = []
-    for step in (plan(*decodes.rows(), chunk, inits=(init(1, 4),)), plan(chunk, inits=(init(1, 4),), decodes=decodes)):
-        slots = InputBatch(CAPACITY, torch.device("cpu"))
+    for step in (plan(*decodes.rows(), chunk, inits=(adapted,)), plan(chunk, inits=(adapted,), decodes=decodes)):
+        slots = InputBatch(CAPACITY, torch.device("cpu"), adapters=(2,))
         slots.write_sampled(go(slots, first), torch.tensor([30, 31]))
         packed = go(slots, step)
         slots.write_sampled(packed, [40, 41, 42])
@@ -218,6 +219,18 @@ def test_decodes_are_packed_like_rows() -> None:
         )
     assert found[0] == found[1]
     assert found[0][1] == [[2, 6], [0, 1], [5]], "the shortest first, chunks last"
+    assert packed.adapters is not None
+    assert packed.adapters.tolist() == [0, 0, 2, 2, 2, 2]
+
+
+def test_steps_without_adapters_have_none() -> None:
+    slots = InputBatch(CAPACITY, torch.device("cpu"), adapters=(2,))
+    assert go(slots, plan(Row(0, 0, 4, True, (0,)), inits=(init(0, 4),))).adapters is None
+    second = go(slots, plan(Row(1, 0, 4, True, (1,)), inits=(replace(init(1, 4), adapter=2),)))
+    assert second.adapters is not None
+    assert second.adapters.tolist() == [2, 2, 2, 2]
+    assert go(slots, plan(decodes=Decodes((0,), (4,), ((0, 2),)))).adapters is None, "another slot has one"
+    assert go(slots, plan(Row(1, 0, 4, True, (1,)), inits=(init(1, 4),))).adapters is None, "the next owner has none"
 
 
 def test_touched_blocks_end_at_the_highest_block() -> None:

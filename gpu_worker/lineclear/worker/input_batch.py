@@ -7,11 +7,12 @@ before anything changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -47,12 +48,15 @@ class PackedInputs(NamedTuple):
     """[num_samples]: position of the sampled token."""
     write_indices: list[int]
     """[num_samples]: index of the sampled token in the flattened token table."""
+    adapters: npt.NDArray[np.int32] | None = None
+    """[num_tokens]: index of the adapter of each input token, 0 for none. None: no row has one."""
 
 
 class InputBatch:
     """Tables with one row per slot."""
 
-    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+    def __init__(self, capacity: Capacity, device: torch.device, adapters: Container[int] = ()) -> None:
+        """`adapters` are the indices that slots may name."""
         self.capacity = capacity
         self.device = device
         self.stride = capacity.max_model_len + 1  # includes the token sampled after the last position
@@ -65,6 +69,9 @@ class InputBatch:
         self._num_blocks = [0] * capacity.num_slots
         self._num_computed = [0] * capacity.num_slots
         self._num_tokens = [0] * capacity.num_slots  # includes tokens sampled by launched steps
+        self._loaded_adapters = adapters
+        self._adapters = [0] * capacity.num_slots
+        self._has_adapters = False  # a slot has one, or had one before its next owner
         self.prompt_len = np.zeros(capacity.num_slots, np.int64)
         self.num_touched_blocks = 0
         """One more than the highest block of any plan since the last reset."""
@@ -72,6 +79,7 @@ class InputBatch:
     def reset(self) -> None:
         """Free every slot."""
         self._num_tokens = [0] * self.capacity.num_slots
+        self._adapters, self._has_adapters = [0] * self.capacity.num_slots, False
         self.num_touched_blocks = 0
 
     def check(self, plan: StepPlan) -> None:
@@ -129,6 +137,8 @@ class InputBatch:
             raise _protocol_error("a token outside the vocabulary")
         if len(init.blocks) * c.block_size >= len(init.tokens):
             raise _protocol_error("cached blocks for the whole sequence, so nothing is left to compute")
+        if init.adapter and init.adapter not in self._loaded_adapters:
+            raise _protocol_error(f"adapter {init.adapter} is not loaded")
         self._check_blocks(init.blocks)
         s = init.sampling
         lists = s.allowed_ids, s.banned_ids, s.begin_banned_ids, s.stop_ids, *s.bad_words
@@ -209,6 +219,9 @@ class InputBatch:
         self._num_computed[slot] = len(init.blocks) * self.capacity.block_size
         self._num_tokens[slot] = count
         self.prompt_len[slot] = init.prompt_len
+        if init.adapter or self._adapters[slot]:
+            self._adapters[slot] = init.adapter
+            self._has_adapters = any(self._adapters)
 
     def _append(self, row: Row) -> None:
         slot, end = row.slot, row.start + row.num_tokens
@@ -259,7 +272,12 @@ class InputBatch:
             by_token = np.concatenate((by_token, self._expand_chunks(*columns[:, len(single) :])), axis=1)
         batch = Batch(size, firsts, num_queries, queries_start, tables, self._flat_blocks, by_token[2])
         sample_rows = np.array([last[i] for i in sampling], np.int64)
-        return PackedInputs(batch, by_token[0], by_token[1], sample_rows, sample_slots, ends, write_indices)
+        adapters = self._row_adapters([slots[i] for i in order], by_row[1]) if self._has_adapters else None
+        return PackedInputs(batch, by_token[0], by_token[1], sample_rows, sample_slots, ends, write_indices, adapters)
+
+    def _row_adapters(self, slots: list[int], counts: list[int]) -> npt.NDArray[np.int32] | None:
+        adapters = [self._adapters[slot] for slot in slots]
+        return np.repeat(np.array(adapters, np.int32), counts) if any(adapters) else None
 
     def _expand_chunks(self, first: IntArray, count: IntArray, start: IntArray, table: IntArray) -> IntArray:
         """Return [3, num_tokens] for consecutive packed rows: read indices, positions and cells."""

@@ -7,12 +7,14 @@ the token table on the device; the host waits only in `InflightStep.result`.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 import transformers
 from torch import Tensor
 
 from lineclear.model_files import fingerprint
+from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.process.exception_location import exception_summary
 from lineclear.wire.messages import Hello, Logprobs, StepErrorKind, StepPlan, StepResult
 
@@ -22,6 +24,7 @@ from .cpu.thread_tuner import ThreadTuner
 from .input_batch import Capacity, InputBatch, PackedInputs
 from .kv_prefault import KvPrefaulter
 from .logits import Logits
+from .lora.adapter_set import AdapterSet
 from .memory_budget import blocks_that_fit
 from .model.loaded_model import LoadedModel, ModelRefused
 from .runner_interface import InflightStep, StepFailed
@@ -77,7 +80,10 @@ class ModelRunner:
             ) from error
         loaded.attach(self._backend)
         self._prefaulter = KvPrefaulter(self._backend, size, ahead_tokens=kv_prefault_tokens)
-        self._batch = InputBatch(self.capacity, loaded.device)
+        self._adapters = AdapterSet(loaded.model, loaded.dtype, loaded.device, has_hooks=loaded.decoder is None)
+        if loaded.decoder is not None:
+            loaded.decoder.use_adapters(self._adapters)
+        self._batch = InputBatch(self.capacity, loaded.device, self._adapters)
         self._sampling = SamplingTable(num_slots, loaded.vocab_size, loaded.device)
         self._thread_tuner: ThreadTuner | None = None
 
@@ -116,8 +122,24 @@ class ModelRunner:
         return fingerprint.combined((loaded.weights_fingerprint, loaded.text_fingerprint, *formats))
 
     def reset(self) -> None:
-        """Free every slot. The pools keep their contents: no cell is read before its next owner writes it."""
+        """Free every slot and drop all adapters.
+
+        The pools keep their contents: no cell is read before its next owner writes it.
+        """
         self._batch.reset()
+        self._adapters.clear()
+
+    def load_adapter(self, index: int, key: bytes, path: str) -> None:
+        """Hold the adapter in directory `path` as `index`. Raises AdapterFilesRefused."""
+        try:
+            with torch.inference_mode():
+                self._adapters.load(index, key, Path(path))
+        except (torch.OutOfMemoryError, MemoryError):
+            raise AdapterFilesRefused("the worker has too little memory for it") from None
+
+    def unload_adapter(self, index: int) -> None:
+        """Drop an adapter."""
+        self._adapters.unload(index)
 
     def preallocate(self) -> None:
         """Fault in all memory of the KV pools now. Raises ConfigurationError if the free memory does not suffice."""
@@ -162,6 +184,7 @@ class ModelRunner:
 
     def _logits(self, packed: PackedInputs) -> Logits:
         self._backend.start_step(packed.batch)
+        self._adapters.start_step(packed.adapters)
         return self._loaded.logits(self._batch.flat_tokens, packed.read_indices, packed.positions, packed.sample_rows)
 
 

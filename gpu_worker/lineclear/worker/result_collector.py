@@ -10,7 +10,7 @@ from typing import NamedTuple
 import structlog
 
 from lineclear.process.exception_location import exception_fields, exception_summary
-from lineclear.wire.messages import Goodbye, Hello, StepError, StepErrorKind, Stopping
+from lineclear.wire.messages import AdapterLoaded, Goodbye, Hello, StepError, StepErrorKind, Stopping
 from lineclear.worker.heartbeat import StepProgress
 from lineclear.worker.runner_interface import InflightStep, StepFailed
 from lineclear.worker.scheduler_link import ResultSocket, Waker
@@ -30,7 +30,7 @@ class _Launched(NamedTuple):
     inflight: InflightStep
 
 
-_Item = _Launched | Hello | Goodbye | Stopping | threading.Event | None
+_Item = _Launched | Hello | Goodbye | Stopping | AdapterLoaded | threading.Event | None
 
 
 class ResultCollector:
@@ -83,7 +83,7 @@ class ResultCollector:
         else:
             self._put(launched)
 
-    def send(self, message: Goodbye | Stopping) -> None:
+    def send(self, message: Goodbye | Stopping | AdapterLoaded) -> None:
         """Send a message behind everything queued before."""
         self._put(message)
 

@@ -52,6 +52,17 @@ class Runner(Protocol):
         """
         ...
 
+    def load_adapter(self, index: int, key: bytes, path: str) -> None:
+        """Hold the adapter in directory `path` as `index`, in place of another one, for later plans.
+
+        Raises AdapterFilesRefused if its files cannot be used, or have another digest than `key`.
+        """
+        ...
+
+    def unload_adapter(self, index: int) -> None:
+        """Drop an adapter, which no later plan uses. Nothing happens without one of this index."""
+        ...
+
     def idle_work(self) -> bool:
         """Do some milliseconds of preparation for later steps, while no plan is queued.
 

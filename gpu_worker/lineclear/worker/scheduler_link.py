@@ -15,11 +15,20 @@ import zmq
 from lineclear.process.logging_setup import should_log
 from lineclear.process.socket_dir import SocketDir
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
-from lineclear.wire.messages import Goodbye, Heartbeat, Message, Rejoin, SetLogLevel, StepPlan
+from lineclear.wire.messages import (
+    Goodbye,
+    Heartbeat,
+    LoadAdapter,
+    Message,
+    Rejoin,
+    SetLogLevel,
+    StepPlan,
+    UnloadAdapter,
+)
 
 log = structlog.get_logger()
 
-SchedulerMessage = StepPlan | Rejoin | Goodbye | SetLogLevel
+SchedulerMessage = StepPlan | Rejoin | Goodbye | SetLogLevel | LoadAdapter | UnloadAdapter
 """Messages of a scheduler that the step loop handles."""
 
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 500

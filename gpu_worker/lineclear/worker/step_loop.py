@@ -28,10 +28,23 @@ import structlog
 import zmq
 
 from lineclear.exit_codes import ExitCode
+from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.process import logging_setup
+from lineclear.process.exception_location import exception_fields
 from lineclear.process.socket_dir import SocketDir, private_socket_dir
 from lineclear.wire.codec import ProtocolMismatch
-from lineclear.wire.messages import Goodbye, Rejoin, SetLogLevel, StepErrorKind, StepPlan, StepResult, Stopping
+from lineclear.wire.messages import (
+    AdapterLoaded,
+    Goodbye,
+    LoadAdapter,
+    Rejoin,
+    SetLogLevel,
+    StepErrorKind,
+    StepPlan,
+    StepResult,
+    Stopping,
+    UnloadAdapter,
+)
 from lineclear.worker.heartbeat import HeartbeatThread, StepProgress
 from lineclear.worker.result_collector import DeviceStuck, ResultCollector
 from lineclear.worker.runner_interface import InflightStep, Runner, StepFailed
@@ -220,11 +233,28 @@ class _Loop:
                 return _EpochEnd.DROPPED if message.is_final else _EpochEnd.REFUSED
             if isinstance(message, SetLogLevel):
                 logging_setup.set_level(message.level.name.lower())
+            elif isinstance(message, LoadAdapter):
+                self._load_adapter(message)
+            elif isinstance(message, UnloadAdapter):
+                self._runner.unload_adapter(message.index)
             elif message is not None:
                 self._launch(message, last_step)
                 last_step, timeout_seconds = message.step, self._limits.idle_seconds
             else:  # idle work runs in slices of milliseconds, so that the next message hardly waits
                 timeout_seconds = 0.0 if self._runner.idle_work() else None
+
+    def _load_adapter(self, message: LoadAdapter) -> None:
+        """Load an adapter between two steps, and answer."""
+        problem = ""
+        try:
+            self._runner.load_adapter(message.index, message.key, message.path)
+        except AdapterFilesRefused as error:
+            problem = str(error)
+        except Exception as error:
+            log.error("adapter_failed", **exception_fields(error))
+            problem = f"the worker cannot load it: {type(error).__name__}"
+        log.info("adapter_loaded", index=message.index, key=message.key.hex()[:16], problem=problem)
+        self._collector.send(AdapterLoaded(message.epoch, message.index, message.key, problem))
 
     def _wait_for_rejoin(self, plans: PlanSocket) -> _EpochEnd:
         """Stay connected until Rejoin, until the scheduler disconnects, or for `standby_seconds`."""

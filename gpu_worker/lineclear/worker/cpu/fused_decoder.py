@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, CallGraph, DynamicInt, DynamicPointer, Kernel, address, pointer
 from lineclear.worker.kernels.native_library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
 from lineclear.worker.logits import Logits
+from lineclear.worker.lora.adapter_set import AdapterSet
+from lineclear.worker.lora.fused_lora import AdapterCalls, Part
 
 from .linear import Linear, Packer
 from .rotary_cache import RotaryCache
@@ -54,6 +57,15 @@ class _Layer:
     gate_up: Linear
     down: Linear
     rotates: bool
+
+
+class _Parts(NamedTuple):
+    """The modules of a layer in each of its matrix products, for adapters."""
+
+    qkv: list[Part]
+    attention_output: list[Part]
+    gate_up: list[Part]
+    down: list[Part]
 
 
 class _Activations(NamedTuple):
@@ -102,6 +114,7 @@ class FusedDecoder:
         self._rotary = RotaryCache(model.model.rotary_emb, model.dtype, max_positions)
         arena = HugePageArena()
         self._layers = [_fused_layer(module, packer, arena) for module in model.model.layers]
+        self._parts = [_parts(f"model.layers.{i}", module) for i, module in enumerate(model.model.layers)]
         self._final = _norm(model.model.norm)
         self._lm_head = packer([model.lm_head], arena)
         self._activation = _ACTIVATIONS[config.hidden_act]
@@ -130,6 +143,9 @@ class FusedDecoder:
         self._head_activations: _HeadActivations | None = None
         self._head_capacity = self._num_samples = 0
         self._layers_graph, self._head_graph = CallGraph(), CallGraph()
+        self._adapters: AdapterSet | None = None
+        self._row_adapters = DynamicPointer()
+        self._adapted_graph: tuple[int, AdapterCalls, CallGraph] | None = None  # of a version of the adapters
         self._logits: tuple[Tensor, Tensor, Tensor] = (torch.empty(0), torch.empty(0), torch.empty(0))
         self._host_max: Any = memoryview(b"")  # this and the next: host views of the last two tensors of `_logits`
         self._host_ids: Any = memoryview(b"")
@@ -139,6 +155,10 @@ class FusedDecoder:
         """Use `backend` for attention from now on."""
         self._backend = backend
         self._activations = None  # the captured calls use the previous backend
+
+    def use_adapters(self, adapters: AdapterSet) -> None:
+        """Add the products of `adapters` in steps in which a row has one."""
+        self._adapters, self._adapted_graph = adapters, None
 
     def logits(self, tokens: Tensor, read_indices: IntArray, positions: IntArray, sample_rows: IntArray) -> Logits:
         """Return the logits of the packed tokens `sample_rows`; the packed tokens are `tokens[read_indices]`.
@@ -156,7 +176,11 @@ class FusedDecoder:
             self._token_table, self._table.value = tokens, tokens.data_ptr()
         self._read_indices.value, self._positions.value = address(read_indices), address(positions)
         self._sample_rows.value = address(sample_rows)
-        self._layers_graph.replay()
+        if self._adapters is None or self._adapters.rows is None:
+            self._layers_graph.replay()
+        else:
+            self._row_adapters.value = address(self._adapters.rows)
+            self._graph_with(self._adapters).replay()
         self._head_graph.replay()
         return Logits(*self._logits, (self._host_max.tolist(), self._host_ids.tolist()))
 
@@ -173,7 +197,7 @@ class FusedDecoder:
             dtypes = dict.fromkeys(_Activations._fields, self._dtype) | others
             tensors = (torch.empty(capacity, *x, dtype=t) for x, t in zip(shapes, dtypes.values(), strict=True))
             self._activations = _Activations(*tensors)
-            self._layers_graph = CallGraph(self._capture(self._activations))
+            self._layers_graph, self._adapted_graph = CallGraph(self._capture(self._activations)), None
             self._head_activations = None  # its captured calls read the old buffers
         return self._activations
 
@@ -204,8 +228,21 @@ class FusedDecoder:
         _, max_values, ids = self._logits = head.logits[:samples], head.max_values[:samples], head.ids[:samples]
         self._host_max, self._host_ids = max_values.numpy().data, ids.numpy().data
 
-    def _capture(self, act: _Activations) -> list[Call]:
+    def _graph_with(self, adapters: AdapterSet) -> CallGraph:
+        """Return the calls through all layers with the products of the adapters, captured once for each version."""
+        if self._adapted_graph is None or self._adapted_graph[0] != adapters.version:
+            assert self._activations is not None
+            products = AdapterCalls(selected_library(), adapters, self._tokens, self._row_adapters)
+            graph = CallGraph(self._capture(self._activations, products))
+            self._adapted_graph = adapters.version, products, graph
+        return self._adapted_graph[2]
+
+    def _capture(self, act: _Activations, adapters: AdapterCalls | None = None) -> list[Call]:
         """Return the calls from token ids through all layers, on the first `_tokens` rows of `act`."""
+
+        def products(parts: Sequence[Part], x: Tensor, out: Tensor) -> list[Call]:
+            return [] if adapters is None else adapters.calls(parts, x, out)
+
         backend, count = self._backend, self._tokens
         assert backend is not None
         width = self._rotary.width
@@ -224,21 +261,28 @@ class FusedDecoder:
             if layer.norm_before_attention is not None or pending is not None:
                 calls.append(self._add_norm(count, act.residual, pending, layer.norm_before_attention, act.normed))
                 x = act.residual if layer.norm_before_attention is None else act.normed
+            attended = act.attended.view(len(act.attended), -1)
+            parts = self._parts[index]
             calls += [
                 layer.qkv.bind(count, x, act.qkv),
+                *products(parts.qkv, x, act.qkv),
                 self._split_heads(layer, act, rotary, width),
                 backend.bind(index, count, act.query, act.key, act.value, act.attended),
-                layer.attention_output.bind(count, act.attended.view(len(act.attended), -1), act.output),
+                layer.attention_output.bind(count, attended, act.output),
+                *products(parts.attention_output, attended, act.output),
             ]
             pending = act.output
             if layer.norm_after_attention is not None:
                 calls.append(self._add_norm(count, act.output, None, layer.norm_after_attention, act.normed_output))
                 pending = act.normed_output
+            x = act.residual if layer.norm_before_mlp is None else act.normed
             calls += [
                 self._add_norm(count, act.residual, pending, layer.norm_before_mlp, act.normed),
-                layer.gate_up.bind(count, act.residual if layer.norm_before_mlp is None else act.normed, act.gate_up),
+                layer.gate_up.bind(count, x, act.gate_up),
+                *products(parts.gate_up, x, act.gate_up),
                 self._gate(act.gate_up, act.gated),
                 layer.down.bind(count, act.gated, act.output),
+                *products(parts.down, act.gated, act.output),
             ]
             pending = act.output
             if layer.norm_after_mlp is not None:
@@ -324,6 +368,22 @@ def _fused_layer(module: Any, packer: Packer, arena: HugePageArena) -> _Layer:
         gate_up=packer([mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj], arena),
         down=packer([mlp.down_proj], arena),
         rotates=use_rope,
+    )
+
+
+def _parts(path: str, module: Any) -> _Parts:
+    """Return the modules in the order in which `_fused_layer` packs them."""
+    fused_qkv, fused_gate = hasattr(module.self_attn, "qkv_proj"), hasattr(module.mlp, "gate_up_proj")
+
+    def named(owner: str, *names: str) -> list[Part]:
+        owned = getattr(module, owner)
+        return [Part(f"{path}.{owner}.{name}", getattr(owned, name).out_features) for name in names]
+
+    return _Parts(
+        named("self_attn", *(["qkv_proj"] if fused_qkv else ["q_proj", "k_proj", "v_proj"])),
+        named("self_attn", "o_proj"),
+        named("mlp", *(["gate_up_proj"] if fused_gate else ["gate_proj", "up_proj"])),
+        named("mlp", "down_proj"),
     )
 
 

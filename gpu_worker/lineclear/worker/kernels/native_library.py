@@ -38,6 +38,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "lineclear_bf16_gemm": [*[_INTEGER] * 3, *[_POINTER] * 4],
     "lineclear_int8_gemm": [_POINTER, _INTEGER, _INTEGER, *[_POINTER] * 2],
     "lineclear_gather_rows": [*[_INTEGER] * 2, *[_POINTER] * 3],
+    "lineclear_lora": [*[_INTEGER] * 6, *[_POINTER] * 5],
     "lineclear_replay": [_POINTER, _INTEGER, _POINTER],
 }
 """Argument types of the exported functions."""
@@ -105,6 +106,8 @@ def load(name: str) -> Any | None:
     except (OSError, AttributeError):
         return None
     for function, arguments in FUNCTIONS.items():
+        if not hasattr(found, function):
+            continue  # built before the function was added
         getattr(found, function).restype = None
         getattr(found, function).argtypes = arguments
     for function in ("lineclear_queries_per_item", "lineclear_bf16_gemm_is_faster", "lineclear_bf16_packed_size"):

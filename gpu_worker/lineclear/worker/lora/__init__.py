@@ -1,0 +1,1 @@
+"""LoRA adapters: several on the rows of one batch."""

@@ -1,0 +1,260 @@
+"""Adapters on the rows of a batch, against PEFT's own outputs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.adapters import ALL_LINEAR, peft_answer, save_adapter
+from support.families import WIDE, tiny_model
+from support.inprocess import InProcess
+
+from lineclear.model_files import adapter_files
+from lineclear.model_files.adapter_files import AdapterFilesRefused
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import Row, Sampling, SlotInit, StepErrorKind, StepPlan
+from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
+from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.runner_interface import StepFailed
+
+PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+FAMILIES = {"llama": ALL_LINEAR, "qwen2": ALL_LINEAR, "phi3": PHI3, "olmo2": ALL_LINEAR}
+MAX_TOKENS = 10
+
+
+def prompts(count: int) -> list[tuple[int, ...]]:
+    torch.manual_seed(5)
+    return [tuple(torch.randint(3, 200, (5 + 2 * i,)).tolist()) for i in range(count)]
+
+
+def runner_of(family: str, *, fused: bool, **sizes: Any) -> ModelRunner:
+    loaded = wrap_model(tiny_model(family, **WIDE))
+    if fused:
+        found = build_fused(loaded)
+        assert found is not None
+        loaded = found
+    return ModelRunner(loaded, **{"num_blocks": 64} | sizes)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path | None]]:
+    """Return two adapters of a family, of other ranks and modules, and none."""
+    made: dict[str, list[Path | None]] = {}
+
+    def of(family: str) -> list[Path | None]:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            targets = FAMILIES[family]
+            first = save_adapter(tiny_model(family, **WIDE), folder / "a", 1, targets)
+            second = save_adapter(
+                tiny_model(family, **WIDE), folder / "b", 2, targets[:2], r=5, lora_alpha=7, use_rslora=True
+            )
+            made[family] = [first, None, second]
+        return made[family]
+
+    return of
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "transformers"])
+@pytest.mark.usefixtures("each_way")
+def test_batch_of_two_adapters_and_the_model_equals_peft(
+    family: str, fused: bool, adapters: Callable[[str], list[Path | None]]
+) -> None:
+    make_model = partial(tiny_model, family, **WIDE)
+    chosen = [adapters(family)[i % 3] for i in range(16)]
+    expected = {
+        str(i): peft_answer(make_model, path, prompt, MAX_TOKENS)
+        for i, (path, prompt) in enumerate(zip(chosen, prompts(16), strict=True))
+    }
+    plain = peft_answer(make_model, None, prompts(1)[0], MAX_TOKENS)
+    assert expected["0"] != plain, "the adapter changes the answer"
+    for limits in (CoreLimits(), CoreLimits(target_batch_tokens=7)):
+        server = InProcess(runner_of(family, fused=fused), limits)
+        keys = {path: b"" if path is None else server.load_adapter(path) for path in dict.fromkeys(chosen)}
+        requests = [
+            Request(str(i), prompt, Sampling(), MAX_TOKENS, adapter=keys[path])
+            for i, (path, prompt) in enumerate(zip(chosen, prompts(16), strict=True))
+        ]
+        assert server.serve(requests) == expected
+
+
+def test_preemption_and_a_lost_worker_change_no_token(adapters: Callable[[str], list[Path | None]]) -> None:
+    chosen = [adapters("llama")[i % 3] for i in range(6)]
+
+    def served(num_blocks: int, lose: int, sampling: dict[str, Any]) -> tuple[dict[str, list[int]], int]:
+        server = InProcess(runner_of("llama", fused=True, num_blocks=num_blocks, num_slots=8), CoreLimits())
+        keys = {path: b"" if path is None else server.load_adapter(path) for path in dict.fromkeys(chosen)}
+        requests = [
+            Request(str(i), prompts(6)[i], Sampling(seed=i, **sampling), 30, adapter=keys[path])
+            for i, path in enumerate(chosen)
+        ]
+        return server.serve(requests, lose_worker_after_steps=lose), server.counters.preemptions
+
+    for sampling in ({}, {"temperature": 1.0, "top_p": 0.9}):
+        expected, none = served(64, 0, sampling)
+        assert none == 0
+        assert served(64, 9, sampling)[0] == expected
+        found, preemptions = served(8, 0, sampling)
+        assert preemptions > 0
+        assert found == expected
+
+
+def test_row_does_not_depend_on_the_adapters_of_others(adapters: Callable[[str], list[Path | None]]) -> None:
+    def logprobs(others: int) -> list[Any]:
+        server = InProcess(runner_of("llama", fused=True), CoreLimits(prefix_cache=False))
+        keys = [b"" if path is None else server.load_adapter(path) for path in adapters("llama")]
+        requests = [
+            Request(str(i), prompts(9)[i], Sampling(logprobs=3), MAX_TOKENS, adapter=keys[i % 3])
+            for i in range(1 + others)
+        ]
+        server.serve(requests)
+        return server.logprobs("0")
+
+    assert logprobs(0) == logprobs(8)
+
+
+@pytest.mark.parametrize("quantise", [False, True], ids=["bfloat16", "int8"])
+def test_adapter_changes_quantised_and_bf16_models(quantise: bool, tmp_path: Path) -> None:
+    """The product is that of the factors: its effect on the logits is as in fp32, within the format's error."""
+    path = save_adapter(tiny_model("llama", **WIDE), tmp_path / "a", 1, size=0.05)
+
+    def logprobs(dtype: torch.dtype, directory: Path | None) -> torch.Tensor:
+        model = tiny_model("llama", **WIDE).to(dtype)
+        loaded = wrap_model(model)
+        built = to_int8(loaded) if quantise and dtype == torch.bfloat16 else build_fused(loaded)
+        assert built is not None
+        server = InProcess(ModelRunner(built, num_blocks=64))
+        key = b"" if directory is None else server.load_adapter(directory)
+        server.serve([Request("a", prompts(3)[2], Sampling(logprobs=0, allowed_ids=(7,)), 1, adapter=key)])
+        return torch.tensor([entry.logprob for entry in server.logprobs("a")])
+
+    change = logprobs(torch.float32, path) - logprobs(torch.float32, None)
+    rounded = logprobs(torch.bfloat16, path) - logprobs(torch.bfloat16, None)
+    torch.testing.assert_close(rounded, change, atol=0.08, rtol=0.1)
+
+
+def test_unloaded_index_is_refused_and_replaced(adapters: Callable[[str], list[Path | None]]) -> None:
+    runner = runner_of("llama", fused=True)
+    first, _, second = adapters("llama")
+    assert first is not None
+    assert second is not None
+    init = SlotInit(0, (5, 6, 7), 3, (), Sampling(logprobs=0), 1)
+
+    def answer() -> Any:
+        return runner.launch(StepPlan(1, 1, (Row(0, 0, 3, True, (3,)),), (init,))).result().logprobs
+
+    with pytest.raises(StepFailed, match="adapter 1 is not loaded") as caught:
+        answer()
+    assert caught.value.kind is StepErrorKind.PROTOCOL
+    found = []
+    for path in (first, second, first):
+        runner.load_adapter(1, adapter_files.read(path, 8).key, str(path))
+        found.append(answer())
+    assert found[0] == found[2] != found[1]
+    runner.unload_adapter(1)
+    with pytest.raises(StepFailed):
+        answer()
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def copied(source: Path | None, target: Path, **config: Any) -> Path:
+    """Return a copy of an adapter with other settings."""
+    assert source is not None
+    shutil.copytree(source, target)
+    file = target / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "biases of the model"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"r": 64}, "rank is 64, the limit is 16; raise --max-lora-rank"),
+        ({"r": 4}, "which is not of rank 4"),
+        ({"r": True}, "not a positive integer"),
+        ({"lora_alpha": "x"}, "lora_alpha"),
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+    ],
+)
+def test_adapter_of_another_kind_is_refused(
+    config: dict[str, Any], reason: str, adapters: Callable[[str], list[Path | None]], tmp_path: Path
+) -> None:
+    with pytest.raises(AdapterFilesRefused, match=reason):
+        adapter_files.read(copied(adapters("llama")[0], tmp_path / "a", **config), 16)
+
+
+def test_files_that_cannot_be_read_are_refused(adapters: Callable[[str], list[Path | None]], tmp_path: Path) -> None:
+    source = adapters("llama")[0]
+    with pytest.raises(AdapterFilesRefused, match="no such directory"):
+        adapter_files.read(tmp_path / "none", 16)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(AdapterFilesRefused, match=r"no adapter_config\.json"):
+        adapter_files.read(tmp_path / "empty", 16)
+    pickled = copied(source, tmp_path / "pickled")
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    with pytest.raises(AdapterFilesRefused, match="pickle"):
+        adapter_files.read(pickled, 16)
+    cut = copied(source, tmp_path / "cut")
+    (cut / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(AdapterFilesRefused, match="cut short"):
+        adapter_files.read(cut, 16)
+    (cut / "adapter_config.json").write_text("[1]")
+    with pytest.raises(AdapterFilesRefused, match="not a JSON object"):
+        adapter_files.read(cut, 16)
+
+
+def test_other_tensors_are_refused(adapters: Callable[[str], list[Path | None]], tmp_path: Path) -> None:
+    directory = copied(adapters("llama")[0], tmp_path / "a")
+    file = directory / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"base_model.model.lm_head.weight": torch.zeros(2, 2)}, file)
+    with pytest.raises(AdapterFilesRefused, match=r"lm_head\.weight is no factor"):
+        adapter_files.read(directory, 16)
+    save_file(dict(list(tensors.items())[:1]), file)
+    with pytest.raises(AdapterFilesRefused, match="only one factor"):
+        adapter_files.read(directory, 16)
+
+
+def test_adapter_of_another_model_is_refused(adapters: Callable[[str], list[Path | None]]) -> None:
+    runner = runner_of("llama", fused=True)
+    first, phi = adapters("llama")[0], adapters("phi3")[0]
+    assert first is not None
+    assert phi is not None
+    with pytest.raises(AdapterFilesRefused, match="no linear layer model"):
+        runner.load_adapter(1, adapter_files.read(phi, 16).key, str(phi))
+    small = ModelRunner(wrap_model(tiny_model("llama")), num_blocks=8)
+    with pytest.raises(AdapterFilesRefused, match=r"features in the adapter, and \d+ to \d+ in the model"):
+        small.load_adapter(1, adapter_files.read(first, 16).key, str(first))
+
+
+def test_changed_files_are_refused(adapters: Callable[[str], list[Path | None]], tmp_path: Path) -> None:
+    directory = copied(adapters("llama")[0], tmp_path / "a")
+    key = adapter_files.read(directory, 16).key
+    file = directory / "adapter_model.safetensors"
+    save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(AdapterFilesRefused, match="have changed"):
+        runner_of("llama", fused=True).load_adapter(1, key, str(directory))
+
+
+def test_non_finite_factors_are_refused(adapters: Callable[[str], list[Path | None]], tmp_path: Path) -> None:
+    directory = copied(adapters("llama")[0], tmp_path / "a")
+    file = directory / "adapter_model.safetensors"
+    save_file({name: tensor / 0 for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(AdapterFilesRefused, match="not finite"):
+        runner_of("llama", fused=True).load_adapter(1, adapter_files.read(directory, 16).key, str(directory))
