@@ -33,6 +33,20 @@ class Capacity(NamedTuple):
     vocab_size: int
 
 
+class OutputRow(NamedTuple):
+    """A row that reports scores or a vector."""
+
+    output: RowOutput
+    slot: int
+    first: int
+    """Packed index of its first token."""
+    num_tokens: int
+    token_index: int
+    """Index of its first token in the flattened token table."""
+    is_last: bool
+    """It has the last known token of the sequence."""
+
+
 class PackedInputs(NamedTuple):
     """Inputs of a step. Tokens are in packed order, samples in the plan's order."""
 
@@ -48,6 +62,8 @@ class PackedInputs(NamedTuple):
     """[num_samples]: position of the sampled token."""
     write_indices: list[int]
     """[num_samples]: index of the sampled token in the flattened token table."""
+    output_rows: tuple[OutputRow, ...]
+    """The rows that report scores or a vector, in the plan's order."""
     adapters: npt.NDArray[np.int32] | None = None
     """[num_tokens]: index of the adapter of each input token, 0 for none. None: no row has one."""
 
@@ -193,8 +209,8 @@ class InputBatch:
         end = row.start + row.num_tokens
         if row.num_tokens < 1 or row.start != computed:
             raise _protocol_error(f"row of {row.num_tokens} positions at {row.start}, but {computed} are computed")
-        if row.output not in (RowOutput.NONE, RowOutput.SAMPLE):
-            raise _protocol_error("a row whose output this worker does not compute")
+        if row.output == RowOutput.SCORE and end == known:
+            raise _protocol_error(f"score of position {end - 1}, but {known} tokens are known")
         if end > known or (row.sample and end != known):
             raise _protocol_error(f"row up to position {end}, but {known} tokens are known")
         if end > c.max_model_len:
@@ -273,7 +289,16 @@ class InputBatch:
         batch = Batch(size, firsts, num_queries, queries_start, tables, self._flat_blocks, by_token[2])
         sample_rows = np.array([last[i] for i in sampling], np.int64)
         adapters = self._row_adapters([slots[i] for i in order], by_row[1]) if self._has_adapters else None
-        return PackedInputs(batch, by_token[0], by_token[1], sample_rows, sample_slots, ends, write_indices, adapters)
+        output_rows = tuple(
+            OutputRow(
+                *(row.output, row.slot, last[i] - row.num_tokens + 1, row.num_tokens, row.slot * stride + row.start),
+                is_last=row.start + row.num_tokens == self._num_tokens[row.slot],
+            )
+            for i, row in enumerate(chunks, len(decodes.slots))
+            if row.output > RowOutput.SAMPLE
+        )
+        samples = sample_rows, sample_slots, ends, write_indices
+        return PackedInputs(batch, by_token[0], by_token[1], *samples, output_rows, adapters)
 
     def _row_adapters(self, slots: list[int], counts: list[int]) -> npt.NDArray[np.int32] | None:
         adapters = [self._adapters[slot] for slot in slots]

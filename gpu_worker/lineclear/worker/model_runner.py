@@ -7,6 +7,7 @@ the token table on the device; the host waits only in `InflightStep.result`.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from .logits import Logits
 from .lora.adapter_set import AdapterSet
 from .memory_budget import blocks_that_fit
 from .model.loaded_model import LoadedModel, ModelRefused
+from .row_outputs import ReportedRows, RowOutputs, ScoreColumns, to_result
 from .runner_interface import InflightStep, StepFailed
 from .sampler import Sampled, sample
 from .sampling_metadata import SamplingMetadata, SamplingTable
@@ -85,6 +87,7 @@ class ModelRunner:
             loaded.decoder.use_adapters(self._adapters)
         self._batch = InputBatch(self.capacity, loaded.device, self._adapters)
         self._sampling = SamplingTable(num_slots, loaded.vocab_size, loaded.device)
+        self._row_outputs = RowOutputs(self._batch.flat_tokens, loaded.device)
         self._thread_tuner: ThreadTuner | None = None
 
     def tune_threads(self, tuner: ThreadTuner) -> None:
@@ -127,6 +130,7 @@ class ModelRunner:
         The pools keep their contents: no cell is read before its next owner writes it.
         """
         self._batch.reset()
+        self._row_outputs.reset()
         self._adapters.clear()
 
     def load_adapter(self, index: int, key: bytes, path: str) -> None:
@@ -156,36 +160,44 @@ class ModelRunner:
         if self._thread_tuner is not None:
             self._thread_tuner.start_step(plan.num_tokens)
         try:
-            metadata, sampled = self._step(plan)
-            inflight = _InflightStep(plan, metadata, sampled, timer)
+            inflight = _InflightStep(plan, *self._step(plan), timer)
         except Exception as error:
             raise _step_failed(error) from error
         if self._thread_tuner is not None:
             self._thread_tuner.finish_step(plan.num_tokens)
         return inflight
 
-    def _step(self, plan: StepPlan) -> tuple[SamplingMetadata, Sampled | None]:
+    def _step(self, plan: StepPlan) -> tuple[SamplingMetadata, Sampled | None, ReportedRows | None]:
         if plan.copy_blocks:
             self._backend.copy(plan.copy_blocks)  # first: the plan may zero a source
         if plan.zero_blocks:
             self._backend.zero(plan.zero_blocks)
         for init in plan.inits:
             self._sampling.set_slot(init.slot, init.sampling)
+        if plan.inits:
+            self._row_outputs.set_slots(plan.inits)
         packed = self._batch.apply(plan)
         metadata = self._sampling.select(packed.sample_slots, packed.sample_positions, self._batch.prompt_len)
         if not len(packed.read_indices):
-            return metadata, None
-        logits = self._logits(packed)
-        if not metadata.num_rows:
-            return metadata, None
-        sampled = sample(logits, metadata, self._batch.tokens)
-        self._batch.write_sampled(packed, sampled.tokens if sampled.host_tokens is None else sampled.host_tokens)
-        return metadata, sampled
-
-    def _logits(self, packed: PackedInputs) -> Logits:
+            return metadata, None, None
         self._backend.start_step(packed.batch)
         self._adapters.start_step(packed.adapters)
-        return self._loaded.logits(self._batch.flat_tokens, packed.read_indices, packed.positions, packed.sample_rows)
+        logits, reported = self._logits(packed)
+        if logits is None:
+            return metadata, None, reported
+        sampled = sample(logits, metadata, self._batch.tokens)
+        self._batch.write_sampled(packed, sampled.tokens if sampled.host_tokens is None else sampled.host_tokens)
+        return metadata, sampled, reported
+
+    def _logits(self, packed: PackedInputs) -> tuple[Logits | None, ReportedRows | None]:
+        """Return the logits of the sampling rows, if any, and the outputs of the other rows."""
+        inputs = self._batch.flat_tokens, packed.read_indices, packed.positions
+        if not packed.output_rows:
+            logits = self._loaded.logits(*inputs, packed.sample_rows)
+            return logits if packed.sample_slots else None, None
+        forward = self._loaded.forward(*inputs)
+        reported = self._row_outputs.compute(packed.output_rows, forward)
+        return forward.logits(packed.sample_rows) if packed.sample_slots else None, reported
 
 
 def _num_blocks(
@@ -237,8 +249,16 @@ class _InflightStep:
     is_complete: bool
     """True on a CPU, which computes during launch."""
 
-    def __init__(self, plan: StepPlan, metadata: SamplingMetadata, sampled: Sampled | None, timer: _StepTimer) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        metadata: SamplingMetadata,
+        sampled: Sampled | None,
+        reported: ReportedRows | None,
+        timer: _StepTimer,
+    ) -> None:
         self._plan = plan
+        self._reported = None if reported is None else _reported_to_host(reported)
         self._metadata = metadata
         self._outputs = sampled if sampled is None or sampled.host_tokens is not None else _all_to_host(sampled)
         self._timer = timer
@@ -255,6 +275,10 @@ class _InflightStep:
             seconds = self._timer.wait()
         except Exception as error:  # CUDA errors are raised by the wait
             raise _step_failed(error) from error
+        result = self._sampled_result(seconds)
+        return result if self._reported is None else _with_reported(result, self._plan, self._reported)
+
+    def _sampled_result(self, seconds: float) -> StepResult:
         epoch, step = self._plan.epoch, self._plan.step
         if self._outputs is None:
             return StepResult(epoch, step, (), step_seconds=seconds)
@@ -278,6 +302,22 @@ class _InflightStep:
         for row, count, chosen, ids, values in zip(rows, num_top, *columns, strict=True):
             entries[row] = Logprobs(chosen, tuple(zip(ids[:count], values[:count], strict=True)))
         return tuple(entries)
+
+
+def _with_reported(result: StepResult, plan: StepPlan, reported: ReportedRows) -> StepResult:
+    """Return the result with scores and vectors, and its bad rows counted among all rows with an output."""
+    scores, vectors, bad = to_result(reported)
+    outputs = [row.sample for row in plan.chunks if row.output]
+    sampling = [*range(len(plan.decodes.slots)), *(i for i, x in enumerate(outputs, len(plan.decodes.slots)) if x)]
+    others = [i for i, x in enumerate(outputs, len(plan.decodes.slots)) if not x]
+    bad_rows = frozenset([*(sampling[i] for i in result.bad_rows), *(others[i] for i in bad)])
+    return replace(result, bad_rows=bad_rows, scores=scores, vectors=vectors)
+
+
+def _reported_to_host(reported: ReportedRows) -> ReportedRows:
+    scores = None if reported.scores is None else ScoreColumns(*map(_to_host, reported.scores))
+    vectors = tuple(None if vector is None else _to_host(vector) for vector in reported.vectors)
+    return reported._replace(scores=scores, vectors=vectors)
 
 
 def _rows_where(bad: Tensor | None) -> frozenset[int]:

@@ -70,7 +70,8 @@ def _sample(model_logits: Logits, metadata: SamplingMetadata, token_table: Tenso
     tokens.masked_fill_(bad, 0)
     if metadata.logprob_rows is None:
         return Sampled(tokens, bad)
-    return Sampled(tokens, bad, *_logprobs(logits, tokens, metadata.logprob_rows, max(metadata.num_top)))
+    rows = metadata.logprob_rows
+    return Sampled(tokens, bad, *logprobs_of(logits[rows], tokens[rows], max(metadata.num_top)))
 
 
 # --- draws ---------------------------------------------------------------------------------------------------------
@@ -189,10 +190,10 @@ def _wide_dtype(tensor: Tensor) -> torch.dtype:
 # --- log-probabilities ---------------------------------------------------------------------------------------------
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return natural logarithms before temperature and truncation: of the tokens, then top ids and their values."""
-    all_logprobs = torch.log_softmax(logits[rows], dim=-1)
-    chosen = all_logprobs.gather(1, tokens[rows][:, None])[:, 0]
+    all_logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = all_logprobs.gather(1, tokens[:, None])[:, 0]
     values, ids = all_logprobs.topk(min(num_top, all_logprobs.shape[-1]), dim=-1)
     ids, order = ids.sort(dim=-1)
     values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)

@@ -142,7 +142,7 @@ class FusedDecoder:
         self._capacity = 0
         self._head_activations: _HeadActivations | None = None
         self._head_capacity = self._num_samples = 0
-        self._layers_graph, self._head_graph = CallGraph(), CallGraph()
+        self._layers_graph, self._norm_graph, self._head_graph = CallGraph(), CallGraph(), CallGraph()
         self._adapters: AdapterSet | None = None
         self._row_adapters = DynamicPointer()
         self._adapted_graph: tuple[int, AdapterCalls, CallGraph] | None = None  # of a version of the adapters
@@ -166,23 +166,44 @@ class FusedDecoder:
         All arguments are int64. Call `start_step` of the backend first. Token ids and positions are not checked again.
         The logits are valid until the next call.
         """
-        assert read_indices.dtype == positions.dtype == sample_rows.dtype == np.int64
-        head = self._grow_samples(len(sample_rows), self._grow_tokens(len(read_indices)))
-        if len(sample_rows) != self._num_samples:
-            self._set_num_samples(head, len(sample_rows))
+        assert sample_rows.dtype == np.int64
+        self.forward(tokens, read_indices, positions)
+        return self.head(sample_rows)
+
+    def forward(self, tokens: Tensor, read_indices: IntArray, positions: IntArray) -> None:
+        """Run the layers over the packed tokens; `head` and `hidden` continue from there for any of them."""
+        assert read_indices.dtype == positions.dtype == np.int64
+        self._grow_tokens(len(read_indices))
         self._rotary.extend(max(positions.tolist()) + 1)
-        self._tokens.value, self._samples.value = len(read_indices), len(sample_rows)
+        self._tokens.value = len(read_indices)
         if tokens is not self._token_table:
             self._token_table, self._table.value = tokens, tokens.data_ptr()
         self._read_indices.value, self._positions.value = address(read_indices), address(positions)
-        self._sample_rows.value = address(sample_rows)
         if self._adapters is None or self._adapters.rows is None:
             self._layers_graph.replay()
         else:
             self._row_adapters.value = address(self._adapters.rows)
             self._graph_with(self._adapters).replay()
+
+    def head(self, rows: IntArray) -> Logits:
+        """Return the logits of the packed tokens `rows`, valid until the next call."""
+        self._set_rows(rows)
         self._head_graph.replay()
         return Logits(*self._logits, (self._host_max.tolist(), self._host_ids.tolist()))
+
+    def hidden(self, rows: IntArray) -> Tensor:
+        """Return the hidden states of the packed tokens `rows` behind the last norm, valid until the next call."""
+        head = self._set_rows(rows)
+        self._norm_graph.replay()
+        return head.normed[: len(rows)]
+
+    def _set_rows(self, rows: IntArray) -> _HeadActivations:
+        assert self._activations is not None
+        head = self._grow_samples(len(rows), self._activations)
+        if len(rows) != self._num_samples:
+            self._set_num_samples(head, len(rows))
+        self._samples.value, self._sample_rows.value = len(rows), address(rows)
+        return head
 
     # --- capture -----------------------------------------------------------------------------------------------------
 
@@ -215,8 +236,9 @@ class FusedDecoder:
                 self._gather_rows(self._samples, pointer(act.residual), self._sample_rows, head.residual),
                 self._gather_rows(self._samples, pointer(output), self._sample_rows, head.output),
                 self._add_norm(self._samples, head.residual, head.output, self._final, head.normed),
-                self._lm_head.bind(self._samples, head.normed, head.logits),
             ]
+            self._norm_graph = CallGraph(list(calls))
+            calls.append(self._lm_head.bind(self._samples, head.normed, head.logits))
             if self._logits_scale != 1.0:
                 calls.append((lambda: head.logits[: self._samples.value].mul_(self._logits_scale), ()))
             self._head_graph = CallGraph([*calls, self._argmax(head)])

@@ -6,8 +6,9 @@ loader.py makes these; compatibility_probe.py checks them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,12 +74,73 @@ class LoadedModel:
             return self.decoder.logits(tokens, read_indices, positions, sample_rows)
         return self._forward(tokens, read_indices, positions, sample_rows)
 
+    def forward(self, tokens: Tensor, read_indices: IntArray, positions: IntArray) -> ModelForward:
+        """Run the layers over the packed tokens. The logits of any rows, and their hidden states, are computed later.
+
+        Call `start_step` of the backend first.
+        """
+        if self.decoder is not None:
+            self.decoder.forward(tokens, read_indices, positions)
+            return ModelForward(self.decoder.head, self.decoder.hidden)
+        output = self._layers(tokens, read_indices, positions)
+
+        def hidden(rows: IntArray) -> Tensor:
+            states: Tensor = output.last_hidden_state[0]
+            return states.index_select(0, to_device(rows, self.device))
+
+        return ModelForward(lambda rows: self._head(output, hidden(rows)), hidden)
+
+    @torch.inference_mode()
+    def _layers(self, tokens: Tensor, read_indices: IntArray, positions: IntArray) -> Any:
+        input_ids = tokens.index_select(0, to_device(read_indices, self.device))
+        layers = getattr(self.model, self.model.base_model_prefix)
+        position_ids = to_device(positions, self.device)[None]
+        return layers(input_ids=input_ids[None], position_ids=position_ids, use_cache=False)
+
+    @torch.inference_mode()
+    def _head(self, output: Any, hidden: Tensor) -> Logits:
+        """Return what the model makes of hidden states: its projection, with its own scaling or soft cap."""
+        name = self.model.base_model_prefix
+        layers, zeros = getattr(self.model, name), torch.zeros(len(hidden), dtype=torch.int64, device=self.device)
+        setattr(self.model, name, _ComputedLayers(output, hidden))
+        try:
+            return with_argmax(forward(self.model, zeros, zeros))
+        finally:
+            setattr(self.model, name, layers)
+
     @torch.inference_mode()
     def _forward(self, tokens: Tensor, read_indices: IntArray, positions: IntArray, sample_rows: IntArray) -> Logits:
         input_ids = tokens.index_select(0, to_device(read_indices, self.device))
         kept = to_device(sample_rows, self.device)
         logits = forward(self.model, input_ids, to_device(positions, self.device), logits_to_keep=kept)
         return with_argmax(logits if self.selects_rows else logits.index_select(0, kept))
+
+
+class ModelForward(NamedTuple):
+    """The layers of the model over the packed tokens of a step. Its tensors are valid until the next call of either."""
+
+    logits: Callable[[IntArray], Logits]
+    """Packed indices -> their logits."""
+    hidden: Callable[[IntArray], Tensor]
+    """Packed indices -> their hidden states behind the last norm [num_rows, hidden size]."""
+
+
+class _ComputedLayers(nn.Module):
+    """Stands for the layers of a transformers model whose hidden states are computed already."""
+
+    def __init__(self, output: Any, hidden: Tensor) -> None:
+        super().__init__()
+        self._output = copy(output)
+        self._output.last_hidden_state = hidden[None]
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Return the layers' output with the hidden states."""
+        return self._output
+
+    @property
+    def decoder(self) -> nn.Module:
+        """OPT calls the layers by this name."""
+        return self
 
 
 def forward(model: Any, ids: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
