@@ -17,3 +17,8 @@ MAX_SESSION_COMMANDS = 32
 """Most commands in one SessionRequest. The server handles them in one go, so more would delay its responses."""
 MAX_GATHERED_BYTES = 64 * 1024
 """Most bytes of the commands that share a message. A larger one is sent alone, and fails alone if it is too large."""
+
+
+def output_seed(seed: int, index: int) -> int:
+    """Return the seed of output `index` of a request with `seed`, as in vLLM. A negative index reverses it."""
+    return (seed + index) % 2**64

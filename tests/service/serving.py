@@ -108,7 +108,11 @@ class FakeEngine:
 
     # --- called by the service ---
 
-    def submit(self, request: Request) -> None:
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self._submit(request)
+
+    def _submit(self, request: Request) -> None:
         self.submitted.append(request)
         self._records[request.request_id] = RequestStats(monotonic(), len(request.prompt), len(request.output))
         if self.is_draining or self.refusal is not None:

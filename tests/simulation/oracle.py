@@ -426,16 +426,18 @@ class Oracle:
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _expected_error(self, request: Request) -> type[LineclearError] | None:
-        waiting = sum(len(s.tokens) for s in self.state.fresh)
+        places = [s for s in self.state.fresh if not s.request.is_sibling]
+        waiting = sum(len(s.tokens) for s in places)
         if self.state.draining:
             return ServerDraining
         if request.request_id in self.state.live:
             return DuplicateRequest
         if not self.state.adapters.is_loaded(request.adapter):
             return AdapterNotFound
-        if len(self.state.fresh) >= self.limits.max_queue_size:
+        if not request.is_sibling and len(places) >= self.limits.max_queue_size:
             return QueueFull
-        if self.state.fresh and waiting + len(request.prompt) + len(request.output) > self.limits.max_queue_tokens:
+        num_tokens = len(request.prompt) + len(request.output)
+        if not request.is_sibling and places and waiting + num_tokens > self.limits.max_queue_tokens:
             return QueueFull
         return self.state.rejection(request)
 

@@ -19,7 +19,7 @@ from lineclear.scheduler.core.sorted_keys import SortedKeys
 
 _QUEUE = (
     Bug("the id of a live request is accepted again", Scheduler.submit, never("request.request_id in self._live")),
-    Bug("one request too many waits", limits.check_queue, boundary("len(waiting) >= limits.max_queue_size")),
+    Bug("one request too many waits", limits.check_queue, boundary("waiting.num_places >= limits.max_queue_size")),
     Bug(
         "one token too many waits",
         limits.check_queue,

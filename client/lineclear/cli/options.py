@@ -195,6 +195,9 @@ class SamplingFlags:
     exponential_decay_factor: Annotated[
         float | None, _option(STOPPING, "Makes the end more likely with each token. [1, 10]")
     ] = None
+    n: Annotated[
+        int | None, _option(SAMPLING, "Number of outputs, each with a seed of its own: --seed + index.", "--n")
+    ] = None
     seed: Annotated[int | None, _option(SAMPLING, "The same seed gives the same answer. [0, 2**64)")] = None
     min_tokens: Annotated[int | None, _option(STOPPING, "Do not stop before this many output tokens.")] = None
     ignore_eos: Annotated[

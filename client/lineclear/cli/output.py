@@ -49,15 +49,18 @@ def show_answer(stream: Stream) -> None:
     """Write the text of an answer while it streams.
 
     An answer that may restart with another model is written at its end, except on a terminal: a reader could not
-    separate the dropped part.
+    separate the dropped part. Several outputs are written at the end, each below a line with its index.
     """
     is_buffered = stream.may_restart and not sys.stdout.isatty()
     for delta in stream:
+        is_buffered = is_buffered or len(stream.texts) > 1
         if delta.restarted:
             print_stderr("\nThe model was replaced; the answer starts over.")
         if not is_buffered:
             show(delta.text)
-    if is_buffered:
+    if len(stream.texts) > 1:
+        show("\n".join(f"--- output {index}\n{text}" for index, text in enumerate(stream.texts)))
+    elif is_buffered:
         show(stream.text)
 
 

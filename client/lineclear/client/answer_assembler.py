@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
+from lineclear.api_limits import output_seed
 from lineclear.errors import DataLoss, ModelChanged
 from lineclear.v1 import inference_pb2 as pb
 
@@ -11,6 +13,7 @@ from .results import (
     Delta,
     FinishReason,
     Generation,
+    Output,
     Started,
     Timings,
     TokenLogprobs,
@@ -21,19 +24,102 @@ from .results import (
 
 
 class AnswerAssembler:
-    """The answer so far, from the token `first_index` on. It grows with every `add`."""
+    """The outputs so far. They grow with every `add`; their number is known from the first response on.
+
+    `first_index` is the first token that is expected of output 0, as for Attach.
+    """
 
     def __init__(self, first_index: int = 0) -> None:
-        self._first_index = first_index
-        self.token_ids: list[int] = []
-        self._texts: list[str] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._times_seconds: list[float] = []
-        self._started: Started | None = None
+        self.outputs = [OutputAssembler(first_index)]
         self.resumes = 0
         """How often the answer was resumed."""
         self.restarts = 0
         """How often the answer started over with another model."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last response of each output has been added."""
+        return all(output.complete for output in self.outputs)
+
+    def add(self, message: pb.GenerateResponse) -> Delta:
+        """Add a response and return it as a Delta.
+
+        Raises DataLoss if it does not start at the next token of its output, ModelChanged if another model or prompt
+        answers.
+        """
+        if message.index >= len(self.outputs) or message.HasField("started"):
+            self._grow(message)
+        output = self.outputs[message.index]
+        if output.complete and self.resumes and not message.token_ids:
+            return Delta("", (), message.first_index, index=message.index)  # an Attach repeats the end
+        return output.add(message)
+
+    def close(self) -> None:
+        """Record the end of the stream. Raises DataLoss if the answer is not complete."""
+        if not self.complete:
+            count = sum(len(output.token_ids) for output in self.outputs)
+            raise DataLoss(f"the stream ended after {count} tokens without the end of the answer")
+
+    def rest(self, message: pb.GenerateRequest) -> pb.GenerateRequest:
+        """Return the request that resumes the answer to `message`."""
+        again = pb.GenerateRequest()
+        again.CopyFrom(message)
+        started = next((output.started for output in self.outputs if output.started is not None), None)
+        index = next((index for index, output in enumerate(self.outputs) if output.started is not None), 0)
+        if started is not None:
+            again.sampling.seed = output_seed(started.seed, -index)
+            again.resume.model_fingerprint = started.model_fingerprint
+            again.resume.chat_time_us = started.chat_time_us
+            if started.prompt_digest:
+                again.resume.prompt_digest = started.prompt_digest
+        again.resume.SetInParent()
+        if len(self.outputs) == 1:
+            again.resume.token_ids[:] = self.outputs[0].token_ids
+            return again
+        del again.resume.outputs[:]
+        for output in self.outputs:
+            entry = again.resume.outputs.add(is_complete=output.complete)
+            if not output.complete:
+                entry.token_ids[:] = output.token_ids
+        return again
+
+    def generation(self) -> Generation:
+        """Return the complete answer."""
+        outputs = tuple(output.output(index) for index, output in enumerate(self.outputs))
+        first = outputs[0]
+        return Generation(
+            text=first.text,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            matched_stop=first.matched_stop,
+            usage=first.usage if len(outputs) == 1 else _sum([output.usage for output in outputs]),
+            timings=first.timings,
+            started=first.started,
+            logprobs=first.logprobs,
+            token_times_seconds=first.token_times_seconds,
+            resumes=self.resumes,
+            restarts=self.restarts,
+            outputs=outputs,
+        )
+
+    def _grow(self, message: pb.GenerateResponse) -> None:
+        """Take the number of outputs from the first response."""
+        count = max(message.started.num_outputs, 1) if message.HasField("started") else len(self.outputs)
+        if message.index >= count:
+            raise DataLoss(f"a response is a part of output {message.index}; the request has {count}")
+        self.outputs += [OutputAssembler() for _ in range(count - len(self.outputs))]
+
+
+class OutputAssembler:
+    """One output so far, from the token `first_index` on."""
+
+    def __init__(self, first_index: int = 0) -> None:
+        self._first_index = first_index
+        self.token_ids: list[int] = []
+        self.started: Started | None = None
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._times_seconds: list[float] = []
         self._finish_reason: FinishReason | None = None
         self._finished: pb.Finished | None = None
 
@@ -52,15 +138,12 @@ class AnswerAssembler:
         return self._finished is not None
 
     def add(self, message: pb.GenerateResponse) -> Delta:
-        """Add a response and return it as a Delta.
-
-        Raises DataLoss if it does not start at the next token, ModelChanged if another model or prompt answers.
-        """
+        """Add a response and return it as a Delta."""
         if self.complete:
             raise DataLoss("the server sent more after the end of the answer")
         delta = delta_from_proto(message)
-        if self._started is not None and delta.started is not None:
-            _check_same(self._started, delta.started)
+        if self.started is not None and delta.started is not None:
+            _check_same(self.started, delta.started)
             delta = replace(delta, started=None)  # of a resumed call
         count, have = len(delta.token_ids), self.next_index
         if count and delta.first_index != have:
@@ -75,47 +158,31 @@ class AnswerAssembler:
         self._texts.append(delta.text)
         self._logprobs += delta.logprobs
         self._times_seconds += delta.token_times_seconds
-        self._started = self._started or delta.started
+        self.started = self.started or delta.started
         if delta.finish_reason is not None:
             self._finish_reason, self._finished = delta.finish_reason, message.finished
         return delta
 
-    def close(self) -> None:
-        """Record the end of the stream. Raises DataLoss if the answer is not complete."""
-        if not self.complete:
-            raise DataLoss(f"the stream ended after {len(self.token_ids)} tokens without the end of the answer")
-
-    def rest(self, message: pb.GenerateRequest) -> pb.GenerateRequest:
-        """Return the request that resumes the answer to `message`."""
-        again = pb.GenerateRequest()
-        again.CopyFrom(message)
-        if self._started is not None:
-            again.sampling.seed = self._started.seed
-            again.resume.model_fingerprint = self._started.model_fingerprint
-            again.resume.chat_time_us = self._started.chat_time_us
-            if self._started.prompt_digest:
-                again.resume.prompt_digest = self._started.prompt_digest
-        again.resume.token_ids[:] = self.token_ids
-        again.resume.SetInParent()
-        return again
-
-    def generation(self) -> Generation:
-        """Return the complete answer."""
+    def output(self, index: int) -> Output:
+        """Return the complete output."""
         assert self._finished is not None
         assert self._finish_reason is not None
-        return Generation(
+        return Output(
+            index=index,
             text=self.text,
             token_ids=tuple(self.token_ids),
             finish_reason=self._finish_reason,
             matched_stop=_matched_stop(self._finished),
             usage=from_proto(Usage, self._finished.usage),
             timings=from_proto(Timings, self._finished.timings),
-            started=self._started or Started(),
+            started=self.started or Started(),
             logprobs=tuple(self._logprobs),
             token_times_seconds=tuple(self._times_seconds),
-            resumes=self.resumes,
-            restarts=self.restarts,
         )
+
+
+def _sum(usages: Sequence[Usage]) -> Usage:
+    return Usage(**{field.name: sum(getattr(usage, field.name) for usage in usages) for field in fields(Usage)})
 
 
 def _check_same(first: Started, then: Started) -> None:

@@ -85,6 +85,7 @@ class Sampling:
     stop_token_ids: Sequence[int] | None = None
     eos_token_ids: Sequence[int] | None = None
     include_stop_string: bool | None = None
+    n: int | None = None
 
     def replace(self, **changes: Any) -> Sampling:
         """Return a copy with some fields changed."""
@@ -118,6 +119,7 @@ class Params(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     eos_token_ids: Sequence[int] | None
     include_stop_string: bool | None
+    n: int | None
     request_id: str | None
     priority: int | None
     expected_tokens: int | None

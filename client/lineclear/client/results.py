@@ -28,6 +28,8 @@ class FinishReason(StrEnum):
     STOP_TOKEN = "stop_token"
     STOP_STRING = "stop_string"
     LENGTH = "length"
+    CANCELLED = "cancelled"
+    """This output was cancelled, and others of the request were not."""
 
 
 class HealthStatus(StrEnum):
@@ -81,6 +83,7 @@ class Started:
     prompt_digest: str = ""
     chat_time_us: int = 0
     timeout_seconds: float = 0.0
+    num_outputs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,8 @@ class Delta:
 
     `restarted`: the first delta of a new answer (`on_model_change` "restart"). Drop the deltas before it: they are of a
     model that was replaced. `first_index` is 0 and `started` is set.
+
+    `index`: the output that it is a piece of. With several outputs, the above holds for the pieces of each.
     """
 
     text: str
@@ -126,11 +131,39 @@ class Delta:
     started: Started | None = None
     finish_reason: FinishReason | None = None
     restarted: bool = False
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output of a request: see `Generation` for the fields. A request with n = 1 and `seed` has the same tokens.
+
+    `usage` is that of this output; the prompt counts in output 0.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    matched_stop: str | int | None
+    usage: Usage
+    timings: Timings
+    started: Started
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    token_times_seconds: tuple[float, ...] = ()
+
+    @property
+    def seed(self) -> int:
+        """The seed of this output."""
+        return self.started.seed
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     """A complete answer.
+
+    With `n` outputs, `outputs` has all of them in order, and the other fields are those of output 0, except `usage`,
+    which is that of the request.
 
     `matched_stop`: the stop string or token id that ended it, None otherwise. `logprobs` and `token_times_seconds`
     have an entry for each token if requested. `resumes`: how often the answer was interrupted and resumed; `timings`
@@ -149,6 +182,7 @@ class Generation:
     token_times_seconds: tuple[float, ...] = ()
     resumes: int = 0
     restarts: int = 0
+    outputs: tuple[Output, ...] = ()
 
     @property
     def request_id(self) -> str:
@@ -162,7 +196,7 @@ class Generation:
         With a single token: 1 / `timings.e2e_latency_seconds`. None without tokens, and for a resumed answer, whose
         timings are those of the last part only.
         """
-        tokens = self.usage.completion_tokens
+        tokens = self.outputs[0].usage.completion_tokens if self.outputs else self.usage.completion_tokens
         seconds = self.timings.decode_time_seconds if tokens > 1 else self.timings.e2e_latency_seconds
         if self.resumes or not tokens or seconds <= 0:
             return None
@@ -175,6 +209,8 @@ class Generation:
         for name in ("logprobs", "token_times_seconds"):
             if not plain[name]:
                 del plain[name]
+        if len(self.outputs) < 2:
+            del plain["outputs"]
         return plain
 
 
@@ -194,6 +230,7 @@ class Limits:
     default_deadline_seconds: float
     max_deadline_seconds: float
     num_slots: int
+    max_outputs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +393,7 @@ def delta_from_proto(message: pb.GenerateResponse) -> Delta:
         token_times_seconds=tuple(time_us / 1e6 for time_us in message.token_times_us),
         started=from_proto(Started, message.started) if message.HasField("started") else None,
         finish_reason=None if finished is None else _finish_reason(finished.finish_reason),
+        index=message.index,
     )
 
 

@@ -19,7 +19,7 @@ class SessionRefused(Exception):
     """The server has no room for another Session. The requests sent on it did not start."""
 
 
-# Of one request: a response, the error that it ended with, or None after the last response.
+# Of one request: a response, the error that it ended with, or None after the last response of an output.
 Item: TypeAlias = pb.GenerateResponse | LineclearError | SessionRefused | None
 
 
@@ -82,19 +82,28 @@ def items(message: pb.SessionResponse) -> Iterator[tuple[int, Item]]:
 
 
 def _rows(message: pb.SessionResponse) -> Iterator[tuple[int, pb.GenerateResponse]]:
-    """Yield the responses of the columns, one for each run of rows with the same handle."""
+    """Yield the responses of the columns, one for each run of rows of the same output."""
     handles, indexes, token_ids = list(message.handles), list(message.indexes), list(message.token_ids)
     texts = list(message.texts) or [""] * len(handles)
+    outputs = list(message.outputs)
     row = 0
     while row < len(handles):
         end = row + 1
-        while end < len(handles) and handles[end] == handles[row]:
+        while end < len(handles) and handles[end] == handles[row] and (not outputs or outputs[end] == outputs[row]):
             end += 1
-        yield (
-            handles[row],
-            pb.GenerateResponse(first_index=indexes[row], token_ids=token_ids[row:end], text="".join(texts[row:end])),
+        response = pb.GenerateResponse(
+            first_index=indexes[row], token_ids=token_ids[row:end], text="".join(texts[row:end])
         )
+        if outputs:
+            response.index = outputs[row]
+        yield handles[row], response
         row = end
+
+
+def num_open_outputs(request: pb.GenerateRequest) -> int:
+    """Return the number of outputs that the server sends an end of."""
+    complete = sum(output.is_complete for output in request.resume.outputs)
+    return max(request.sampling.n, 1) - complete
 
 
 def submit_command(

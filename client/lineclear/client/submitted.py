@@ -26,7 +26,8 @@ class SubmittedStatus:
     """The state of a submitted request, and its answer so far.
 
     `state` is "waiting", "running", "finished" or "failed"; `error` is set if it is "failed", `queued` if it is
-    "waiting" and the request has `queue_position=True`.
+    "waiting" and the request has `queue_position=True`. `text` and `token_ids` are those of output 0, `texts` has those
+    of all outputs.
     """
 
     state: str
@@ -34,6 +35,7 @@ class SubmittedStatus:
     token_ids: tuple[int, ...]
     error: LineclearError | None = None
     queued: Queued | None = None
+    texts: tuple[str, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -47,7 +49,8 @@ def submitted_status(message: pb.GetResultResponse) -> SubmittedStatus:
     state = _STATES.get(message.state, "unspecified")
     answer = message.response
     queued = queued_from_proto(answer.queued) if answer.HasField("queued") else None
-    return SubmittedStatus(state, answer.text, tuple(answer.token_ids), error, queued)
+    texts = (answer.text, *(output.text for output in message.more_outputs))
+    return SubmittedStatus(state, answer.text, tuple(answer.token_ids), error, queued, texts)
 
 
 def submit_request(options: CallOptions) -> pb.SubmitRequest:

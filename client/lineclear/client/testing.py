@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
+from lineclear.api_limits import output_seed
 from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, LineclearError, UnknownRequest
 from lineclear.status_codec import to_status
 from lineclear.v1 import inference_pb2 as pb
@@ -248,24 +249,35 @@ def _played(reply: Reply, request: pb.GenerateRequest, number: int) -> Iterator[
     answer = Answer(text=reply) if isinstance(reply, str) else reply
     prompt_tokens = len(_tokens(prompt_text(request)))
     request_id = request.request_id or f"fake-{number}"
-    yield pb.GenerateResponse(
-        started=pb.Started(request_id=request_id, prompt_tokens=prompt_tokens, seed=request.sampling.seed)
-    )
-    first_index, have = 0, len(request.resume.token_ids)
+    num_outputs = max(request.sampling.n, 1)
+    received = [len(output.token_ids) for output in request.resume.outputs] or [len(request.resume.token_ids)]
+    have = [*received, *[0] * (num_outputs - len(received))]
+    open_outputs = [
+        i for i in range(num_outputs) if not (request.resume.outputs and request.resume.outputs[i].is_complete)
+    ]
+    for index in open_outputs:
+        seed = output_seed(request.sampling.seed, index)
+        started = pb.Started(request_id=request_id, prompt_tokens=prompt_tokens, seed=seed, num_outputs=num_outputs)
+        yield pb.GenerateResponse(started=started, index=index)
+    first_index = 0
     for part in answer.parts():
         tokens = _tokens(part)
-        if first_index >= have:
-            yield answer.delay_seconds
-            yield _piece(request, part, tokens, first_index)
+        for index in open_outputs:
+            if first_index >= have[index]:
+                yield answer.delay_seconds
+                piece = _piece(request, part, tokens, first_index)
+                piece.index = index
+                yield piece
         first_index += len(tokens)
     if answer.error is not None and not request.HasField("resume"):
         raise answer.error
-    finished = pb.Finished(
-        finish_reason=pb.FinishReason.Value(f"FINISH_REASON_{answer.finish_reason.upper()}"),
-        matched_stop_string=answer.matched_stop,
-        usage=pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=first_index),
-    )
-    yield pb.GenerateResponse(first_index=first_index, finished=finished)
+    for index in open_outputs:
+        finished = pb.Finished(
+            finish_reason=pb.FinishReason.Value(f"FINISH_REASON_{answer.finish_reason.upper()}"),
+            matched_stop_string=answer.matched_stop,
+            usage=pb.Usage(prompt_tokens=0 if index else prompt_tokens, completion_tokens=first_index),
+        )
+        yield pb.GenerateResponse(first_index=first_index, finished=finished, index=index)
 
 
 def _piece(request: pb.GenerateRequest, text: str, tokens: list[int], first_index: int) -> pb.GenerateResponse:

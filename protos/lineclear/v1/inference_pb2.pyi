@@ -75,6 +75,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """One of StopConditions.strings appeared in the text."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 4
     """The answer has max_tokens tokens, or the context is full."""
+    FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 5
+    """This output was cancelled, and others of the request were not."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why an answer ended."""
@@ -91,6 +93,8 @@ FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 3
 """One of StopConditions.strings appeared in the text."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 4
 """The answer has max_tokens tokens, or the context is full."""
+FINISH_REASON_CANCELLED: FinishReason.ValueType  # 5
+"""This output was cancelled, and others of the request were not."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _ResultState:
@@ -272,6 +276,7 @@ class Resume(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     CHAT_TIME_US_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     """Started.model_fingerprint. Required."""
     prompt_digest: _builtins.str
@@ -281,7 +286,15 @@ class Resume(_message.Message):
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Every received token id of the answer, in order. If the answer was
-        complete except for `finished`, the response has `finished` alone.
+        complete except for `finished`, the response has `finished` alone. Must be
+        empty with `outputs`.
+        """
+
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReceivedOutput]:
+        """What was received of each output, in the order of their indexes. Required
+        if SamplingParams.n is above 1. `sampling.seed` is then Started.seed of
+        output 0, which is that of output i minus i, modulo 2^64.
         """
 
     def __init__(
@@ -291,16 +304,47 @@ class Resume(_message.Message):
         model_fingerprint: _builtins.str = ...,
         prompt_digest: _builtins.str | None = ...,
         chat_time_us: _builtins.int = ...,
+        outputs: _abc.Iterable[Global___ReceivedOutput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_digest", b"_prompt_digest", "prompt_digest", b"prompt_digest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_digest", b"_prompt_digest", "chat_time_us", b"chat_time_us", "model_fingerprint", b"model_fingerprint", "prompt_digest", b"prompt_digest", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_digest", b"_prompt_digest", "chat_time_us", b"chat_time_us", "model_fingerprint", b"model_fingerprint", "outputs", b"outputs", "prompt_digest", b"prompt_digest", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_digest: _TypeAlias = _typing.Literal["prompt_digest"]  # noqa: Y015
     _WhichOneofArgType__prompt_digest: _TypeAlias = _typing.Literal["_prompt_digest", b"_prompt_digest"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_digest) -> _WhichOneofReturnType__prompt_digest | None: ...
 
 Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class ReceivedOutput(_message.Message):
+    """The received part of one of several outputs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    is_complete: _builtins.bool
+    """Whether `finished` of this output was received. Nothing more is sent of
+    it, and `token_ids` is ignored.
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Every received token id of the output, in order."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        is_complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_complete", b"is_complete", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReceivedOutput: _TypeAlias = ReceivedOutput  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -608,7 +652,8 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 @_typing.final
 class GenerateResponse(_message.Message):
     """A part of an answer: every token that is ready and not yet sent. The parts
-    in order are the answer; no index is skipped or repeated.
+    in order are the answer; no index is skipped or repeated. With
+    SamplingParams.n above 1 this holds for the parts of each output.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -621,6 +666,7 @@ class GenerateResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
     """Index in the answer of the first of `token_ids`."""
     text: _builtins.str
@@ -628,6 +674,8 @@ class GenerateResponse(_message.Message):
     that may become a stop string, are held back, so text can lag behind
     token_ids.
     """
+    index: _builtins.int
+    """Output that the response is a part of, [0, SamplingParams.n)."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New token ids."""
@@ -652,7 +700,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___Finished:
-        """Set on the last response."""
+        """Set on the last response, with several outputs on the last of each."""
 
     @_builtins.property
     def queued(self) -> Global___Queued:
@@ -671,10 +719,11 @@ class GenerateResponse(_message.Message):
         started: Global___Started | None = ...,
         finished: Global___Finished | None = ...,
         queued: Global___Queued | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "queued", b"queued", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "first_index", b"first_index", "logprobs", b"logprobs", "queued", b"queued", "started", b"started", "text", b"text", "token_ids", b"token_ids", "token_times_us", b"token_times_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "first_index", b"first_index", "index", b"index", "logprobs", b"logprobs", "queued", b"queued", "started", b"started", "text", b"text", "token_ids", b"token_ids", "token_times_us", b"token_times_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finished: _TypeAlias = _typing.Literal["finished"]  # noqa: Y015
     _WhichOneofArgType__finished: _TypeAlias = _typing.Literal["_finished", b"_finished"]  # noqa: Y015
@@ -740,6 +789,7 @@ class Started(_message.Message):
     PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     CHAT_TIME_US_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request: GenerateRequest.request_id, or the server's."""
     prompt_tokens: _builtins.int
@@ -761,6 +811,8 @@ class Started(_message.Message):
     1970-01-01 on the server's wall clock, in its time zone. 0 if the prompt
     is no conversation.
     """
+    num_outputs: _builtins.int
+    """Number of outputs of the request: SamplingParams.n."""
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """Deadline in force, from the arrival of the request: that of the call, at
@@ -781,10 +833,11 @@ class Started(_message.Message):
         prompt_digest: _builtins.str = ...,
         chat_time_us: _builtins.int = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        num_outputs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chat_time_us", b"chat_time_us", "first_step", b"first_step", "model_fingerprint", b"model_fingerprint", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "slot", b"slot", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chat_time_us", b"chat_time_us", "first_step", b"first_step", "model_fingerprint", b"model_fingerprint", "num_outputs", b"num_outputs", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "slot", b"slot", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -841,7 +894,11 @@ Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """Numbers of tokens of one request."""
+    """Numbers of tokens of one request.
+
+    The usages of several outputs add up to that of the request: prompt tokens
+    and cached tokens count in output 0, and are 0 in the others.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1015,20 +1072,28 @@ class CancelCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDLE_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Handle of the request. Its SessionEvent with `error` (CANCELLED) follows.
     A handle that is not in use is ignored: the answer may just have ended.
+    """
+    index: _builtins.int
+    """Cancels this output alone, which ends with FINISH_REASON_CANCELLED. Unset:
+    the whole request.
     """
     def __init__(
         self,
         *,
         handle: _builtins.int = ...,
+        index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "index", b"index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "handle", b"handle", "index", b"index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
+    _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__index) -> _WhichOneofReturnType__index | None: ...
 
 Global___CancelCommand: _TypeAlias = CancelCommand  # noqa: Y015
 
@@ -1038,7 +1103,7 @@ class SessionResponse(_message.Message):
 
     Tokens in the middle of an answer are rows of the first four fields, one
     row for each token. The start, the end, an error and all other data of a
-    request are `events`. A message has rows or events of a request, not both.
+    request are `events`. A message has rows or events of an output, not both.
     As with Generate, no index of an answer is skipped or repeated.
     """
 
@@ -1049,6 +1114,7 @@ class SessionResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Handle of each row's request."""
@@ -1069,6 +1135,10 @@ class SessionResponse(_message.Message):
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent]:
         """Starts, ends, errors, log-probabilities and token times."""
 
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Output of each row, as in GenerateResponse.index. Empty if all are 0."""
+
     def __init__(
         self,
         *,
@@ -1077,10 +1147,11 @@ class SessionResponse(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
         events: _abc.Iterable[Global___SessionEvent] | None = ...,
+        outputs: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "handles", b"handles", "indexes", b"indexes", "texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "handles", b"handles", "indexes", b"indexes", "outputs", b"outputs", "texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1100,7 +1171,8 @@ class SessionEvent(_message.Message):
     @_builtins.property
     def response(self) -> Global___GenerateResponse:
         """A response of the request, as Generate sends it. The one with
-        `finished` is the last of the request and frees the handle.
+        `finished` is the last of the request and frees the handle; with several
+        outputs, the last response with `finished` of all of them.
         """
 
     @_builtins.property
@@ -1198,21 +1270,29 @@ class AttachRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FROM_INDEX_FIELD_NUMBER: _builtins.int
+    MORE_FROM_INDEXES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of a submitted request."""
     from_index: _builtins.int
     """Index of the first wanted token, at most the number of tokens so far.
     Earlier tokens are not sent.
     """
+    @_builtins.property
+    def more_from_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The same for output 1 and the outputs after it, whose missing entries are
+        0. `from_index` is that of output 0.
+        """
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         from_index: _builtins.int = ...,
+        more_from_indexes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_index", b"from_index", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_index", b"from_index", "more_from_indexes", b"more_from_indexes", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1276,6 +1356,7 @@ class GetResultResponse(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     RESPONSE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    MORE_OUTPUTS_FIELD_NUMBER: _builtins.int
     state: Global___ResultState.ValueType
     """State of the request."""
     @_builtins.property
@@ -1288,16 +1369,21 @@ class GetResultResponse(_message.Message):
     def error(self) -> _status_pb2.Status:
         """The status that the request ended with. Set if `state` is FAILED."""
 
+    @_builtins.property
+    def more_outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateResponse]:
+        """The same as `response` of output 1 and the outputs after it."""
+
     def __init__(
         self,
         *,
         state: Global___ResultState.ValueType = ...,
         response: Global___GenerateResponse | None = ...,
         error: _status_pb2.Status | None = ...,
+        more_outputs: _abc.Iterable[Global___GenerateResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "more_outputs", b"more_outputs", "response", b"response", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1310,18 +1396,26 @@ class CancelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of any request of this client."""
+    index: _builtins.int
+    """Cancels this output alone, which ends with FINISH_REASON_CANCELLED. Unset:
+    the whole request.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "index", b"index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "index", b"index", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
+    _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__index) -> _WhichOneofReturnType__index | None: ...
 
 Global___CancelRequest: _TypeAlias = CancelRequest  # noqa: Y015
 
@@ -1620,6 +1714,7 @@ class Limits(_message.Message):
     DEFAULT_DEADLINE_FIELD_NUMBER: _builtins.int
     MAX_DEADLINE_FIELD_NUMBER: _builtins.int
     NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUTS_FIELD_NUMBER: _builtins.int
     max_batch_size: _builtins.int
     """Most requests in one step."""
     target_batch_tokens: _builtins.int
@@ -1640,6 +1735,8 @@ class Limits(_message.Message):
     """Largest text prompt in bytes."""
     num_slots: _builtins.int
     """Slots of all joined workers: most requests that run at the same time."""
+    max_outputs: _builtins.int
+    """Most outputs of one request."""
     @_builtins.property
     def default_deadline(self) -> _duration_pb2.Duration:
         """Deadline of a request whose call has none, from its arrival."""
@@ -1665,10 +1762,11 @@ class Limits(_message.Message):
         default_deadline: _duration_pb2.Duration | None = ...,
         max_deadline: _duration_pb2.Duration | None = ...,
         num_slots: _builtins.int = ...,
+        max_outputs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_deadline", b"default_deadline", "max_deadline", b"max_deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "default_deadline", b"default_deadline", "default_max_tokens", b"default_max_tokens", "max_batch_size", b"max_batch_size", "max_deadline", b"max_deadline", "max_prompt_bytes", b"max_prompt_bytes", "max_queue_size", b"max_queue_size", "max_queue_tokens", b"max_queue_tokens", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "pipeline_depth", b"pipeline_depth", "target_batch_tokens", b"target_batch_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "default_deadline", b"default_deadline", "default_max_tokens", b"default_max_tokens", "max_batch_size", b"max_batch_size", "max_deadline", b"max_deadline", "max_outputs", b"max_outputs", "max_prompt_bytes", b"max_prompt_bytes", "max_queue_size", b"max_queue_size", "max_queue_tokens", b"max_queue_tokens", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "pipeline_depth", b"pipeline_depth", "target_batch_tokens", b"target_batch_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

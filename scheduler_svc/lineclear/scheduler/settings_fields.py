@@ -170,6 +170,8 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Largest text or conversation in bytes of UTF-8."""
     default_max_tokens: int = REQUESTS.field(512, ge=1, le=2**20)
     """Most output tokens of a request without max_tokens."""
+    max_outputs: int = REQUESTS.field(128, ge=1, le=1024)
+    """Most outputs of one request (n)."""
     default_deadline_seconds: float = REQUESTS.field(600.0, gt=0, le=7 * 86_400)
     """Deadline of a call that has none, from its arrival."""
     max_deadline_seconds: float = REQUESTS.field(7 * 86_400.0, gt=0, le=366 * 86_400)

@@ -73,13 +73,18 @@ class AsyncStream:
 
     @property
     def text(self) -> str:
-        """The text received so far."""
-        return self._assembler.text
+        """The text received so far, of output 0."""
+        return self._assembler.outputs[0].text
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The text received so far of each output."""
+        return tuple(output.text for output in self._assembler.outputs)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens received so far."""
-        return tuple(self._assembler.token_ids)
+        """The tokens received so far, of output 0."""
+        return tuple(self._assembler.outputs[0].token_ids)
 
     @property
     def result(self) -> Generation:
@@ -201,9 +206,9 @@ class AsyncStream:
             if not message.HasField("started"):
                 return None
         self._has_responses = True
+        self._assembler.resumes = self.resumes
         delta = self._assembler.add(message)
         self._call_has_responses = True
-        self._assembler.resumes = self.resumes
         if self._restarting:
             self._restarting, delta = False, replace(delta, restarted=True)
         if delta.token_ids or delta.text or delta.finish_reason:
@@ -269,6 +274,7 @@ class AsyncStream:
         """Return the method and the request for what is missing of the answer."""
         message = self._options.message
         if isinstance(message, pb.AttachRequest):
-            index = self._assembler.next_index
-            return rpc_methods.ATTACH, pb.AttachRequest(request_id=message.request_id, from_index=index)
+            first, *more = (output.next_index for output in self._assembler.outputs)
+            again = pb.AttachRequest(request_id=message.request_id, from_index=first, more_from_indexes=more)
+            return rpc_methods.ATTACH, again
         return rpc_methods.GENERATE, self._assembler.rest(message) if self._has_responses else message

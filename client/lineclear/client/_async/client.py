@@ -92,9 +92,9 @@ class AsyncSubmitted:
         found = await self._client._unary(rpc_methods.GET_RESULT, request, timeout_seconds, self._metadata)
         return submitted_status(found)
 
-    async def cancel(self, *, timeout_seconds: float | Unset | None = UNSET) -> bool:
-        """Cancel the request or drop its answer. Returns False if the server does not have the request."""
-        return await self._client._cancel(self.request_id, timeout_seconds, self._metadata)
+    async def cancel(self, *, index: int | None = None, timeout_seconds: float | Unset | None = UNSET) -> bool:
+        """Cancel the request or drop its answer, or cancel one output. Returns False if the server does not have it."""
+        return await self._client._cancel(self.request_id, index, timeout_seconds, self._metadata)
 
 
 class AsyncClient(AsyncBatches):
@@ -224,13 +224,15 @@ class AsyncClient(AsyncBatches):
         """Return the request that this or another client submitted. Makes no call."""
         return AsyncSubmitted(self, request_id, self._config.metadata if metadata is None else pairs(metadata))
 
-    async def cancel(self, request_id: str, *, timeout_seconds: float | Unset | None = UNSET) -> bool:
+    async def cancel(
+        self, request_id: str, *, index: int | None = None, timeout_seconds: float | Unset | None = UNSET
+    ) -> bool:
         """Cancel a request of this client or of another one with the same token. Returns False if there is none.
 
         `request_id` is that of the request, or of `Started`. The reader of the answer gets Cancelled. A submitted
-        request that has ended is deleted.
+        request that has ended is deleted. With `index` that output alone is cancelled, and the others continue.
         """
-        return await self._cancel(request_id, timeout_seconds, self._config.metadata)
+        return await self._cancel(request_id, index, timeout_seconds, self._config.metadata)
 
     async def tokenize(
         self,
@@ -287,6 +289,8 @@ class AsyncClient(AsyncBatches):
                     return method.error_responses[error.code]
                 await async_sleep(attempts.pause_after(error))
 
-    async def _cancel(self, request_id: str, timeout_seconds: float | Unset | None, metadata: Pairs) -> bool:
-        request = pb.CancelRequest(request_id=request_id)
+    async def _cancel(
+        self, request_id: str, index: int | None, timeout_seconds: float | Unset | None, metadata: Pairs
+    ) -> bool:
+        request = pb.CancelRequest(request_id=request_id, index=index)
         return (await self._unary(rpc_methods.CANCEL, request, timeout_seconds, metadata)).found

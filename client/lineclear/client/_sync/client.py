@@ -93,9 +93,9 @@ class Submitted:
         found = self._client._unary(rpc_methods.GET_RESULT, request, timeout_seconds, self._metadata)
         return submitted_status(found)
 
-    def cancel(self, *, timeout_seconds: float | Unset | None = UNSET) -> bool:
-        """Cancel the request or drop its answer. Returns False if the server does not have the request."""
-        return self._client._cancel(self.request_id, timeout_seconds, self._metadata)
+    def cancel(self, *, index: int | None = None, timeout_seconds: float | Unset | None = UNSET) -> bool:
+        """Cancel the request or drop its answer, or cancel one output. Returns False if the server does not have it."""
+        return self._client._cancel(self.request_id, index, timeout_seconds, self._metadata)
 
 
 class Client(Batches):
@@ -221,13 +221,15 @@ class Client(Batches):
         """Return the request that this or another client submitted. Makes no call."""
         return Submitted(self, request_id, self._config.metadata if metadata is None else pairs(metadata))
 
-    def cancel(self, request_id: str, *, timeout_seconds: float | Unset | None = UNSET) -> bool:
+    def cancel(
+        self, request_id: str, *, index: int | None = None, timeout_seconds: float | Unset | None = UNSET
+    ) -> bool:
         """Cancel a request of this client or of another one with the same token. Returns False if there is none.
 
         `request_id` is that of the request, or of `Started`. The reader of the answer gets Cancelled. A submitted
-        request that has ended is deleted.
+        request that has ended is deleted. With `index` that output alone is cancelled, and the others continue.
         """
-        return self._cancel(request_id, timeout_seconds, self._config.metadata)
+        return self._cancel(request_id, index, timeout_seconds, self._config.metadata)
 
     def tokenize(
         self,
@@ -282,6 +284,8 @@ class Client(Batches):
                     return method.error_responses[error.code]
                 sleep(attempts.pause_after(error))
 
-    def _cancel(self, request_id: str, timeout_seconds: float | Unset | None, metadata: Pairs) -> bool:
-        request = pb.CancelRequest(request_id=request_id)
+    def _cancel(
+        self, request_id: str, index: int | None, timeout_seconds: float | Unset | None, metadata: Pairs
+    ) -> bool:
+        request = pb.CancelRequest(request_id=request_id, index=index)
         return (self._unary(rpc_methods.CANCEL, request, timeout_seconds, metadata)).found

@@ -24,6 +24,7 @@ from ..session_messages import (
     SessionRefused,
     items,
     max_request_bytes,
+    num_open_outputs,
     submit_command,
 )
 
@@ -75,7 +76,7 @@ class Session:
             check_request_size(num_bytes, self._max_request_bytes)
         if num_bytes > self._outbox.max_bytes:
             return make_direct_call()
-        call = SessionCall(self, handle, timeout_seconds)
+        call = SessionCall(self, handle, timeout_seconds, num_open_outputs(request))
         with self._lock:
             self._calls[handle] = call
             is_over = self.is_over
@@ -141,13 +142,14 @@ class Session:
 class SessionCall:
     """One request of a session (see `Call`). Its deadline is kept here: gRPC knows only that of the session."""
 
-    def __init__(self, session: Session, handle: int, timeout_seconds: float | None) -> None:
+    def __init__(self, session: Session, handle: int, timeout_seconds: float | None, num_outputs: int = 1) -> None:
         self._session = session
         self._handle = handle
         self.inbox = Inbox[Item](timeout_seconds)
         self._lock = threading.Lock()
         self._is_over = False  # nothing more is put into the inbox
         self._is_read = False
+        self._num_open = num_outputs
 
     def __next__(self) -> pb.GenerateResponse:
         if self._is_read:
@@ -165,10 +167,14 @@ class SessionCall:
         raise item
 
     def put(self, item: Item) -> None:
-        """Deliver a response, the error that the request ended with, or None after the last response."""
+        """Deliver a response, the error that the request ended with, or None after the last response of an output."""
         with self._lock:
             if self._is_over:
                 return
+            if item is None:
+                self._num_open -= 1
+                if self._num_open:
+                    return
             self._is_over = not isinstance(item, pb.GenerateResponse)
             self.inbox.put(item)
         if self._is_over:

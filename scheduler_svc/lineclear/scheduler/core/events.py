@@ -14,7 +14,10 @@ from lineclear.wire.messages import Logprobs, Scores
 
 
 class FinishReason(Enum):
-    """Why an answer is complete. The shell, which has the text, finds STOP_STRING; the core finds the others."""
+    """Why an answer is complete. The core finds STOP_EOS, STOP_TOKEN and LENGTH.
+
+    The shell, which has the text, finds STOP_STRING. CANCELLED is one output of several.
+    """
 
     STOP_EOS = 1
     STOP_TOKEN = 2
@@ -22,6 +25,7 @@ class FinishReason(Enum):
     LENGTH = 4
     NO_OUTPUT = 5
     """All scores, or the vector, of a request without output have been reported."""
+    CANCELLED = 6
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,9 @@ def check(core: Scheduler, *, with_waiting_prompts: bool = True) -> None:
     assert all(s.in_flight == 0 for s in fresh)
     for queue in (state.fresh, state.resuming):
         assert queue.num_tokens == sum(len(s.tokens) for s in queue.sequences())
+        siblings = [s for s in queue.sequences() if s.request.is_sibling]
+        assert queue.num_siblings == len(siblings)
+        assert queue.sibling_tokens == sum(len(s.tokens) for s in siblings)
     suspects = [s for s in live if s.crash_count]
     assert {*suspects} == {*state.poison}, "crash counts and suspects disagree"
     assert all(0 < s.clear_position < s.max_len or s.max_len == 1 for s in suspects)

@@ -76,17 +76,19 @@ class CoreLimits:
 def check_queue(
     request: Request, waiting: RequestQueue, limits: CoreLimits, predicted_wait: Callable[[], float | None]
 ) -> None:
-    """Raises QueueFull. An empty queue takes any one request, even one over `max_queue_tokens`.
+    """Raises QueueFull. An empty queue takes any one request, even one over `max_queue_tokens`, and any sibling.
 
     `predicted_wait()` is that of a request at the end of the queue.
     """
-    if len(waiting) >= limits.max_queue_size:
-        figures = {"waiting": len(waiting), "limit": limits.max_queue_size}
-        raise queue_full(f"{len(waiting)} requests are waiting", limits.max_queue_size, figures, predicted_wait())
+    if request.is_sibling:
+        return
+    if waiting.num_places >= limits.max_queue_size:
+        figures = {"waiting": waiting.num_places, "limit": limits.max_queue_size}
+        raise queue_full(f"{waiting.num_places} requests are waiting", limits.max_queue_size, figures, predicted_wait())
     num_tokens = len(request.prompt) + len(request.output)
-    if len(waiting) > 0 and waiting.num_tokens + num_tokens > limits.max_queue_tokens:
-        message = f"{waiting.num_tokens} prompt tokens are waiting"
-        figures = {"waiting_tokens": waiting.num_tokens, "limit_tokens": limits.max_queue_tokens}
+    if waiting.num_places > 0 and waiting.place_tokens + num_tokens > limits.max_queue_tokens:
+        message = f"{waiting.place_tokens} prompt tokens are waiting"
+        figures = {"waiting_tokens": waiting.place_tokens, "limit_tokens": limits.max_queue_tokens}
         raise queue_full(message, limits.max_queue_tokens, figures, predicted_wait())
 
 

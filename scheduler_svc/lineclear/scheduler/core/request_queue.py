@@ -17,9 +17,20 @@ class RequestQueue:
         self._live: dict[int, Sequence] = {}  # by number; in the order of arrival in this queue
         self.num_tokens = 0  # prompt and confirmed output of all of them
         self.expected_len = 0  # expected prompt and output tokens of all of them
+        self.num_siblings = self.sibling_tokens = 0  # of those that take no place
 
     def __len__(self) -> int:
         return len(self._live)
+
+    @property
+    def num_places(self) -> int:
+        """Number of sequences that count against `max_queue_size`."""
+        return len(self._live) - self.num_siblings
+
+    @property
+    def place_tokens(self) -> int:
+        """Tokens that count against `max_queue_tokens`."""
+        return self.num_tokens - self.sibling_tokens
 
     def __contains__(self, sequence: Sequence) -> bool:
         return self._live.get(sequence.number) is sequence
@@ -34,6 +45,9 @@ class RequestQueue:
         self._live[sequence.number] = sequence
         self.num_tokens += len(sequence.tokens)
         self.expected_len += sequence.request.expected_len
+        if sequence.request.is_sibling:
+            self.num_siblings += 1
+            self.sibling_tokens += len(sequence.tokens)
         self._keys.add(sequence.queue_key)
 
     def remove(self, sequence: Sequence) -> None:
@@ -41,6 +55,9 @@ class RequestQueue:
         del self._live[sequence.number]
         self.num_tokens -= len(sequence.tokens)
         self.expected_len -= sequence.request.expected_len
+        if sequence.request.is_sibling:
+            self.num_siblings -= 1
+            self.sibling_tokens -= len(sequence.tokens)
         self._keys.remove(sequence.queue_key)
 
     def sort(self) -> None:
@@ -53,6 +70,7 @@ class RequestQueue:
         """Count a token that a waiting sequence received: a sample in flight when the sequence was preempted."""
         assert sequence in self
         self.num_tokens += 1
+        self.sibling_tokens += sequence.request.is_sibling
 
     def first(self, count: int) -> list[Sequence]:
         """Return the first `count` sequences in order."""

@@ -92,7 +92,7 @@ class Scheduler:
                 largest = self._largest_worker()
                 limits.check_model(request, largest)
                 limits.check_capacity(request, largest)
-            if self.limits.reject_unmeetable_deadlines and request.deadline is not None:
+            if self.limits.reject_unmeetable_deadlines and request.deadline is not None and not request.is_sibling:
                 num_slots = sum(worker.batch.num_slots for worker in state.workers.values())
                 limits.check_deadline(request, self._preview(request, now), num_slots, now)
         except LineclearError as error:

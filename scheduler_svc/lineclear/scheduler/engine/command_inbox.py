@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core.events import Event, Failed, RequestStats
@@ -34,12 +34,12 @@ class CommandInbox:
         self._commands.append(command)
         self._wake()
 
-    def submit(self, request: Request, command: Callable[[float], list[Event]]) -> None:
-        """Add the call that submits a request, or refuse it."""
+    def submit(self, requests: Iterable[Request], command: Callable[[float], list[Event]]) -> None:
+        """Add the call that submits the requests, or refuse all of them."""
         if len(self._commands) < self._max_commands:
             self._commands.append(command)
         else:
-            self._refused.append(request)
+            self._refused.extend(requests)
         self._wake()
 
     def run(self, now: float, predicted_wait: float | None = None) -> list[Event]:

@@ -134,12 +134,13 @@ class Engine:
             log.error("engine_not_stopped", busy_seconds=round(self.busy_seconds(), 1))
             raise EngineStuck(f"the engine did not stop within {timeout_seconds:g} s")
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. Its first event is Admitted, or Failed with the reason.
+    def submit(self, request: Request, *siblings: Request) -> None:
+        """Queue a request and its siblings, all or none. First event of each: Admitted, or Failed with the reason.
 
         `request_id` must not be in use: the Failed of a duplicate would look like that of the original.
         """
-        self._inbox.submit(request, partial(self._submit, request))
+        requests = (request, *siblings)
+        self._inbox.submit(requests, partial(self._submit, requests))
 
     def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
         """End a live request with Failed(error or Cancelled)."""
@@ -249,11 +250,14 @@ class Engine:
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def _submit(self, request: Request, now: float) -> list[Event]:
+    def _submit(self, requests: Sequence[Request], now: float) -> list[Event]:
+        events: list[Event] = []
         try:
-            return self._core.submit(request, now)
+            for request in requests:  # what the core accepts of the first, it accepts of its siblings
+                events += self._core.submit(request, now)
         except LineclearError as error:
-            return [refusal(request, error, now)]
+            events += [refusal(request, error, now) for request in requests[len(events) :]]
+        return events
 
     def _worker_exited(self, pid: int, exit_code: int | None, now: float) -> list[Event]:
         events: list[Event] = []

@@ -229,8 +229,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async with self._response_writer(context) as writer:
             with live:
                 await live.submit(request)
+                wait = live.outputs[0].wait if len(live.outputs) == 1 else live.wait
                 while not live.is_closed:
-                    await live.output.wait()
+                    await wait()
                     for response, _, error in read_answer(live):
                         if error is not None:
                             raise error
@@ -304,11 +305,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         await self.requests.pace(request.request)
         self._submitted.check_unused(caller, request.request.request_id)  # no await between this and `admit`
         with self.requests.admit(request.request, self._model.require(), caller, tenant, seconds) as live:
-            admission = live.output.admission()
+            admission = live.outputs[0].admission()
             await live.submit(request.request)
             answer = self._submitted.add(live, live.max_tokens)
         await admission
-        if answer.error is not None and answer.started is None:
+        if answer.error is not None and not answer.has_started:
             self._submitted.remove(answer)
             raise answer.error
         return pb.SubmitResponse(request_id=live.request_id, queued=answer.queued)
@@ -319,24 +320,28 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Stream an answer from an index on."""
         answer = self._submitted.find(identity.caller(context), request.request_id)
         async with self._response_writer(context) as writer:
-            async for message in answer.read(request.from_index):
+            async for message in answer.read(request.from_index, *request.more_from_indexes):
                 await writer.write(pb.AttachResponse(response=message))
 
     async def GetResult(self, request: pb.GetResultRequest, context: Context) -> pb.GetResultResponse:
         """Return the answer so far."""
         answer = self._submitted.find(identity.caller(context), request.request_id)
         error = None if answer.error is None else to_status(answer.error)
-        return pb.GetResultResponse(state=answer.state, response=answer.whole(), error=error)
+        first, *others = answer.outputs
+        return pb.GetResultResponse(
+            state=answer.state, response=first.whole(), error=error, more_outputs=[output.whole() for output in others]
+        )
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         """Cancel a live request of this caller, or remove its ended answer. An unknown one is no error."""
         caller = identity.caller(context)
         with contextlib.suppress(UnknownRequest):
             answer = self._submitted.find(caller, request.request_id)
-            if answer.has_ended:
+            if answer.has_ended and not request.HasField("index"):
                 self._submitted.remove(answer)
                 return pb.CancelResponse(found=True)
-        return pb.CancelResponse(found=self.requests.cancel(caller, request.request_id))
+        index = request.index if request.HasField("index") else None
+        return pb.CancelResponse(found=self.requests.cancel(caller, request.request_id, index))
 
     def _response_writer(self, context: Context) -> ResponseWriter:
         return ResponseWriter(context, self._settings.stall_timeout_seconds)
@@ -418,5 +423,5 @@ def shutdown_interrupted(request: RequestContext) -> ShutdownInterrupted:
     return ShutdownInterrupted(
         "the server shut down before the answer was complete; send the request to another server",
         retry_after_seconds=1.0,
-        metadata={"next_index": str(request.output.num_received), "seed": str(seed)},
+        metadata={"next_index": str(request.outputs[0].num_received), "seed": str(seed)},
     )

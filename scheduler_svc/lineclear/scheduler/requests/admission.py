@@ -14,6 +14,7 @@ from lineclear.scheduler.requests.fairness import FairnessWindow
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.output_length import OutputLengths
 from lineclear.scheduler.requests.output_router import OutputRouter
+from lineclear.scheduler.requests.output_stream import OutputStream
 from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueuePlace
 from lineclear.scheduler.requests.request_context import RequestContext, RequestServices, Submitter
 from lineclear.scheduler.requests.request_stats import ServerStats
@@ -91,11 +92,13 @@ class Admission:
         if message.ByteSize() > SMALL_BYTES:
             await self._pacer.wait()
 
-    def cancel(self, caller: Identity, request_id: str) -> bool:
-        """Cancel a live request of `caller`. Return False if the id is unknown."""
+    def cancel(self, caller: Identity, request_id: str, index: int | None = None) -> bool:
+        """Cancel a live request of `caller`, or one output of it. Return False if id or index are unknown."""
         request = self._services.live.get((caller, request_id))
         if request is None:
             return False
+        if index is not None:
+            return request.cancel_output(index)
         request.cancel()
         return True
 
@@ -121,22 +124,31 @@ class Admission:
         services, key = self._services, (caller, validated.request_id)
         if key in services.live:
             raise DuplicateRequest("a request with this request_id is in progress")
-        text = self._answer_text(validated)
-        output = services.streams.open(
-            validated.request_id,
-            text,
-            place,
-            wants_times=validated.token_timings,
-            num_received=len(validated.received),
-        )
+        outputs = self._open_outputs(validated, place)
         cache_owner = identity.ANONYMOUS if self._settings.share_prefix_cache_across_tenants else caller
         salt = identity.cache_salt(cache_owner, message.cache_salt)
-        request = RequestContext(
-            services, validated, output, text, place, bounds, caller, tenant, salt, arrival, deadline
-        )
+        request = RequestContext(services, validated, outputs, place, bounds, caller, tenant, salt, arrival, deadline)
         services.live[key] = request
         self.fairness.start()
         return request
+
+    def _open_outputs(self, validated: ValidatedRequest, place: QueuePlace) -> tuple[OutputStream, ...]:
+        wanted = [(index, received) for index, received in enumerate(validated.received) if received is not None]
+        outputs = tuple(
+            self._services.streams.open(
+                validated.request_id,
+                self._answer_text(validated),
+                share,
+                wants_times=validated.token_timings,
+                num_received=len(received),
+                index=index,
+            )
+            for (index, received), share in zip(wanted, place.shares(len(wanted)), strict=True)
+        )
+        if len(outputs) > 1:
+            for output in outputs:
+                output.share_limits(outputs)
+        return outputs
 
     def _on_close(self, request: RequestContext) -> None:
         self.fairness.ended(request)

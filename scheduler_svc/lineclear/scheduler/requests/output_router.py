@@ -22,7 +22,7 @@ from lineclear.scheduler.core.events import (
     WorkerLost,
 )
 from lineclear.scheduler.requests.output_stream import Canceller, OutputStream
-from lineclear.scheduler.requests.queue_limits import QueuePlace
+from lineclear.scheduler.requests.queue_limits import PlaceShare, QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText
 
 
@@ -57,18 +57,20 @@ class OutputRouter:
         self,
         request_id: str,
         text: AnswerText | None,
-        queue_place: QueuePlace,
+        queue_place: QueuePlace | PlaceShare,
         *,
         wants_times: bool = False,
         num_received: int = 0,
+        index: int = 0,
     ) -> OutputStream:
-        """Open the stream of a request that is about to be submitted to the engine under `stream.engine_id`."""
+        """Open the stream of an output that is about to be submitted to the engine under `stream.engine_id`."""
         # A client may reuse a request_id at once, while events of its first request are still under way.
         engine_id = f"{request_id}~{next(self._numbers)}"
         stream = OutputStream(
             *(engine_id, text, self._engine, queue_place, self._max_unread_tokens, self._max_unread_bytes),
             wants_times=wants_times,
             num_received=num_received,
+            index=index,
         )
         self._streams[engine_id] = stream
         self._idle.clear()

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import LineclearError, SlowConsumer
 from lineclear.scheduler.core.events import Failed, Finished, FinishReason, QueuePosition, RequestStats, Started
-from lineclear.scheduler.requests.queue_limits import QueuePlace
+from lineclear.scheduler.requests.queue_limits import PlaceShare, QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.wire.messages import Logprobs
 
@@ -71,10 +71,11 @@ class OutputChunk(NamedTuple):
 
 
 class OutputStream:
-    """One request's unread output, for one reader: it awaits `wait`, or is called through `subscribe`.
+    """The unread part of one output, for one reader: it awaits `wait`, or is called through `subscribe`.
 
-    `engine_id` is the request's name in the engine. `text` is None for answers without text. The first `num_received`
-    tokens reached the client from another server. `queue_place` is released when the request starts or fails.
+    `engine_id` is the output's name in the engine, `index` its number among those of its request. `text` is None for
+    answers without text. The first `num_received` tokens reached the client from another server. `queue_place` is
+    released when the output starts or fails. `siblings` are all outputs of the request; limits hold for them together.
     """
 
     __slots__ = (
@@ -84,6 +85,8 @@ class OutputStream:
         "_error",
         "_first_unread",
         "_is_cancelled",
+        "_is_stopped",
+        "_limits",
         "_logprobs",
         "_logprobs_bytes",
         "_max_unread_bytes",
@@ -99,9 +102,13 @@ class OutputStream:
         "_waiter",
         "_wants_times",
         "engine_id",
+        "index",
         "is_engine_done",
         "is_notified",
+        "is_read",
         "num_received",
+        "num_resumed",
+        "siblings",
         "started",
         "stats",
     )
@@ -111,25 +118,31 @@ class OutputStream:
         engine_id: str,
         text: AnswerText | None,
         engine: Canceller,
-        queue_place: QueuePlace,
+        queue_place: QueuePlace | PlaceShare,
         max_unread_tokens: int,
         max_unread_bytes: int,
         *,
         wants_times: bool,
         num_received: int,
+        index: int = 0,
     ) -> None:
         self.engine_id = engine_id
+        self.index = index
+        self.siblings: Sequence[OutputStream] = (self,)
         self.started: Started | None = None
         self.stats: RequestStats | None = None
-        self.num_received = num_received
+        self.num_received = self.num_resumed = num_received
         self.is_engine_done = False
         """The engine has sent its last event of the request."""
         self.is_notified = False
         """The subscriber was called, and is not called again before it has read everything."""
+        self.is_read = False
+        """Its end or its error was read."""
         self._queue_place = queue_place
-        self._is_cancelled = False
+        self._is_cancelled = self._is_stopped = False
         self._text = text
         self._engine = engine
+        self._limits = max_unread_tokens, max_unread_bytes
         self._max_unread_tokens = max_unread_tokens
         self._max_unread_bytes = max_unread_bytes
         self._wants_times = wants_times
@@ -165,7 +178,7 @@ class OutputStream:
         """Whether `read_nowait` may be called."""
         if self._tokens or self._unsent_position is not None:
             return True
-        return not (self._unsent_start is None and self._end is None and self._error is None)
+        return not (self.is_read or (self._unsent_start is None and self._end is None and self._error is None))
 
     @property
     def has_ended(self) -> bool:
@@ -251,6 +264,17 @@ class OutputStream:
             self._engine.cancel(self.engine_id, error)
         self._fail(error)
 
+    def discard(self, error: LineclearError) -> None:
+        """Cancel the output with `error`, and have nothing to read any more."""
+        self.cancel(error, discard_unread=True)
+        self._unsent_start = self._unsent_position = None
+
+    def stop(self) -> None:
+        """Cancel this output alone. It ends with CANCELLED, unless it has ended before the engine knows."""
+        if not (self.is_engine_done or self._is_cancelled):
+            self._is_cancelled = self._is_stopped = True
+            self._engine.cancel(self.engine_id)
+
     def close(self, error: LineclearError) -> None:
         """End the reading, and cancel the request if the engine still has it."""
         self._subscriber = None
@@ -263,6 +287,11 @@ class OutputStream:
         if self._end is None and self._error is None:
             self._error = error
             self._wake()
+
+    @property
+    def text(self) -> AnswerText | None:
+        """The text of the tokens so far; None for answers without text."""
+        return self._text
 
     # --- the engine's events -----------------------------------------------------------------------------------------
 
@@ -298,7 +327,7 @@ class OutputStream:
             self._logprobs.append(logprobs)
             self._logprobs_bytes += _memory(logprobs)
         if len(self._tokens) > self._max_unread_tokens or self._logprobs_bytes > self._max_unread_bytes:
-            self._fail_slow_consumer()
+            self._check_unread()
         if not self.is_notified:
             self._wake()
 
@@ -310,6 +339,9 @@ class OutputStream:
         self.is_engine_done, self.stats = True, event.stats
         if self._has_stopped():  # complete before the failure, by a stop string that the engine does not know
             self._complete(FinishReason.STOP_STRING, None, event.stats)
+        elif self._is_stopped:
+            self._queue_place.release(started=False)
+            self._complete(FinishReason.CANCELLED, None, event.stats)
         else:
             self._fail(event.error)
 
@@ -330,20 +362,31 @@ class OutputStream:
             self._end = Completion(reason, None, matched_token_id, self.num_received, stats)
         self._wake()
 
-    def _fail_slow_consumer(self) -> None:
-        unread, num_bytes = len(self._tokens), self._logprobs_bytes
-        if unread > self._max_unread_tokens:
+    def share_limits(self, siblings: Sequence[OutputStream]) -> None:
+        """Count what is unread of all `siblings` together."""
+        self.siblings = siblings
+        self._max_unread_tokens //= len(siblings)  # below this share, no other output need be asked
+        self._max_unread_bytes //= len(siblings)
+
+    def _check_unread(self) -> None:
+        """Fail the output as a slow consumer if too much of all outputs of the request is unread."""
+        unread = sum(len(output._tokens) for output in self.siblings)
+        num_bytes = sum(output._logprobs_bytes for output in self.siblings)
+        max_tokens, max_bytes = self._limits
+        if unread > max_tokens:
             message = (
-                f"{unread} tokens are unread, the limit is {self._max_unread_tokens}; read faster, or have the server "
+                f"{unread} tokens are unread, the limit is {max_tokens}; read faster, or have the server "
                 "raise --max-unread-tokens"
             )
-            figures = {"unread_tokens": unread, "limit": self._max_unread_tokens}
-        else:
+            figures = {"unread_tokens": unread, "limit": max_tokens}
+        elif num_bytes > max_bytes:
             message = (
-                f"{num_bytes} bytes of log probabilities are unread, the limit is {self._max_unread_bytes}; read "
+                f"{num_bytes} bytes of log probabilities are unread, the limit is {max_bytes}; read "
                 "faster, ask for fewer, or have the server raise --max-unread-bytes"
             )
-            figures = {"unread_bytes": num_bytes, "limit": self._max_unread_bytes}
+            figures = {"unread_bytes": num_bytes, "limit": max_bytes}
+        else:
+            return
         metadata = {name: str(figure) for name, figure in figures.items()}
         self.cancel(SlowConsumer(message, metadata=metadata), discard_unread=True)
 

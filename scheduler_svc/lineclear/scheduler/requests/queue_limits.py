@@ -7,7 +7,7 @@ same total limits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lineclear.scheduler.core.limits import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, queue_full
@@ -29,13 +29,28 @@ class QueueLimits:
 class QueuePlace:
     """One request's place in the queue, from its admission to its start or end."""
 
-    __slots__ = ("_is_released", "_num_tokens", "_quota", "_tenant")
+    __slots__ = ("_has_started", "_is_released", "_num_tokens", "_quota", "_tenant", "_unreleased_shares")
 
     def __init__(self, quota: QueueLimiter, tenant: str) -> None:
         self._quota = quota
         self._tenant = tenant
         self._num_tokens = 0
-        self._is_released = False
+        self._is_released = self._has_started = False
+        self._unreleased_shares = 0
+
+    def shares(self, count: int) -> Sequence[QueuePlace | PlaceShare]:
+        """Divide the place among the outputs of its request. It is free when all of them have started or ended."""
+        if count == 1:
+            return (self,)
+        self._unreleased_shares = count
+        return [PlaceShare(self) for _ in range(count)]
+
+    def release_share(self, *, started: bool) -> None:
+        """Release one of the shares."""
+        self._unreleased_shares -= 1
+        self._has_started = self._has_started or started
+        if self._unreleased_shares == 0:
+            self.release(started=self._has_started)
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count the prompt of a tokenized request. Raises QueueFull.
@@ -50,6 +65,22 @@ class QueuePlace:
         if not self._is_released:
             self._is_released = True
             self._quota._release(self._tenant, self._num_tokens, started=started)
+
+
+class PlaceShare:
+    """The share of one output in the place of its request."""
+
+    __slots__ = ("_is_released", "_place")
+
+    def __init__(self, place: QueuePlace) -> None:
+        self._place = place
+        self._is_released = False
+
+    def release(self, *, started: bool) -> None:
+        """Release the share: the output `started`, or ended before. Further calls have no effect."""
+        if not self._is_released:
+            self._is_released = True
+            self._place.release_share(started=started)
 
 
 class QueueLimiter:

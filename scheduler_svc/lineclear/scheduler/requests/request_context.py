@@ -10,9 +10,10 @@ from typing import Any, Protocol, Self
 
 import structlog
 
+from lineclear.api_limits import output_seed
 from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, LineclearError
 from lineclear.model_files.fingerprint import prompt_digest
-from lineclear.scheduler.core.events import Event, Finished, FinishReason, RequestStats, Started
+from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReason, RequestStats, Started
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.requests import model_identity, sampling_validation, validation
 from lineclear.scheduler.requests.output_length import AnswerShape, OutputLengths
@@ -27,6 +28,7 @@ from lineclear.scheduler.security.identity import Identity
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.scheduler.text.template_renderer import wall_clock_us
 from lineclear.v1 import inference_pb2 as pb
+from lineclear.wire.messages import Sampling
 
 log = structlog.get_logger()
 
@@ -34,8 +36,8 @@ log = structlog.get_logger()
 class Submitter(Protocol):
     """The engine method that queues a request."""
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; the outcome is an event."""
+    def submit(self, request: Request, *siblings: Request) -> None:
+        """Queue a request and its siblings, all or none; the outcome is an event of each."""
         ...
 
 
@@ -61,25 +63,16 @@ class RequestContext:
     """
 
     __slots__ = (
-        *("arrival", "bounds", "cache_salt", "caller", "chat_time_us", "deadline", "is_closed", "max_tokens", "output"),
-        *(
-            "prompt_digest",
-            "prompt_tokens",
-            "tenant",
-            "validated",
-            "_num_counted",
-            "_queue_place",
-            "_services",
-            "_text",
-        ),
+        *("arrival", "bounds", "cache_salt", "caller", "chat_time_us", "deadline", "error", "is_closed", "max_tokens"),
+        *("outputs", "prompt_digest", "prompt_tokens", "tenant", "validated"),
+        *("_is_submitted", "_num_counted", "_num_unread", "_queue_place", "_services", "_wakeup"),
     )
 
     def __init__(
         self,
         services: RequestServices,
         validated: ValidatedRequest,
-        output: OutputStream,
-        text: AnswerText | None,
+        outputs: tuple[OutputStream, ...],
         queue_place: QueuePlace,
         bounds: ModelBounds,
         caller: Identity,
@@ -89,7 +82,9 @@ class RequestContext:
         deadline: float,
     ) -> None:
         self.validated = validated
-        self.output = output
+        self.outputs = outputs
+        self.error: LineclearError | None = None
+        """The error that the first output ended with, and with it the request."""
         self.bounds = bounds
         self.caller = caller
         self.tenant = tenant
@@ -103,13 +98,52 @@ class RequestContext:
         self.is_closed = False
         self._num_counted = 0  # tokens that `take_served_tokens` has returned
         self._services = services
-        self._text = text
         self._queue_place = queue_place
+        self._is_submitted = False
+        self._num_unread = len(outputs)  # outputs whose end has not been read
+        self._wakeup: asyncio.Event | None = None  # set on new output of any of several
 
     @property
     def request_id(self) -> str:
         """The client's name for the request, or a random one."""
         return self.validated.request_id
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all outputs have their end or their error, which may be unread."""
+        return all(output.has_ended for output in self.outputs)
+
+    def sampling_of(self, output: OutputStream) -> Sampling:
+        """Return the sampling parameters of an output: those of the request, with a seed of its own."""
+        sampling = self.validated.sampling
+        return replace(sampling, seed=output_seed(sampling.seed, output.index)) if output.index else sampling
+
+    async def wait(self) -> None:
+        """Wait for output."""
+        if len(self.outputs) == 1:
+            await self.outputs[0].wait()
+            return
+        if self._wakeup is None:
+            self._wakeup = asyncio.Event()
+            for output in self.outputs:
+                output.subscribe(self._wakeup.set)
+        while not any(output.has_output for output in self.outputs):
+            self._wakeup.clear()
+            await self._wakeup.wait()
+
+    def end_output(self, outcome: str, error: LineclearError | None = None) -> str | None:
+        """Record that the end of an output was read. Return the outcome of the request after the last one.
+
+        An `error` of one output ends all of them.
+        """
+        self._num_unread -= 1
+        if error is not None and self.error is None:
+            self.error = error
+            if self._num_unread:
+                self.cancel(error)
+        if self._num_unread:
+            return None
+        return outcome if self.error is None else outcome_of(self.error)
 
     def __enter__(self) -> Self:
         return self
@@ -131,36 +165,69 @@ class RequestContext:
                     await self._resolve_bad_words()
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the prompt was tokenized") from None
-        if self.output.has_ended:  # cancelled in the meantime
+        if self.has_ended:  # cancelled in the meantime
             return
         self.prompt_digest = prompt_digest(prompt)
         model_identity.check_prompt(self.validated, self.prompt_digest)
-        request = validation.resolve(self.validated, self.output.engine_id, prompt, self.deadline, self.bounds)
+        request = validation.resolve(self.validated, self.request_id, prompt, self.deadline, self.bounds)
         self._queue_place.add_tokens(len(request.prompt))
         self.prompt_tokens, self.max_tokens = len(request.prompt), request.max_tokens
-        request = replace(
+        request = replace(request, cache_salt=self.cache_salt, tenant=identity.share(self.tenant))
+        submitted: list[tuple[OutputStream, Request]] = []
+        for output in self.outputs:
+            received = self.validated.received[output.index] or ()
+            own = self._of_output(request, output, received, is_sibling=bool(submitted))
+            if received and not await self._replay(output, own):
+                continue
+            submitted.append((output, own))
+        requests = [own for output, own in submitted if not output.has_ended]
+        if requests:
+            self._is_submitted = True
+            self._services.engine.submit(replace(requests[0], is_sibling=False), *requests[1:])
+
+    def _of_output(
+        self, request: Request, output: OutputStream, received: tuple[int, ...], *, is_sibling: bool
+    ) -> Request:
+        """Return the core's request for one output."""
+        return replace(
             request,
-            cache_salt=self.cache_salt,
-            tenant=identity.share(self.tenant),
-            expected_tokens=self._services.lengths.expect(self._shape(), len(request.output)),
+            request_id=output.engine_id,
+            sampling=self.sampling_of(output),
+            output=received,
+            expected_tokens=self._services.lengths.expect(self._shape(), len(received)),
+            wants_position=request.wants_position and not is_sibling,
+            is_sibling=is_sibling,
         )
-        if request.output:
-            if self._text is not None:
-                await self._services.tokenizers.replay(self._text, request.output)
-                if self.output.has_ended:
-                    return
-            end = _end_of_resumed(request, self._text)
-            if end is not None:
-                self._finish_resumed(*end)
-                return
-        self._services.engine.submit(request)
+
+    async def _replay(self, output: OutputStream, request: Request) -> bool:
+        """Compute the text of the tokens of a resumed output. Return whether tokens are missing at its end."""
+        if output.text is not None:
+            await self._services.tokenizers.replay(output.text, request.output)
+            if output.has_ended:
+                return False
+        end = _end_of_resumed(request, output.text)
+        if end is not None:
+            self._finish_resumed(output, *end)
+        return end is None
 
     def cancel(self, error: LineclearError | None = None) -> None:
         """Stop the engine's work on the request, and end its answer with `error` (default: Cancelled).
 
         Every cancellation comes here: hang-ups through `close`, the Cancel RPC, SessionCancel, and shutdown.
         """
-        self.output.cancel(error or _cancelled())
+        for output in self.outputs:
+            output.cancel(error or _cancelled())
+
+    def cancel_output(self, index: int) -> bool:
+        """Cancel one output; the others continue. Return False if the request has no such output."""
+        for output in self.outputs:
+            if output.index == index:
+                output.stop()
+                if not self._is_submitted and not output.has_ended:  # the engine does not have it
+                    stats = self._stats_of(output)
+                    self._services.streams.dispatch([Failed(output.engine_id, _cancelled(), stats)], stats.arrival)
+                return True
+        return False
 
     def fail(self, error: BaseException) -> None:
         """Cancel the request with an error of its submission; a bug becomes an incident."""
@@ -174,24 +241,26 @@ class RequestContext:
         services = self._services
         del services.live[self.caller, self.request_id]
         services.on_close(self)
-        services.streams.close(self.output, _cancelled())
+        for output in self.outputs:
+            services.streams.close(output, _cancelled())
         services.stats.add_ended(outcome)
         self._log_end(outcome)
 
     def take_served_tokens(self) -> int:
         """Return the prompt and output tokens of this server since the last call."""
-        if self.output.started is None:
+        if all(output.started is None for output in self.outputs):
             return 0
-        total = self.prompt_tokens + self.output.num_received - len(self.validated.received)
+        total = self.prompt_tokens + sum(output.num_received - output.num_resumed for output in self.outputs)
         served, self._num_counted = total - self._num_counted, total
         return served
 
-    def record_completion(self, end: Completion) -> RequestTimings:
-        """Add a complete answer to the statistics, and return its timings."""
-        num_made_here = end.completion_tokens - len(self.validated.received)
+    def record_completion(self, output: OutputStream, end: Completion) -> RequestTimings:
+        """Add a complete output to the statistics, and return its timings."""
+        num_made_here = end.completion_tokens - output.num_resumed
         timings = request_timings(end.stats, self.arrival, num_made_here, self._services.clock())
-        self._services.stats.add_finished(timings)
-        self._services.lengths.learn(self._shape(), end.completion_tokens)
+        if end.reason is not FinishReason.CANCELLED:
+            self._services.stats.add_finished(timings)
+            self._services.lengths.learn(self._shape(), end.completion_tokens)
         return timings
 
     def incident(self, error: BaseException) -> LineclearError:
@@ -207,17 +276,24 @@ class RequestContext:
         tenant = identity.share(self.tenant)
         return AnswerShape(tenant, self.prompt_tokens, self.max_tokens, self.validated.expected_tokens)
 
-    def _finish_resumed(self, reason: FinishReason, matched_token_id: int | None) -> None:
-        """Complete a resumed answer of which only the end is missing."""
-        now, engine_id = self._services.clock(), self.output.engine_id
-        stats = RequestStats(self.arrival, self.prompt_tokens, self.output.num_received, started_at=now, ended_at=now)
+    def _stats_of(self, output: OutputStream) -> RequestStats:
+        """Return the statistics of an output that the engine does not compute."""
+        now = self._services.clock()
+        return RequestStats(self.arrival, self.prompt_tokens, output.num_received, started_at=now, ended_at=now)
+
+    def _finish_resumed(self, output: OutputStream, reason: FinishReason, matched_token_id: int | None) -> None:
+        """Complete a resumed output of which only the end is missing."""
+        stats, engine_id = self._stats_of(output), output.engine_id
         started = Started(engine_id, 0, 0, 0, self.bounds.model_fingerprint)
         events: list[Event] = [started, Finished(engine_id, reason, matched_token_id, stats)]
-        self._services.streams.dispatch(events, now)
+        self._services.streams.dispatch(events, self._services.clock())
 
     def _log_end(self, outcome: str) -> None:
-        stats, num_tokens, now = self.output.stats, self.output.num_received, self._services.clock()
+        stats, now = self.outputs[0].stats, self._services.clock()
+        num_tokens = sum(output.num_received for output in self.outputs)
         fields: dict[str, Any] = {"request_id": self.request_id, "outcome": outcome, "tokens": num_tokens}
+        if len(self.validated.received) > 1:
+            fields["outputs"] = len(self.validated.received)
         if stats is not None:
             timings = request_timings(stats, self.arrival, num_tokens, now)._asdict()
             fields |= {f"{name}_seconds": round(value, 6) for name, value in timings.items() if value is not None}

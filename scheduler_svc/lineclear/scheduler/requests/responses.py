@@ -5,7 +5,7 @@ from __future__ import annotations
 from google.protobuf.duration_pb2 import Duration
 
 from lineclear.scheduler.core.events import FinishReason
-from lineclear.scheduler.requests.output_stream import Completion, OutputChunk
+from lineclear.scheduler.requests.output_stream import Completion, OutputChunk, OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.request_stats import RequestTimings
 from lineclear.v1 import inference_pb2 as pb
@@ -16,13 +16,18 @@ _REASONS = {
     FinishReason.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
     FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
 
 
-def response(chunk: OutputChunk, request: RequestContext, timings: RequestTimings | None) -> pb.GenerateResponse:
-    """Build the response for one chunk of output. `timings` belong to the chunk with the end."""
+def response(
+    chunk: OutputChunk, request: RequestContext, output: OutputStream, timings: RequestTimings | None
+) -> pb.GenerateResponse:
+    """Build the response for one chunk of `output`. `timings` belong to the chunk with the end."""
     validated = request.validated
     message = pb.GenerateResponse(first_index=chunk.first_index, token_ids=chunk.token_ids)
+    if output.index:
+        message.index = output.index
     if validated.wants_text:
         message.text = chunk.text
     if chunk.logprobs:
@@ -37,7 +42,8 @@ def response(chunk: OutputChunk, request: RequestContext, timings: RequestTiming
         message.started.request_id = request.request_id
         message.started.prompt_tokens = request.prompt_tokens
         message.started.cached_tokens = chunk.started.cached_tokens
-        message.started.seed = validated.sampling.seed
+        message.started.seed = request.sampling_of(output).seed
+        message.started.num_outputs = len(validated.received)
         message.started.slot = chunk.started.slot
         message.started.first_step = chunk.started.step
         message.started.model_fingerprint = chunk.started.model_fingerprint
@@ -46,7 +52,7 @@ def response(chunk: OutputChunk, request: RequestContext, timings: RequestTiming
         message.started.timeout.FromMicroseconds(round((request.deadline - request.arrival) * 1e6))
     if chunk.end is not None:
         assert timings is not None
-        message.finished.CopyFrom(_finished(chunk.end, timings))
+        message.finished.CopyFrom(_finished(chunk.end, timings, output.index))
     return message
 
 
@@ -55,16 +61,16 @@ def _logprobs(logprobs: Logprobs) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(logprob=logprobs.logprob, top_logprobs=top)
 
 
-def _finished(end: Completion, timings: RequestTimings) -> pb.Finished:
-    stats = end.stats
+def _finished(end: Completion, timings: RequestTimings, index: int) -> pb.Finished:
+    stats, counts_prompt = end.stats, index == 0
     return pb.Finished(
         finish_reason=_REASONS[end.reason],
         matched_stop_string=end.matched_stop_string,
         matched_token_id=end.matched_token_id,
         usage=pb.Usage(
-            prompt_tokens=stats.prompt_tokens,
+            prompt_tokens=stats.prompt_tokens if counts_prompt else 0,
             completion_tokens=end.completion_tokens,
-            cached_tokens=stats.cached_tokens,
+            cached_tokens=stats.cached_tokens if counts_prompt else 0,
             recomputed_tokens=stats.recomputed_tokens,
         ),
         timings=pb.Timings(

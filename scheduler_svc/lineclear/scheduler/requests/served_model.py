@@ -89,6 +89,7 @@ class ServedModel:
             defaults=self._defaults,
             model=status_messages.served_model_name(self._settings, hello),
             model_fingerprint=hello.model_fingerprint,
+            max_outputs=self._settings.max_outputs,
             vocabulary=(hello.vocab_size, hello.eos_token_ids),
         )
 

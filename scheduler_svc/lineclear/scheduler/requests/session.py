@@ -18,8 +18,8 @@ from lineclear.api_limits import (
 from lineclear.errors import InvalidRequest, LineclearError, QueueFull
 from lineclear.scheduler.requests import validation
 from lineclear.scheduler.requests.admission import Admission
-from lineclear.scheduler.requests.answer_reader import read_answer
-from lineclear.scheduler.requests.output_stream import CHARACTER_BYTES, TOKEN_BYTES
+from lineclear.scheduler.requests.answer_reader import read_output
+from lineclear.scheduler.requests.output_stream import CHARACTER_BYTES, TOKEN_BYTES, OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.validation import ModelBounds
 from lineclear.scheduler.security import identity
@@ -64,7 +64,7 @@ class Session:
         self._max_requests = max_requests
         self._live: dict[int, RequestContext] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ready: list[tuple[int, RequestContext]] = []  # requests with unread output
+        self._ready: list[tuple[int, RequestContext, OutputStream]] = []  # outputs with unread parts
         self._failures: list[tuple[int, LineclearError]] = []  # rejected requests
         self._has_space = asyncio.Event()
         self._has_space.set()
@@ -110,7 +110,7 @@ class Session:
         for index, command in enumerate(message.submits):
             await self._admit(f"submits[{index}].handle", command)
         for cancel in message.cancels:
-            self._cancel(cancel.handle)
+            self._cancel(cancel)
 
     async def _admit(self, field: str, command: pb.SubmitCommand) -> None:
         handle = command.handle
@@ -126,9 +126,11 @@ class Session:
             self._reject(handle, self._incident(error))
         await self._has_space.wait()
 
-    def _cancel(self, handle: int) -> None:
-        request = self._live.get(handle)
-        if request is not None:
+    def _cancel(self, command: pb.CancelCommand) -> None:
+        request = self._live.get(command.handle)
+        if request is not None and command.HasField("index"):
+            request.cancel_output(command.index)
+        elif request is not None:
             request.cancel()
 
     def _start(self, handle: int, command: pb.SubmitCommand) -> None:
@@ -148,7 +150,8 @@ class Session:
         if self._deadline is not None:
             request.deadline = min(request.deadline, self._deadline)
         self._live[handle] = request
-        request.output.subscribe(partial(self._on_output, handle, request))
+        for output in request.outputs:
+            output.subscribe(partial(self._on_output, handle, request, output))
         task = asyncio.ensure_future(self._submit(request, command.request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -186,8 +189,8 @@ class Session:
             await self._wakeup.wait()
         return self._collect()
 
-    def _on_output(self, handle: int, request: RequestContext) -> None:
-        self._ready.append((handle, request))
+    def _on_output(self, handle: int, request: RequestContext, output: OutputStream) -> None:
+        self._ready.append((handle, request, output))
         self._wakeup.set()
 
     def _collect(self) -> pb.SessionResponse:
@@ -197,13 +200,16 @@ class Session:
         indexes: list[int] = []
         token_ids: list[int] = []
         texts: list[str] = []
+        outputs: list[int] = []
         events: list[pb.SessionEvent] = []
         bytes_left = MAX_PIECE_BYTES
-        for i, (handle, request) in enumerate(ready):
-            columns = request.output.read_tokens_only(bytes_left)
+        for i, (handle, request, output) in enumerate(ready):
+            columns = output.read_tokens_only(bytes_left)
             if columns is None:
-                bytes_left -= self._read_events(handle, request, bytes_left, events)
+                bytes_left -= self._read_events(handle, request, output, bytes_left, events)
             else:
+                if output.index:
+                    outputs += [0] * (len(handles) - len(outputs)) + [output.index] * len(columns[1])
                 first_index, tokens, parts = columns
                 wants_text = request.validated.wants_text
                 if len(tokens) == 1:
@@ -219,26 +225,36 @@ class Session:
                     token_ids += tokens
                     texts += parts if wants_text else [""] * count
                     bytes_left -= TOKEN_BYTES * count + CHARACTER_BYTES * sum(map(len, parts))
-            is_cut = request.output.is_notified and handle in self._live
+            is_cut = output.is_notified and not output.is_read
             if is_cut or bytes_left <= 0:
-                self._ready = ready[i if is_cut else i + 1 :]
+                self._ready = ready[i if is_cut else i + 1 :] + self._ready
                 break
         for handle, error in self._failures:
             events.append(pb.SessionEvent(handle=handle, error=to_status(error)))
         self._failures.clear()
         self._has_space.set()
+        if outputs:
+            outputs += [0] * (len(handles) - len(outputs))
         return pb.SessionResponse(
             handles=handles,
             indexes=indexes,
             token_ids=token_ids,
             texts=texts if any(texts) else (),
             events=events,
+            outputs=outputs,
         )
 
-    def _read_events(self, handle: int, request: RequestContext, max_bytes: int, events: list[pb.SessionEvent]) -> int:
+    def _read_events(
+        self,
+        handle: int,
+        request: RequestContext,
+        output: OutputStream,
+        max_bytes: int,
+        events: list[pb.SessionEvent],
+    ) -> int:
         """Append output that does not fit the columns, mostly a start or an end. Return its bytes."""
         num_bytes = 0
-        for response, _, error in read_answer(request, max_bytes):
+        for response, _, error in read_output(request, output, max_bytes):
             if error is not None:
                 event = pb.SessionEvent(handle=handle, error=to_status(error))
             else:

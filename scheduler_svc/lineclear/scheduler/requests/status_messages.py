@@ -37,6 +37,7 @@ def model(
         default_max_tokens=settings.default_max_tokens,
         max_prompt_bytes=settings.max_prompt_bytes,
         num_slots=num_slots or min(settings.max_batch_size, hello.num_slots),
+        max_outputs=settings.max_outputs,
     )
     limits.default_deadline.FromMicroseconds(round(min(settings.default_deadline_seconds, max_seconds) * 1e6))
     limits.max_deadline.FromMicroseconds(round(max_seconds * 1e6))

@@ -1,4 +1,4 @@
-"""The answer to one submitted request: its tokens in compact form, and messages built from any range of them.
+"""The answer to one submitted request: its tokens in compact form, and messages built from any range of an output.
 
 A token with 20 log probabilities takes 3 KiB as Python and protobuf objects, and a tenth of that packed: ids and times
 are arrays, log probabilities are encoded messages. `num_bytes` measures the memory.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import InvalidRequest, LineclearError
+from lineclear.scheduler.requests.output_stream import OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.validation import ValidatedRequest
 from lineclear.scheduler.security.identity import Identity
@@ -28,7 +29,7 @@ _LOGPROBS_BYTES, _CANDIDATE_BYTES = 48, 14
 
 
 def reserved_bytes(validated: ValidatedRequest, max_tokens: int) -> int:
-    """Estimate the memory of an answer of `max_tokens`."""
+    """Estimate the memory of one output of `max_tokens`."""
     per_token = _ID_BYTES
     if validated.wants_text:
         per_token += _POINTER_BYTES + _TEXT_BYTES
@@ -40,31 +41,94 @@ def reserved_bytes(validated: ValidatedRequest, max_tokens: int) -> int:
 
 
 class SubmittedAnswer:
-    """The tokens so far, and the end or the error. Outlives the RequestContext."""
+    """The outputs so far, and the error of the request. Outlives the RequestContext."""
 
     def __init__(self, request: RequestContext) -> None:
         self.caller: Identity = request.caller
         self.tenant = request.tenant
         self.request_id = request.request_id
         self.timer: asyncio.TimerHandle | None = None
-        self.first_index = len(request.validated.received)
         self.queued: pb.Queued | None = None
+        self.error: LineclearError | None = None
+        self.outputs = [SubmittedOutput(self, output, request.validated.wants_text) for output in request.outputs]
+        self._by_index = {output.index: output for output in self.outputs}
+        self._changed = asyncio.Event()
+
+    @property
+    def has_started(self) -> bool:
+        """Whether an output has left the queue."""
+        return any(output.started is not None for output in self.outputs)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the answer is complete or has failed."""
+        return self.error is not None or all(output.finished is not None for output in self.outputs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens so far."""
+        return sum(output.num_tokens for output in self.outputs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use."""
+        return sum(output.num_bytes for output in self.outputs)
+
+    @property
+    def state(self) -> pb.ResultState.ValueType:
+        """The state that GetResult returns."""
+        if self.error is not None:
+            return pb.RESULT_STATE_FAILED
+        if self.has_ended:
+            return pb.RESULT_STATE_FINISHED
+        return pb.RESULT_STATE_RUNNING if self.has_started else pb.RESULT_STATE_WAITING
+
+    def add(self, message: pb.GenerateResponse, texts: Sequence[str], error: LineclearError | None = None) -> None:
+        """Append a part of an output, or end the answer with its error."""
+        self.error = error
+        if message.HasField("queued"):
+            self.queued = message.queued
+        if error is None:
+            self._by_index[message.index].add(message, texts)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def read(self, *from_indexes: int) -> Attachment:
+        """Return an iterator over the messages from an index of each output on, present and future.
+
+        Raises InvalidRequest for an index outside the present output.
+        """
+        starts = {}
+        for output in self.outputs:
+            start = from_indexes[output.index] if output.index < len(from_indexes) else 0
+            start = max(start, output.first_index) if output.index else start
+            if not output.first_index <= start <= output.next_index:
+                path = f"more_from_indexes[{output.index - 1}]" if output.index else "from_index"
+                raise InvalidRequest.at(path, f"must be in [{output.first_index}, {output.next_index}] now")
+            starts[output] = start
+        return Attachment(self, starts)
+
+    async def change(self) -> None:
+        """Return after the next part."""
+        await self._changed.wait()
+
+
+class SubmittedOutput:
+    """The tokens of one output so far, and its end."""
+
+    def __init__(self, answer: SubmittedAnswer, output: OutputStream, wants_text: bool) -> None:
+        self.index = output.index
+        self.first_index = output.num_resumed
         self.started: pb.Started | None = None
         self.finished: pb.Finished | None = None
-        self.error: LineclearError | None = None
-        self._wants_text = request.validated.wants_text
+        self._answer = answer
+        self._wants_text = wants_text
         self._token_ids = array("I")
         self._texts: list[str] = []
         self._tail = ""  # text that the end released
         self._logprobs: list[bytes] = []  # for each token, an encoded GenerateResponse with this field alone
         self._times_us = array("q")
         self._object_bytes = 0
-        self._changed = asyncio.Event()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the answer is complete or has failed."""
-        return self.finished is not None or self.error is not None
 
     @property
     def num_tokens(self) -> int:
@@ -87,19 +151,9 @@ class SubmittedAnswer:
         """Index of the next token."""
         return self.first_index + len(self._token_ids)
 
-    @property
-    def state(self) -> pb.ResultState.ValueType:
-        """The state that GetResult returns."""
-        if self.error is not None:
-            return pb.RESULT_STATE_FAILED
-        if self.finished is not None:
-            return pb.RESULT_STATE_FINISHED
-        return pb.RESULT_STATE_WAITING if self.started is None else pb.RESULT_STATE_RUNNING
-
-    def add(self, message: pb.GenerateResponse, texts: Sequence[str], error: LineclearError | None = None) -> None:
-        """Append a part of the answer, or end the answer with its error."""
+    def add(self, message: pb.GenerateResponse, texts: Sequence[str]) -> None:
+        """Append a part."""
         count = len(message.token_ids)
-        self.error = error
         self._token_ids.extend(message.token_ids)
         self._times_us.extend(message.token_times_us)
         if self._wants_text:
@@ -109,38 +163,21 @@ class SubmittedAnswer:
             packed = pb.GenerateResponse(logprobs=[entry]).SerializeToString()
             self._logprobs.append(packed)
             self._object_bytes += sys.getsizeof(packed)
-        if message.HasField("queued"):
-            self.queued = message.queued
         if message.HasField("started"):
             self.started = message.started
         if message.HasField("finished"):
             self.finished = message.finished
             self._tail = "".join(texts[count:]) if self._wants_text else ""
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     def whole(self) -> pb.GenerateResponse:
-        """Return the answer so far in one message, without logprobs and token times."""
+        """Return the output so far in one message, without logprobs and token times."""
         return self.message(self.first_index, self.next_index, brief=True)
 
-    def read(self, from_index: int) -> Attachment:
-        """Return an iterator over the messages from an index on, present and future.
-
-        Raises InvalidRequest for an index outside the present answer.
-        """
-        if not self.first_index <= from_index <= self.next_index:
-            raise InvalidRequest.at("from_index", f"must be in [{self.first_index}, {self.next_index}] now")
-        return Attachment(self, from_index)
-
-    async def change(self) -> None:
-        """Return after the next part."""
-        await self._changed.wait()
-
     def message(self, start: int, end: int, *, brief: bool = False) -> pb.GenerateResponse:
-        """Return tokens [start, end), and the end of the answer if it follows them."""
+        """Return tokens [start, end), and the end of the output if it follows them."""
         a, b = start - self.first_index, end - self.first_index
         is_last = self.finished is not None and end == self.next_index
-        message = pb.GenerateResponse(first_index=start, token_ids=self._token_ids[a:b])
+        message = pb.GenerateResponse(first_index=start, token_ids=self._token_ids[a:b], index=self.index)
         if self._wants_text:
             message.text = "".join(self._texts[a:b]) + (self._tail if is_last else "")
         if not brief:
@@ -148,49 +185,70 @@ class SubmittedAnswer:
             message.MergeFromString(b"".join(self._logprobs[a:b]))
         if brief and self.started is not None:
             message.started.CopyFrom(self.started)
-        elif brief and self.queued is not None:
-            message.queued.CopyFrom(self.queued)
+        elif brief and self.index == 0 and self._answer.queued is not None:
+            message.queued.CopyFrom(self._answer.queued)
         if is_last and self.finished is not None:
             message.finished.CopyFrom(self.finished)
         return message
 
 
 class Attachment:
-    """Asynchronous iterator over messages. Stops after the end of the answer, or raises its error."""
+    """Asynchronous iterator over messages of all outputs. Stops after their ends, or raises the error of the answer."""
 
-    def __init__(self, answer: SubmittedAnswer, from_index: int) -> None:
+    def __init__(self, answer: SubmittedAnswer, starts: dict[SubmittedOutput, int]) -> None:
         self._answer = answer
-        self._index = from_index
+        self._cursors = [_Cursor(output, start) for output, start in starts.items()]
         self._has_sent_queued = False
-        self._has_sent_started = False
-        self._is_done = False
+        self._unread: Iterator[pb.GenerateResponse] = iter(())
 
     def __aiter__(self) -> Attachment:
         return self
 
     async def __anext__(self) -> pb.GenerateResponse:
         answer = self._answer
-        while not self._is_done:
+        while not all(cursor.is_done for cursor in self._cursors):
             if answer.state == pb.RESULT_STATE_WAITING and answer.queued is not None and not self._has_sent_queued:
                 self._has_sent_queued = True
-                return pb.GenerateResponse(first_index=self._index, queued=answer.queued)
-            started = answer.started if not self._has_sent_started else None
-            if started is not None or self._index < answer.next_index or answer.finished is not None:
-                return self._next(started)
+                return pb.GenerateResponse(first_index=self._cursors[0].index, queued=answer.queued)
+            message = next(self._unread, None)
+            if message is None:  # take what all outputs have, one message of each
+                self._unread = (cursor.take() for cursor in self._cursors if cursor.has_more)
+                message = next(self._unread, None)
+            if message is not None:
+                return message
             if answer.error is not None:
                 raise answer.error
             await answer.change()
         raise StopAsyncIteration
 
-    def _next(self, started: pb.Started | None) -> pb.GenerateResponse:
-        end = min(self._answer.next_index, self._index + _MAX_MESSAGE_TOKENS)
-        message = self._answer.message(self._index, end)
-        while message.ByteSize() > MAX_PIECE_BYTES and end - self._index > 1:
-            end = (self._index + end) // 2
-            message = self._answer.message(self._index, end)
-        self._index = end
-        if started is not None:
+
+class _Cursor:
+    """The place in one output up to which an Attachment has read."""
+
+    def __init__(self, output: SubmittedOutput, index: int) -> None:
+        self.index = index
+        self.is_done = False
+        self._output = output
+        self._has_sent_started = False
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `take` may be called."""
+        output = self._output
+        is_new = output.started is not None and not self._has_sent_started
+        return not self.is_done and (is_new or self.index < output.next_index or output.finished is not None)
+
+    def take(self) -> pb.GenerateResponse:
+        """Return the next message."""
+        output = self._output
+        end = min(output.next_index, self.index + _MAX_MESSAGE_TOKENS)
+        message = output.message(self.index, end)
+        while message.ByteSize() > MAX_PIECE_BYTES and end - self.index > 1:
+            end = (self.index + end) // 2
+            message = output.message(self.index, end)
+        self.index = end
+        if output.started is not None and not self._has_sent_started:
             self._has_sent_started = True
-            message.started.CopyFrom(started)
-        self._is_done = message.HasField("finished")
+            message.started.CopyFrom(output.started)
+        self.is_done = message.HasField("finished")
         return message

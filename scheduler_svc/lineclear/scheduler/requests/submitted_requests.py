@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lineclear.errors import DuplicateRequest, QueueFull, UnknownRequest
-from lineclear.scheduler.requests.answer_reader import read_answer
+from lineclear.scheduler.requests.answer_reader import read_output
+from lineclear.scheduler.requests.output_stream import OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.submitted_answer import SubmittedAnswer, reserved_bytes
 from lineclear.scheduler.security.identity import Identity
@@ -89,13 +90,15 @@ class SubmittedRequests:
             raise DuplicateRequest("the answer to a request with this request_id is kept here; Cancel removes it")
 
     def add(self, request: RequestContext, max_tokens: int) -> SubmittedAnswer:
-        """Keep the output of a request from now on. Raises QueueFull if `max_tokens` more exceed the limits."""
-        num_bytes = reserved_bytes(request.validated, max_tokens)
+        """Keep the outputs of a request from now on, `max_tokens` each. Raises QueueFull if they exceed the limits."""
+        num_bytes = reserved_bytes(request.validated, max_tokens) * len(request.outputs)
+        max_tokens *= len(request.outputs)
         self._evict_for(request, max_tokens, num_bytes)
         answer = SubmittedAnswer(request)
         self._answers[answer.caller, answer.request_id] = answer
         self._count(answer, 1, max_tokens, num_bytes)
-        request.output.subscribe(partial(self._on_output, answer, request))
+        for output in request.outputs:
+            output.subscribe(partial(self._on_output, answer, request, output))
         return answer
 
     def find(self, caller: Identity, request_id: str) -> SubmittedAnswer:
@@ -114,8 +117,8 @@ class SubmittedRequests:
             if answer.timer is not None:
                 answer.timer.cancel()  # a pending timer would keep the answer in memory
 
-    def _on_output(self, answer: SubmittedAnswer, request: RequestContext) -> None:
-        for response, texts, error in read_answer(request):
+    def _on_output(self, answer: SubmittedAnswer, request: RequestContext, output: OutputStream) -> None:
+        for response, texts, error in read_output(request, output):
             answer.add(response, texts, error)
             if answer.has_ended:
                 self._count(answer, 0, answer.num_tokens, answer.num_bytes)

@@ -57,6 +57,7 @@ class ModelBounds:
     model: str = ""
     """The served model name."""
     model_fingerprint: str = ""
+    max_outputs: int = 1
     vocabulary: tuple[int, tuple[int, ...]] | None = None
     """`vocab_size` and the end-of-sequence ids, compared with those of the worker that runs the request."""
 
@@ -82,8 +83,8 @@ class ValidatedRequest:
     wants_position: bool = False
     expected_tokens: int = 0
     """Number of output tokens that the client expects; 0 if it names none."""
-    received: tuple[int, ...] = ()
-    """Output tokens of a resumed answer."""
+    received: tuple[tuple[int, ...] | None, ...] = ((),)
+    """Tokens of each output that a resumed answer begins with; None for an output that is complete."""
     model_fingerprint: str = ""
     """Fingerprint of the required model; empty for any."""
     prompt_digest: str = ""
@@ -147,7 +148,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
 def resolve(
     validated: ValidatedRequest, key: str, prompt: Sequence[int], deadline: float | None, bounds: ModelBounds
 ) -> Request:
-    """Build the core's request with the id `key`.
+    """Build the core's request with the id `key`, without the tokens of a resumed answer.
 
     Raises PromptTooLong if prompt and output exceed the context, InvalidRequest if the prompt has no token or
     min_tokens exceeds max_tokens, TokenOutOfVocabulary if the tokenizer does not fit the model.
@@ -164,8 +165,8 @@ def resolve(
     max_tokens = min(bounds.default_max_tokens, max_output) if requested is None else requested
     if validated.sampling.min_tokens > max_tokens:
         raise InvalidRequest.at("sampling.min_tokens", f"must be in [0, max_tokens], which is {max_tokens} here")
-    if len(validated.received) > max_tokens:
-        raise InvalidRequest.at("resume.token_ids", f"has more entries than max_tokens, which is {max_tokens} here")
+    if any(len(tokens) > max_tokens for tokens in validated.received if tokens is not None):
+        raise InvalidRequest.at("resume", f"has more tokens than max_tokens, which is {max_tokens} here")
     return Request(
         request_id=key,
         prompt=tuple(prompt),
@@ -175,7 +176,6 @@ def resolve(
         stop_ids=validated.stop_ids,
         priority=validated.priority,
         deadline=deadline,
-        output=validated.received,
         wants_position=validated.wants_position,
         model_fingerprint=validated.model_fingerprint,
         vocabulary=bounds.vocabulary,
@@ -301,17 +301,42 @@ def _end_ids(
 
 def _received(
     request: pb.GenerateRequest, sampling: Sampling, ends: frozenset[int], bounds: ModelBounds, violations: Violations
-) -> tuple[int, ...]:
+) -> tuple[tuple[int, ...] | None, ...]:
+    num_outputs = _num_outputs(request.sampling, bounds, violations)
     if not request.HasField("resume"):
-        return ()
+        return ((),) * num_outputs
     if sampling.temperature != 0 and not request.sampling.HasField("seed"):
         violations.add("sampling.seed", "is required with resume; send the seed from Started")
-    received = checked_ids(
-        "resume.token_ids", request.resume.token_ids, bounds.context_length, bounds.vocab_size, violations
+
+    def checked(path: str, ids: Sequence[int]) -> tuple[int, ...]:
+        received = checked_ids(path, ids, bounds.context_length, bounds.vocab_size, violations)
+        if not ends.isdisjoint(received[sampling.min_tokens : -1]):
+            violations.add(path, "has tokens after a token that ends the answer")
+        return received
+
+    resume = request.resume
+    if num_outputs == 1:
+        if resume.outputs:
+            violations.add("resume.outputs", "must be empty, because sampling.n is 1")
+        return (checked("resume.token_ids", resume.token_ids),)
+    if resume.token_ids:
+        violations.add("resume.token_ids", "must be empty, because sampling.n is above 1; send resume.outputs")
+    if len(resume.outputs) != num_outputs:
+        violations.add("resume.outputs", f"has {len(resume.outputs)} entries; send sampling.n, which is {num_outputs}")
+    elif all(output.is_complete for output in resume.outputs):
+        violations.add("resume.outputs", "are all complete; nothing is left to resume")
+    return tuple(
+        None if output.is_complete else checked(f"resume.outputs[{index}].token_ids", output.token_ids)
+        for index, output in enumerate(resume.outputs)
     )
-    if not ends.isdisjoint(received[sampling.min_tokens : -1]):
-        violations.add("resume.token_ids", "has tokens after a token that ends the answer")
-    return received
+
+
+def _num_outputs(params: sampling_pb2.SamplingParams, bounds: ModelBounds, violations: Violations) -> int:
+    count = params.n if params.HasField("n") else 1
+    if not 1 <= count <= bounds.max_outputs:
+        violations.add("sampling.n", f"must be in [1, max_outputs], which is {bounds.max_outputs}")
+        return 1
+    return count
 
 
 def _model_fingerprint(request: pb.GenerateRequest, violations: Violations) -> str:

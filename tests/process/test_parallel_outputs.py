@@ -1,0 +1,266 @@
+"""Several outputs of one request: real processes and the real client, equal to single requests with the same seeds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.service import is_idle
+from support.time_limits import PATIENCE_SECONDS
+from support.toy_service import ToyService, answer, text_of, toy_service
+
+from lineclear.client import AsyncClient, Client, FinishReason, Generation, RetryPolicy
+from lineclear.client.testing import FakeTransport
+from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, QueueFull
+
+PROMPT = [7, 8, 9, 10, 11, 12, 13]
+SEED = 2**64 - 2  # the seeds of outputs 2 and 3 wrap around
+SEEDS = [2**64 - 2, 2**64 - 1, 0, 1]
+LENGTH = 40
+SLOW = {"min_step_seconds": 0.004, "max_step_seconds": 0.004, "max_model_len": 512}
+PATIENT = RetryPolicy(max_attempts=1000, max_resumes=10_000, max_pause_seconds=0.2)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyService]:
+    with toy_service(tmp_path_factory.mktemp("toy"), "--max-batch-size", "6", **SLOW) as service:
+        yield service
+        with Client(service.target) as client:
+            until(lambda: is_idle(client.stats()))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+STOP_IDS = [number for number in range(512) if number % 32 == 3]
+PARAMS: dict[str, Any] = {"seed": SEED, "max_tokens": LENGTH, "ignore_eos": True, "stop_token_ids": STOP_IDS}
+
+
+def right(seed: int) -> list[int]:
+    return answer(PROMPT, LENGTH, seed=seed, stop_ids=tuple(STOP_IDS))
+
+
+def check(result: Generation, seeds: list[int]) -> None:
+    assert [output.seed for output in result.outputs] == seeds
+    assert [output.index for output in result.outputs] == list(range(len(seeds)))
+    for output in result.outputs:
+        tokens = right(output.seed)
+        assert list(output.token_ids) == tokens
+        is_stopped = tokens[-1] in STOP_IDS
+        assert output.finish_reason is (FinishReason.STOP_TOKEN if is_stopped else FinishReason.LENGTH)
+        assert output.usage.completion_tokens == len(tokens)
+    assert result.token_ids == result.outputs[0].token_ids
+    assert result.usage.prompt_tokens == len(PROMPT)
+    assert result.usage.completion_tokens == sum(len(output.token_ids) for output in result.outputs)
+
+
+@pytest.mark.parametrize("sessions", [False, True], ids=["generate", "session"])
+def test_outputs_equal_single_requests_with_their_seeds(service: ToyService, sessions: bool) -> None:
+    with Client(service.target, sessions=sessions) as client:
+        together = client.generate(PROMPT, n=4, logprobs=True, top_logprobs=2, **PARAMS)
+        check(together, SEEDS)
+        for output in together.outputs:
+            alone = client.generate(PROMPT, logprobs=True, top_logprobs=2, **{**PARAMS, "seed": output.seed})
+            assert (alone.token_ids, alone.text, alone.logprobs) == (output.token_ids, output.text, output.logprobs)
+            assert alone.finish_reason == output.finish_reason
+    assert len({len(output.token_ids) for output in together.outputs}) > 1, "all outputs have the same length"
+
+
+@pytest.mark.parametrize("sessions", [False, True], ids=["generate", "session"])
+def test_deltas_name_their_output(service: ToyService, sessions: bool) -> None:
+    async def read() -> tuple[list[list[int]], list[str]]:
+        tokens: list[list[int]] = [[] for _ in SEEDS]
+        texts = [""] * len(SEEDS)
+        async with AsyncClient(service.target, sessions=sessions) as client:
+            others = [client.generate(PROMPT, n=2, **PARAMS) for _ in range(3)]
+            waiting = asyncio.gather(*others)
+            async with client.stream(PROMPT, n=4, **PARAMS) as stream:
+                async for delta in stream:
+                    assert delta.first_index == len(tokens[delta.index])
+                    tokens[delta.index] += delta.token_ids
+                    texts[delta.index] += delta.text
+            for result in await waiting:
+                check(result, SEEDS[:2])
+        assert stream.texts == tuple(texts)
+        return tokens, texts
+
+    tokens, texts = asyncio.run(read())
+    assert tokens == [right(seed) for seed in SEEDS]
+    assert texts == [text_of(right(seed)[:-1] if right(seed)[-1] in STOP_IDS else right(seed)) for seed in SEEDS]
+
+
+def test_submitted_outputs_are_read_again_and_from_another_client(service: ToyService) -> None:
+    with Client(service.target) as client, Client(service.target) as other:
+        submitted = client.submit(PROMPT, n=3, **PARAMS)
+        check(submitted.result(), SEEDS[:3])
+        again = other.submitted(submitted.request_id)
+        result = again.result()
+        check(result, SEEDS[:3])
+        assert again.poll().texts == tuple(output.text for output in result.outputs)
+        assert again.cancel()
+
+
+def test_batch_and_future_and_more_outputs_than_slots(service: ToyService) -> None:
+    with Client(service.target) as client:
+        for result in client.generate_batch([PROMPT] * 3, n=2, **PARAMS):
+            check(result, SEEDS[:2])
+        check(client.submit_future(PROMPT, n=2, **PARAMS).result(), SEEDS[:2])
+        many = client.generate(PROMPT, n=20, **{**PARAMS, "seed": 0})
+    assert [list(output.token_ids) for output in many.outputs] == [right(seed) for seed in range(20)]
+
+
+def test_stop_string_ends_one_output(service: ToyService) -> None:
+    params: dict[str, Any] = {"seed": 5, "max_tokens": LENGTH, "ignore_eos": True}
+    with Client(service.target) as client:
+        free = client.generate(PROMPT, n=3, **params)
+        stop = free.outputs[1].text[10:16]
+        assert all(stop not in free.outputs[index].text for index in (0, 2))
+        stopped = client.generate(PROMPT, n=3, stop=stop, **params)
+    assert [output.finish_reason for output in stopped.outputs] == ["length", "stop_string", "length"]
+    assert stopped.outputs[1].text == free.outputs[1].text[: free.outputs[1].text.index(stop)]
+    for index in (0, 2):
+        assert stopped.outputs[index].text == free.outputs[index].text
+
+
+def test_outputs_survive_the_death_of_the_worker(tmp_path: Path) -> None:
+    params: dict[str, Any] = {"seed": SEED, "max_tokens": 150, "ignore_eos": True}
+    with toy_service(tmp_path, **SLOW) as service, Client(service.target) as client:
+        for sessions in (False, True):
+            with Client(service.target, sessions=sessions) as reader, reader.stream(PROMPT, n=4, **params) as stream:
+                for delta in stream:
+                    if delta.token_ids and delta.index == 2 and delta.first_index in (20, 80):
+                        os.kill(client.stats().worker.pid, signal.SIGKILL)
+            assert [list(o.token_ids) for o in stream.result.outputs] == [answer(PROMPT, 150, seed=s) for s in SEEDS]
+            assert stream.resumes == 0
+
+
+@pytest.mark.parametrize("sessions", [False, True], ids=["generate", "session"])
+def test_outputs_are_resumed_on_the_next_server(tmp_path: Path, sessions: bool) -> None:
+    stop = answer(PROMPT, 120, seed=SEEDS[1])[12]  # one output is complete when the server is killed
+    params = {**PARAMS, "max_tokens": 120, "stop_token_ids": [stop]}
+    tokens = [answer(PROMPT, 120, seed=seed, stop_ids=(stop,)) for seed in SEEDS]
+    assert len(tokens[1]) == 13
+    assert max(map(len, tokens)) > 60
+    cut_at = 25
+    with toy_service(tmp_path, **SLOW) as service, Client(service.target, retry=PATIENT, sessions=sessions) as client:
+        is_killed = False
+        with client.stream(PROMPT, n=4, **params) as stream:
+            for delta in stream:
+                if delta.first_index >= cut_at and not is_killed:
+                    is_killed = True
+                    service.kill()
+                    service.start(wait=False)
+        assert [list(output.token_ids) for output in stream.result.outputs] == tokens
+        assert stream.resumes
+        assert [output.seed for output in stream.result.outputs] == SEEDS
+
+
+def test_attach_continues_after_a_lost_connection(service: ToyService) -> None:
+    async def read() -> Generation:
+        async with AsyncClient(service.target) as client:
+            submitted = await client.submit(PROMPT, n=3, **PARAMS)
+            async with submitted.attach() as cut:
+                async for delta in cut:
+                    if delta.first_index >= 5:
+                        break
+            return await submitted.result()
+
+    check(asyncio.run(read()), SEEDS[:3])
+
+
+@pytest.mark.parametrize("sessions", [False, True], ids=["generate", "session"])
+def test_cancel_of_one_output_leaves_the_others(service: ToyService, sessions: bool) -> None:
+    with Client(service.target, sessions=sessions) as client:
+        params = {**PARAMS, "max_tokens": 200, "stop_token_ids": None}
+        with client.stream(PROMPT, n=3, request_id="one-of-three", **params) as stream:
+            for delta in stream:
+                if delta.index == 1 and delta.token_ids and delta.first_index == 10:
+                    assert client.cancel("one-of-three", index=1)
+                    assert not client.cancel("one-of-three", index=3)
+        first, cancelled, last = stream.result.outputs
+        assert cancelled.finish_reason is FinishReason.CANCELLED
+        assert 10 < len(cancelled.token_ids) < 200
+        for output in (first, cancelled, last):
+            whole = answer(PROMPT, 200, seed=output.seed)
+            assert list(output.token_ids) == whole[: len(output.token_ids)]
+        assert len(first.token_ids) == len(last.token_ids) == 200
+
+
+@pytest.mark.parametrize("sessions", [False, True], ids=["generate", "session"])
+def test_cancel_ends_all_outputs(service: ToyService, sessions: bool) -> None:
+    with Client(service.target, sessions=sessions) as client:
+        before = client.stats().counters.requests_cancelled
+        with client.stream(PROMPT, n=4, max_tokens=400, ignore_eos=True, request_id="all-of-it") as stream:
+            next(stream)
+            assert client.cancel("all-of-it")
+            with pytest.raises(Cancelled):
+                list(stream)
+        until(lambda: client.stats().counters.requests_cancelled - before == 4)
+        until(lambda: is_idle(client.stats()))
+
+
+def test_deadline_ends_all_outputs(service: ToyService) -> None:
+    with Client(service.target, sessions=False) as client, pytest.raises(DeadlineExceeded):
+        client.generate(PROMPT, n=4, max_tokens=400, ignore_eos=True, timeout_seconds=0.3)
+
+
+@pytest.mark.parametrize("route", ["generate", "session", "submit"])
+def test_a_full_queue_rejects_all_outputs_or_none(tmp_path: Path, route: str) -> None:
+    flags = ("--max-batch-size", "1", "--max-queue-size", "2", "--max-queue-tokens", "25")
+    with (
+        toy_service(tmp_path, *flags, **SLOW) as service,
+        Client(service.target, max_attempts=1, sessions=route == "session") as client,
+    ):
+        running = client.submit([1], max_tokens=500, ignore_eos=True)
+        until(lambda: client.stats().gauges.num_requests_running == 1)
+        waiting = client.submit(PROMPT, n=3, **PARAMS)  # one place, the prompt once
+        both = client.submit(PROMPT, n=2, **PARAMS)
+        until(lambda: client.stats().counters.requests_admitted == 6)
+        with pytest.raises(QueueFull):
+            client.submit(PROMPT, n=4, **PARAMS) if route == "submit" else client.generate(PROMPT, n=4, **PARAMS)
+        running.cancel()
+        check(waiting.result(), SEEDS[:3])
+        check(both.result(), SEEDS[:2])
+        until(lambda: client.stats().counters.requests_finished == 5)
+        counters = client.stats().counters
+        assert (counters.requests_admitted, counters.requests_cancelled) == (6, 1)
+
+
+def test_invalid_numbers_of_outputs(service: ToyService) -> None:
+    with Client(service.target) as client:
+        assert client.model().limits.max_outputs == 128
+        for n in (0, 129):
+            with pytest.raises(InvalidRequest) as caught:
+                client.generate(PROMPT, n=n)
+            assert [violation.field for violation in caught.value.violations] == ["sampling.n"]
+
+
+def test_fake_transport_has_outputs() -> None:
+    with Client(transport=FakeTransport("one two")) as client:
+        result = client.generate("x", n=3)
+    assert [output.text for output in result.outputs] == ["one two"] * 3
+
+
+def test_clients_that_leave_do_not_keep_outputs(service: ToyService) -> None:
+    def leave(client: Client) -> None:
+        with client.stream(PROMPT, n=4, max_tokens=400, ignore_eos=True) as stream:
+            next(iter(stream))
+
+    with Client(service.target, sessions=False) as client:
+        threads = [threading.Thread(target=leave, args=(client,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        until(lambda: is_idle(client.stats()))
