@@ -17,7 +17,7 @@ from lineclear.v1 import sampling_pb2
 EVERYTHING: dict[str, Any] = {
     "temperature": 0.5, "top_k": 40, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": 0.5,
     "frequency_penalty": -0.5, "logit_bias": {5: 1.5}, "allowed_token_ids": [1, 2], "banned_token_ids": [3],
-    "seed": 2**64 - 1, "min_tokens": 1, "max_tokens": 9, "ignore_eos": True, "stop": ["x", "y"],
+    "seed": 2**64 - 1, "min_tokens": 1, "max_tokens": 9, "ignore_eos": True, "stop": ["x", "y"], "n": 2,
     "bad_words": ["x", "y z"], "begin_banned_token_ids": [4], "forced_first_token_id": 0, "no_repeat_ngram_size": 3,
     "exponential_decay_start": 2, "exponential_decay_factor": 1.5,
     "stop_token_ids": [7], "eos_token_ids": [8], "include_stop_string": True,
@@ -56,7 +56,7 @@ def test_every_parameter_sets_its_field() -> None:
         frequency_penalty=-0.5, logit_bias=[sampling_pb2.LogitBias(token_id=5, bias=1.5)], allowed_token_ids=[1, 2],
         banned_token_ids=[3], seed=2**64 - 1, min_tokens=1, max_tokens=9, ignore_eos=True, bad_words=["x", "y z"],
         begin_banned_token_ids=[4], forced_first_token_id=0, no_repeat_ngram_size=3, exponential_decay_start=2,
-        exponential_decay_factor=1.5,
+        exponential_decay_factor=1.5, n=2,
     )  # fmt: skip
     assert message.stop == sampling_pb2.StopConditions(
         strings=["x", "y"], token_ids=[7], eos_token_ids=[8], include_stop_string=True

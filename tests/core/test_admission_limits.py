@@ -53,3 +53,21 @@ def test_drain_rejects_new_requests_and_finishes_others() -> None:
         harness.submit("b", 5)
     harness.run()
     assert harness.core.snapshot().draining
+
+
+def test_siblings_take_no_place_in_the_queue() -> None:
+    harness = CoreHarness(max_queue_size=2, max_queue_tokens=12, max_batch_size=1)
+    harness.submit("a", 6)
+    for number in range(3):
+        harness.submit(f"sibling {number}", 6, is_sibling=True)
+    harness.submit("b", 6)
+    with pytest.raises(QueueFull) as caught:
+        harness.submit("c", 1)
+    assert caught.value.metadata == {"waiting": "2", "limit": "2"}
+    harness.submit("sibling of b", 6, is_sibling=True)
+    harness.step()  # a starts
+    with pytest.raises(QueueFull) as caught:
+        harness.submit("c", 7)
+    assert caught.value.metadata == {"waiting_tokens": "6", "limit_tokens": "12"}
+    harness.submit("c", 6)
+    harness.run()

@@ -83,7 +83,7 @@ class Started:
     prompt_digest: str = ""
     chat_time_us: int = 0
     timeout_seconds: float = 0.0
-    num_outputs: int = 1
+    num_outputs: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from lineclear.scheduler.requests.sampling_validation import check_allowed, read
 from lineclear.scheduler.requests.violations import Violations, check_vocabulary, checked_ids, checked_texts
 from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import sampling_pb2
 from lineclear.wire.messages import Sampling
 
 MAX_REQUEST_ID = 64
