@@ -171,7 +171,7 @@ async def test_ended_session_resumes_its_answers(tmp_path: Path, connect: Open) 
         for request in s.engine.submitted:
             s.engine.start(request.request_id)
             s.engine.tokens(request.request_id, SMILE_IDS[:3])
-        await until(lambda: [r.output.num_received for r in s.service.requests] == [3] * 5)
+        await until(lambda: [r.outputs[0].num_received for r in s.service.requests] == [3] * 5)
         s.engine.answer = whole
         s.service.fail_all(lambda request: ShutdownInterrupted("gone", retry_after_seconds=0.0))
         for session in list(s.service._sessions):

@@ -82,8 +82,9 @@ async def test_session_delivers_tokens_before_an_error(tmp_path: Path) -> None:
 
 async def test_kept_answer_is_read_in_several_messages() -> None:
     """Tokens of 5,000 characters: a message of the largest number of tokens would have 5 MB."""
-    validated = SimpleNamespace(received=(), wants_text=True)
-    request: Any = SimpleNamespace(validated=validated, caller=ANONYMOUS, tenant="", request_id="x")
+    outputs = (SimpleNamespace(index=0, num_resumed=0),)
+    validated = SimpleNamespace(wants_text=True)
+    request: Any = SimpleNamespace(validated=validated, caller=ANONYMOUS, tenant="", request_id="x", outputs=outputs)
 
     answer = SubmittedAnswer(request)
     answer.add(pb.GenerateResponse(token_ids=range(2000)), ["x" * 5000] * 2000)

@@ -178,7 +178,7 @@ async def test_counted_bytes_match_memory(tmp_path: Path) -> None:
         assert memory < 1.3 * counted
         assert counted < 600 * 1000
         answer = list(s.service._submitted)[-1]
-        message = answer.message(999, 1000)
+        message = answer.outputs[0].message(999, 1000)
         assert [(c.token_id, c.logprob) for c in message.logprobs[0].top_logprobs] == list(top)
         assert message.logprobs[0].logprob == -999.0
 

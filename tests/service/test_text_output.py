@@ -42,6 +42,7 @@ async def test_complete_answer(tmp_path: Path) -> None:
             model_fingerprint=HELLO.model_fingerprint,
             prompt_digest=prompt_digest(TOKENIZER.encode("The quick")),
             timeout={"seconds": 600},
+            num_outputs=1,
         )
         assert not started.token_ids
         assert not started.text

@@ -166,8 +166,12 @@ def resolve(
     max_tokens = min(bounds.default_max_tokens, max_output) if requested is None else requested
     if validated.sampling.min_tokens > max_tokens:
         raise InvalidRequest.at("sampling.min_tokens", f"must be in [0, max_tokens], which is {max_tokens} here")
-    if any(len(tokens) > max_tokens for tokens in validated.received if tokens is not None):
-        raise InvalidRequest.at("resume", f"has more tokens than max_tokens, which is {max_tokens} here")
+    for index, tokens in enumerate(validated.received):
+        if tokens is not None and len(tokens) > max_tokens:
+            path = "resume" if len(validated.received) == 1 else f"resume.outputs[{index}]"
+            raise InvalidRequest.at(
+                f"{path}.token_ids", f"has more entries than max_tokens, which is {max_tokens} here"
+            )
     return Request(
         request_id=key,
         prompt=tuple(prompt),
