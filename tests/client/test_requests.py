@@ -19,7 +19,10 @@ EVERYTHING: dict[str, Any] = {
     "frequency_penalty": -0.5, "logit_bias": {5: 1.5}, "allowed_token_ids": [1, 2], "banned_token_ids": [3],
     "seed": 2**64 - 1, "min_tokens": 1, "max_tokens": 9, "ignore_eos": True, "stop": ["x", "y"], "n": 2,
     "bad_words": ["x", "y z"], "begin_banned_token_ids": [4], "forced_first_token_id": 0, "no_repeat_ngram_size": 3,
-    "exponential_decay_start": 2, "exponential_decay_factor": 1.5,
+    "exponential_decay_start": 2, "exponential_decay_factor": 1.5, "typical_p": 0.5, "top_n_sigma": 1.5,
+    "xtc_probability": 0.5, "xtc_threshold": 0.25, "dynatemp_range": 0.5, "dynatemp_exponent": 2.0,
+    "dry_multiplier": 0.5, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": [":"],
     "stop_token_ids": [7], "eos_token_ids": [8], "include_stop_string": True,
 }  # fmt: skip
 
@@ -56,7 +59,10 @@ def test_every_parameter_sets_its_field() -> None:
         frequency_penalty=-0.5, logit_bias=[sampling_pb2.LogitBias(token_id=5, bias=1.5)], allowed_token_ids=[1, 2],
         banned_token_ids=[3], seed=2**64 - 1, min_tokens=1, max_tokens=9, ignore_eos=True, bad_words=["x", "y z"],
         begin_banned_token_ids=[4], forced_first_token_id=0, no_repeat_ngram_size=3, exponential_decay_start=2,
-        exponential_decay_factor=1.5, n=2,
+        n=2,
+        exponential_decay_factor=1.5, typical_p=0.5, top_n_sigma=1.5, xtc_probability=0.5, xtc_threshold=0.25,
+        dynatemp_range=0.5, dynatemp_exponent=2.0, dry_multiplier=0.5, dry_base=2.0, dry_allowed_length=3,
+        dry_penalty_last_n=-1, dry_sequence_breakers=[":"],
     )  # fmt: skip
     assert message.stop == sampling_pb2.StopConditions(
         strings=["x", "y"], token_ids=[7], eos_token_ids=[8], include_stop_string=True
@@ -110,6 +116,7 @@ def test_sampling_precedence() -> None:
         ({"stop_token_ids": "12"}, "stop.token_ids"),
         ({"stop": [1]}, "stop.strings"),
         ({"bad_words": [1]}, "sampling.bad_words"),
+        ({"dry_penalty_last_n": "all"}, "sampling.dry_penalty_last_n"),
         ({"bad_words": "word"}, "sampling.bad_words"),
         ({"stop": 5}, "stop.strings"),
         ({"request_id": 5}, "request_id"),

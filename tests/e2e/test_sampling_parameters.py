@@ -25,6 +25,9 @@ MIXED: tuple[dict[str, Any], ...] = (
     {"no_repeat_ngram_size": 2, "temperature": 0.0},
     {"bad_words": ["the", "of the", " and"], "no_repeat_ngram_size": 3, "temperature": 1.0, "seed": 5},
     {"begin_banned_token_ids": list(range(200)), "exponential_decay_factor": 1.02, "temperature": 0.7, "seed": 6},
+    {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": ["."], "temperature": 0.0},
+    {"typical_p": 0.6, "top_n_sigma": 2.0, "dynatemp_range": 0.4, "temperature": 1.0, "seed": 7},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.05, "dry_multiplier": 0.8, "temperature": 0.9, "seed": 8},
     {"forced_first_token_id": 77, "frequency_penalty": 1.0, "no_repeat_ngram_size": 4, "temperature": 0.0},
 )
 """Parameters that depend on the tokens before; each kind of parameter of docs/sampling.md is in one of them."""

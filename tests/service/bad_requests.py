@@ -53,8 +53,21 @@ OUTSIDE = {
     "presence_penalty": (-2.001, 2.001, 100.0, -1e30),
     "frequency_penalty": (-2.001, 2.001, 100.0, -1e30),
     "exponential_decay_factor": (0.0, 0.999, 10.01),
+    "typical_p": (0.0, -0.5, 1.0001),
+    "top_n_sigma": (-0.01, 100.1),
+    "xtc_probability": (-0.01, 1.001),
+    "xtc_threshold": (0.0, -0.1, 0.501),
+    "dynatemp_range": (-0.01, 10.01),
+    "dynatemp_exponent": (-0.01, 10.01),
+    "dry_multiplier": (-0.01, 100.1),
+    "dry_base": (0.99, 10.01),
 }
-WHOLE_OUTSIDE = {"no_repeat_ngram_size": (101, 2**32 - 1), "exponential_decay_start": (100_001, 2**32 - 1)}
+WHOLE_OUTSIDE = {
+    "no_repeat_ngram_size": (101, 2**32 - 1),
+    "exponential_decay_start": (100_001, 2**32 - 1),
+    "dry_allowed_length": (0, 1001),
+    "dry_penalty_last_n": (-2, 100_001),
+}
 HUGE_IDS = (VOCABULARY, VOCABULARY + 1, 2**31 - 1, 2**31, 2**32 - 1)
 
 
@@ -98,6 +111,9 @@ def _cases() -> Iterator[Bad]:
     )
     for count in (257, 10_000):
         yield _sampling("bad_words", ["x"] * count)
+    yield _sampling("dry_sequence_breakers", ["x"] * 17)
+    for text in ("", "x" * 65):
+        yield _sampling("dry_sequence_breakers", ["ok", text], path="sampling.dry_sequence_breakers[1]")
     for word in ("", "x" * 129, "é" * 65):
         yield _sampling("bad_words", ["ok", word], path="sampling.bad_words[1]")
     yield Bad(

@@ -8,7 +8,7 @@ import pytest
 from service.serving import TOKENIZER, error_of, read_all, serving, text_request
 from service.small_tokenizers import KINDS, definition
 
-from lineclear.scheduler.text.sampling_texts import bad_word_ids
+from lineclear.scheduler.text.sampling_texts import DEFAULT_BREAKERS, BreakerIndex, bad_word_ids
 from lineclear.scheduler.text.tokenizer import Tokenizer
 
 
@@ -68,3 +68,27 @@ async def test_bad_words_that_leave_no_token_are_rejected(tmp_path: Path) -> Non
             error = await error_of(s.generate(text_request(sampling={"bad_words": ["x"], **others})))
             assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["sampling.bad_words"])
         assert s.engine.submitted == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_breakers_are_all_tokens_with_their_text(kind: str) -> None:
+    tokenizer = Tokenizer(definition(KINDS[kind]()))
+    index = BreakerIndex(tokenizer)
+    for texts in (["\n"], ["e", "fox"], ["the lazy dog"], [","], []):
+        found = index.find(texts)
+        for token_id in range(tokenizer.vocab_size):
+            piece = tokenizer.piece(token_id, first=False)
+            text = "" if piece is None or tokenizer.is_special(token_id) else piece.decode("utf-8", "replace")
+            assert (token_id in found.ids) == any(breaker in text for breaker in texts or DEFAULT_BREAKERS)
+    assert index.find(["none"]) == ((), ())
+    assert index.find(["the lazy dog"]).sequences == (tuple(tokenizer.encode_sealed("the lazy dog")),)
+
+
+async def test_breakers_reach_the_engine_with_dry_only(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: []
+        for sampling in ({"dry_sequence_breakers": ["e"]}, {"dry_sequence_breakers": ["e"], "dry_multiplier": 0.5}):
+            await read_all(s.generate(text_request(sampling=sampling)))
+        without, with_dry = (request.sampling.dry_breaker_ids for request in s.engine.submitted)
+        assert without == ()
+        assert with_dry == BreakerIndex(TOKENIZER).find(["e"]).ids != ()

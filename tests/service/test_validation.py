@@ -166,7 +166,7 @@ def test_schema_parameter_reaches_the_wire(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCALARS)
 def test_schema_parameter_has_the_default_of_its_comment(name: str) -> None:
-    default = re.search(r"Default (-?[\d.]+\d|\d)", _comment(name))
+    default = re.search(r"Default (-?\d+(?:\.\d+)?)", _comment(name))
     assert default is not None
     assert getattr(check(request(), BOUNDS).sampling, name) == PARAMETERS[name].default == float(default[1])
 

@@ -126,7 +126,8 @@ def _parameters(sampling: Sampling, prompt_len: int) -> bytes:
     data = b""
     for field in dataclasses.fields(sampling):
         value = getattr(sampling, field.name)
-        if field.name in _APPLIED or value == getattr(_NEUTRAL, field.name) or (field.name, value) == _DEFAULT:
+        is_neutral = _encoded(value) == _encoded(getattr(_NEUTRAL, field.name))
+        if field.name in _APPLIED or is_neutral or (field.name, value) == _DEFAULT:
             continue
         data += field.name.encode() + _encoded(value)
         if field.name in SCALARS and SCALARS[field.name].use is Use.PENALTY:

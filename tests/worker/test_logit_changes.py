@@ -158,6 +158,10 @@ def drawn_sampling(rng: random.Random) -> Sampling:
     choices: dict[str, tuple[Any, Any]] = {
         "repetition_penalty": (1.0, 1.4),
         "frequency_penalty": (0.0, 0.5),
+        "dry_multiplier": (0.0, 0.8),
+        "dry_breaker_sequences": ((), ((1, 2), (3, 4, 5))),
+        "xtc_probability": (0.0, 0.5),
+        "typical_p": (1.0, 0.7),
         "no_repeat_ngram_size": (0, 3),
         "bad_words": ((), ((1, 2), (3, 4, 5))),
         "begin_banned_ids": ((), (1, 2, 3)),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lineclear.wire.sampling import SCALARS, Sampling
 from lineclear.worker import sampler as module
+from lineclear.worker import truncation
 from lineclear.worker.logits import with_argmax
 from lineclear.worker.uniform_noise import uniform
 
@@ -29,6 +30,16 @@ EXAMPLES: dict[str, float] = {
     "repetition_penalty": 3.0,
     "presence_penalty": 4.0,
     "frequency_penalty": 4.0,
+    "typical_p": 0.2,
+    "top_n_sigma": 0.5,
+    "xtc_probability": 0.9,
+    "xtc_threshold": 0.01,
+    "dynatemp_range": 5.0,
+    "dynatemp_exponent": 0.1,
+    "dry_multiplier": 50.0,
+    "dry_base": 9.0,
+    "dry_allowed_length": 3,
+    "dry_penalty_last_n": 2,
     "no_repeat_ngram_size": 1,
     "exponential_decay_start": 7,
     "exponential_decay_factor": 1.5,
@@ -38,14 +49,22 @@ EXAMPLES: dict[str, float] = {
     "logprobs": 3,
 }
 """A value of each parameter that changes answers. A new scalar parameter needs an entry here."""
-COMPANIONS: dict[str, dict[str, float]] = {"exponential_decay_start": {"exponential_decay_factor": 1.5}}
+COMPANIONS: dict[str, dict[str, float]] = {
+    "exponential_decay_start": {"exponential_decay_factor": 1.5},
+    "xtc_threshold": {"xtc_probability": 1.0},
+    "dynatemp_exponent": {"dynatemp_range": 0.9},
+    "dry_base": {"dry_multiplier": 0.1},
+    "dry_allowed_length": {"dry_multiplier": 2.0},
+    "dry_penalty_last_n": {"dry_multiplier": 2.0},
+}
 """What else a parameter needs for an effect."""
 BASE = Sampling(temperature=1.0, seed=1, stop_ids=tuple(range(20)))
 
 
 def sample_with(changes: list[dict[str, float]]) -> tuple[list[int], int]:
     """Return the tokens of one row per element, at varying positions, and the number of reported log-probabilities."""
-    history = [([3, 5, 5, *range(i % 8)], 3 if i % 3 else 1) for i in range(len(changes))]
+    likely = int(random_logits(1, 40).argmax())
+    history = [([*range(i % 8), likely, 5, 5, *range(i % 8)], 3 + i % 8 if i % 3 else 1) for i in range(len(changes))]
     sampled = run(random_logits(1, 40).repeat(len(changes), 1), [replace(BASE, **x) for x in changes], history)
     return sampled.tokens.tolist(), 0 if sampled.logprobs is None else len(sampled.logprobs)
 
@@ -159,8 +178,8 @@ def test_truncation_keeps_ties(top_k: int, top_p: float) -> None:
     probabilities = torch.zeros(9000)
     probabilities[100:1100] = 1e-3
     falling = probabilities.sort(descending=True).values[None]
-    by_sorting = module._cutoff_of_sorted(falling, torch.tensor([[top_k]]), torch.tensor([[top_p]]))
-    assert by_sorting.item() == module._cutoff_by_radix(probabilities, top_k, top_p) == pytest.approx(1e-3)
+    by_sorting = truncation._cutoff_of_sorted(falling, torch.tensor([[top_k]]), torch.tensor([[top_p]]))
+    assert by_sorting.item() == truncation._cutoff_by_radix(probabilities, top_k, top_p) == pytest.approx(1e-3)
 
 
 def test_radix_and_sorted_cutoffs_agree() -> None:
@@ -169,8 +188,8 @@ def test_radix_and_sorted_cutoffs_agree() -> None:
         probabilities = torch.softmax(random_logits(1, rng.choice([5, 300, 5000]), seed) * rng.choice([0, 0.1, 2]), -1)
         top_k, top_p = rng.choice([0, 1, 2, 100]), rng.choice([1e-6, 0.3, 0.9, 0.999999, 1.0])
         falling = probabilities.sort(descending=True).values
-        wanted = module._cutoff_of_sorted(falling, torch.tensor([[top_k]]), torch.tensor([[top_p]])).item()
-        found = module._cutoff_by_radix(probabilities[0], top_k, top_p)
+        wanted = truncation._cutoff_of_sorted(falling, torch.tensor([[top_k]]), torch.tensor([[top_p]])).item()
+        found = truncation._cutoff_by_radix(probabilities[0], top_k, top_p)
         kept, wanted_kept = (probabilities >= found).sum().item(), (probabilities >= wanted).sum().item()
         assert kept == wanted_kept, (seed, top_k, top_p)
 

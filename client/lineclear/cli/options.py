@@ -198,6 +198,37 @@ class SamplingFlags:
     n: Annotated[
         int | None, _option(SAMPLING, "Number of outputs, each with a seed of its own: --seed + index.", "--n")
     ] = None
+    typical_p: Annotated[
+        float | None, _option(SAMPLING, "Keep tokens next to the entropy up to this probability. (0, 1]")
+    ] = None
+    top_n_sigma: Annotated[
+        float | None, _option(SAMPLING, "Drop logits this many deviations below the highest; 0 keeps all.")
+    ] = None
+    xtc_probability: Annotated[
+        float | None, _option(SAMPLING, "Probability that the most likely tokens are excluded. [0, 1]")
+    ] = None
+    xtc_threshold: Annotated[
+        float | None, _option(SAMPLING, "Probability from which XTC excludes tokens. Default 0.1. (0, 0.5]")
+    ] = None
+    dynatemp_range: Annotated[
+        float | None, _option(SAMPLING, "Let the temperature follow the entropy within this range. [0, 10]")
+    ] = None
+    dynatemp_exponent: Annotated[
+        float | None, _option(SAMPLING, "Power of the entropy for --dynatemp-range. [0, 10]")
+    ] = None
+    dry_multiplier: Annotated[
+        float | None, _option(SAMPLING, "DRY: penalize what continues a repetition; 0 is off. [0, 100]")
+    ] = None
+    dry_base: Annotated[float | None, _option(SAMPLING, "Growth of the DRY penalty. Default 1.75. [1, 10]")] = None
+    dry_allowed_length: Annotated[
+        int | None, _option(SAMPLING, "Shortest repetition that DRY penalizes. Default 2.")
+    ] = None
+    dry_penalty_last_n: Annotated[
+        int | None, _option(SAMPLING, "Tokens in which DRY looks for repetitions; -1: all, the default.")
+    ] = None
+    dry_sequence_breakers: Annotated[
+        list[str] | None, _option(SAMPLING, "A repetition ends at this text. May be repeated.", metavar="TEXT")
+    ] = None
     seed: Annotated[int | None, _option(SAMPLING, "The same seed gives the same answer. [0, 2**64)")] = None
     min_tokens: Annotated[int | None, _option(STOPPING, "Do not stop before this many output tokens.")] = None
     ignore_eos: Annotated[
@@ -229,6 +260,7 @@ class SamplingFlags:
             "logit_bias": bias or None,
             "stop": self.stop or None,
             "bad_words": self.bad_words or None,
+            "dry_sequence_breakers": self.dry_sequence_breakers or None,
             "begin_banned_token_ids": numbers(self.begin_banned_token_ids, "--begin-banned-token-ids"),
             "allowed_token_ids": numbers(self.allowed_token_ids, "--allowed-token-ids"),
             "banned_token_ids": numbers(self.banned_token_ids, "--banned-token-ids"),

@@ -81,6 +81,17 @@ class Sampling:
     no_repeat_ngram_size: int | None = None
     exponential_decay_start: int | None = None
     exponential_decay_factor: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Sequence[str] | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     eos_token_ids: Sequence[int] | None = None
@@ -115,6 +126,17 @@ class Params(TypedDict, total=False):
     no_repeat_ngram_size: int | None
     exponential_decay_start: int | None
     exponential_decay_factor: float | None
+    typical_p: float | None
+    top_n_sigma: float | None
+    xtc_probability: float | None
+    xtc_threshold: float | None
+    dynatemp_range: float | None
+    dynatemp_exponent: float | None
+    dry_multiplier: float | None
+    dry_base: float | None
+    dry_allowed_length: int | None
+    dry_penalty_last_n: int | None
+    dry_sequence_breakers: Sequence[str] | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     eos_token_ids: Sequence[int] | None
@@ -390,6 +412,7 @@ _TEXT_LISTS = {"stop.strings"} | {
 _KINDS: dict[int, str] = {
     2: "a number",
     4: "a whole number from 0 to 2**64 - 1",
+    5: "a whole number from -2**31 to 2**31 - 1",
     8: "true or false",
     9: "a text",
     13: "a whole number from 0 to 2**32 - 1",

@@ -48,12 +48,16 @@ class Use(Enum):
 
     PENALTY = auto()
     """Changes the logits of rows that differ from the neutral value."""
+    DRY = auto()
+    """Penalizes what continues a repetition."""
     NGRAM = auto()
     """Bans repeated n-grams."""
     DRAW = auto()
     """For all rows that are not greedy."""
     TRUNCATION = auto()
     """Restricts the distribution of drawn rows that differ from the neutral value."""
+    RESHAPE = auto()
+    """As TRUNCATION; rarely used, so that other rows do not pay for the columns."""
     HOST = auto()
     """Read on the host only."""
 
@@ -97,9 +101,25 @@ class Sampling:
     top_k: int = _scalar(0, Use.TRUNCATION, Range(0, math.inf), in_generation_config=True)  # at most the vocabulary
     top_p: float = _scalar(1.0, Use.TRUNCATION, Range(0, 1, above_lowest=True), in_generation_config=True)
     min_p: float = _scalar(0.0, Use.TRUNCATION, Range(0, 1), in_generation_config=True)
+    typical_p: float = _scalar(1.0, Use.RESHAPE, Range(0, 1, above_lowest=True), in_generation_config=True)
+    top_n_sigma: float = _scalar(0.0, Use.RESHAPE, Range(0, 100))
+    xtc_probability: float = _scalar(0.0, Use.RESHAPE, Range(0, 1))
+    xtc_threshold: float = _scalar(
+        _float32(0.1), Use.RESHAPE, Range(0, 0.5, above_lowest=True), default=0.1, is_switch=False
+    )
+    dynatemp_range: float = _scalar(0.0, Use.RESHAPE, Range(0, 10))
+    dynatemp_exponent: float = _scalar(1.0, Use.RESHAPE, Range(0, 10), is_switch=False)
     repetition_penalty: float = _scalar(1.0, Use.PENALTY, Range(0.01, 10), in_generation_config=True)
     presence_penalty: float = _scalar(0.0, Use.PENALTY, Range(-2, 2))
     frequency_penalty: float = _scalar(0.0, Use.PENALTY, Range(-2, 2))
+    dry_multiplier: float = _scalar(0.0, Use.DRY, Range(0, 100))
+    dry_base: float = _scalar(1.75, Use.DRY, Range(1, 10), is_switch=False)
+    dry_allowed_length: int = _scalar(2, Use.DRY, Range(1, 1000), is_switch=False)
+    dry_penalty_last_n: int = _scalar(-1, Use.DRY, Range(-1, 100_000), is_switch=False)
+    dry_breaker_ids: tuple[int, ...] = ()
+    """Tokens that are or contain a sequence breaker."""
+    dry_breaker_sequences: tuple[tuple[int, ...], ...] = ()
+    """Sequence breakers of two or more tokens."""
     no_repeat_ngram_size: int = _scalar(0, Use.NGRAM, Range(0, 100), in_generation_config=True)
     exponential_decay_start: int = _scalar(0, Use.HOST, Range(0, 100_000))
     exponential_decay_factor: float = _scalar(1.0, Use.HOST, Range(1, 10))

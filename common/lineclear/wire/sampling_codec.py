@@ -30,8 +30,11 @@ def from_message(message: pb.Sampling) -> Sampling:
     if len(message.scalars) != _SCALARS.size or len(message.lists) not in (0, len(LISTS)):
         raise ValueError("sampling parameters of another form")
     values = dict(zip(SCALARS, _SCALARS.unpack(message.scalars), strict=True))
-    for name, kind, data in zip(LISTS, _KINDS, message.lists, strict=False):
-        values[name] = kind.decode(data)
+    try:
+        for name, kind, data in zip(LISTS, _KINDS, message.lists, strict=False):
+            values[name] = kind.decode(data)
+    except struct.error as error:
+        raise ValueError("no whole number of integers") from error
     return Sampling(**values)
 
 
@@ -45,8 +48,6 @@ def _encode_ids(ids: Sequence[int]) -> bytes:
 
 
 def _decode_ids(data: bytes) -> tuple[int, ...]:
-    if len(data) % 4:
-        raise ValueError("no whole number of integers")
     return struct.unpack(f"<{len(data) // 4}i", data)
 
 
@@ -55,8 +56,6 @@ def _encode_biases(biases: Sequence[tuple[int, float]]) -> bytes:
 
 
 def _decode_biases(data: bytes) -> tuple[tuple[int, float], ...]:
-    if len(data) % 8:
-        raise ValueError("ids and biases disagree")
     return tuple(struct.iter_unpack("<if", data))
 
 
@@ -68,11 +67,11 @@ def _encode_sequences(sequences: Sequence[Sequence[int]]) -> bytes:
 def _decode_sequences(data: bytes) -> tuple[tuple[int, ...], ...]:
     if not data:
         return ()
-    count, *values = _decode_ids(data)
-    lengths, ids = values[: max(count, 0)], values[max(count, 0) :]
-    if len(lengths) != count or min(lengths, default=0) < 0 or sum(lengths) != len(ids):
+    values = _decode_ids(data)
+    lengths, ids = values[1 : values[0] + 1], values[values[0] + 1 :]
+    if len(lengths) != values[0] or min(lengths, default=0) < 0 or sum(lengths) != len(ids):
         raise ValueError("sequences and their lengths disagree")
-    return tuple(tuple(ids[end - length : end]) for length, end in zip(lengths, accumulate(lengths), strict=True))
+    return tuple([ids[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)])
 
 
 _BY_TYPE = {

@@ -157,9 +157,10 @@ class InputBatch:
             raise _protocol_error(f"adapter {init.adapter} is not loaded")
         self._check_blocks(init.blocks)
         s = init.sampling
-        lists = s.allowed_ids, s.banned_ids, s.begin_banned_ids, s.stop_ids, *s.bad_words
-        ids = [max(s.forced_first_id, 0), *chain(*lists), *(i for i, _ in s.logit_bias)]
-        if min(ids) < 0 or max(ids) >= c.vocab_size or min(map(len, s.bad_words), default=2) < 2:
+        lists = s.allowed_ids, s.banned_ids, s.begin_banned_ids, s.stop_ids, s.dry_breaker_ids
+        sequences = *s.bad_words, *s.dry_breaker_sequences
+        ids = [max(s.forced_first_id, 0), *chain(*lists, *sequences), *(i for i, _ in s.logit_bias)]
+        if min(ids) < 0 or max(ids) >= c.vocab_size or min(map(len, sequences), default=2) < 2:
             raise _protocol_error("sampling parameters name a token outside the vocabulary")
         if s.temperature < 0 or s.repetition_penalty <= 0 or not 0 <= s.seed < 2**64:
             raise _protocol_error("sampling parameters out of range")

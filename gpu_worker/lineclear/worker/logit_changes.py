@@ -1,7 +1,7 @@
 """All changes of logits before the log-probabilities and the draw, in their one order.
 
-Sums first, masks last, so that no later change lifts a mask: bias; penalties for tokens of the context; the growing
-weight of the end; repeated n-grams and bad words; allowed ids; banned ids; the forced first token.
+Sums first, masks last, so that no later change lifts a mask: bias; penalties for tokens of the context; DRY; the
+growing weight of the end; repeated n-grams and bad words; allowed ids; banned ids; the forced first token.
 
 Every change is a function of a row's slot and position and of the tokens before that position in the token table. So
 preemption, a worker loss and a resumed answer change no token, and several positions of a slot may be rows of a step.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lineclear.wire.sampling import Use
 
+from .dry import penalize_repetition
 from .sampling_metadata import Context, Entries, SamplingMetadata
 from .token_history import ban_bad_words, ban_ngrams, penalize
 
@@ -28,6 +29,9 @@ def change_logits(logits: Tensor, metadata: SamplingMetadata, token_table: Tenso
     if metadata.bias is not None and metadata.bias_values is not None:
         logits.index_put_((metadata.bias.rows, metadata.bias.ids), metadata.bias_values, accumulate=True)
     _change_by_context(logits, metadata.contexts.get(Use.PENALTY), penalize, token_table)
+    dry, breakers = metadata.contexts.get(Use.DRY), metadata.breakers
+    if dry is not None and breakers is not None:
+        logits[dry.rows] = penalize_repetition(logits[dry.rows], dry, breakers, token_table)
     if metadata.decay is not None and metadata.decay_factors is not None:
         _raise_ends(logits, metadata.decay, metadata.decay_factors)
     _change_by_context(logits, metadata.contexts.get(Use.NGRAM), ban_ngrams, token_table)

@@ -1,11 +1,10 @@
 """Samples one token per row: a pure function of (logits, parameters, noise), for all sampling rows of a step at once.
 
 Order and meaning are those of transformers' logits processors: the changes of logit_changes.py; the reported
-log-probabilities; temperature; top_k, top_p, min_p; the draw.
+log-probabilities; temperature and the truncations of truncation.py; the draw.
 
-Truncation keeps all tokens whose probability reaches a cutoff per row. Tokens that tie with the last kept one are kept,
-so neither the order of equal tokens nor other rows of the batch affect the result. A draw is inverse transform sampling
-over token ids in ascending order, with one noise number per row (unlike Gumbel-max, which needs one per token).
+A draw is inverse transform sampling over token ids in ascending order, with one noise number per row (unlike
+Gumbel-max, which needs one per token).
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from torch import Tensor
 from .logit_changes import change_logits
 from .logits import Logits, with_argmax
 from .sampling_metadata import Draws, SamplingMetadata
+from .truncation import truncated_weights, wide_dtype
 
-_NUM_CANDIDATES = 256
-_MIN_TOPK_VOCABULARY = 4096
-"""Larger vocabularies are not sorted on a CPU."""
 _CHUNK_WIDTH = 512
 
 
@@ -83,78 +80,12 @@ def _draw(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def _draw_truncated(logits: Tensor, draws: Draws) -> Tensor:
-    """Sample from the distribution that top_k, top_p and min_p leave."""
-    probabilities = _probabilities(logits, draws)
-    min_p_cutoff = draws.parameters["min_p"] * probabilities.amax(dim=-1, keepdim=True)
-    cutoff = torch.maximum(_cutoff(probabilities, draws), min_p_cutoff)
-    return _inverse_cdf(probabilities.mul_(probabilities >= cutoff), draws.noise)
+    """Sample from the distribution that the truncations leave."""
+    return _inverse_cdf(truncated_weights(logits, draws), draws.noise)
 
 
 def _probabilities(logits: Tensor, draws: Draws) -> Tensor:
     return torch.softmax(logits[draws.rows].div_(draws.parameters["temperature"]), dim=-1)
-
-
-def _cutoff(probabilities: Tensor, draws: Draws) -> Tensor:
-    """Return [rows, 1]: the probability of the least likely token that top_k, and then top_p, keep.
-
-    On a CPU, sorting a vocabulary costs more than all other work, and a few hundred candidates nearly always suffice.
-    Rows for which they do not (a flat distribution, a large top_k) use a radix selection. On other devices that check
-    would make the host wait, and sorting is cheap.
-    """
-    top_k, top_p = draws.parameters["top_k"], draws.parameters["top_p"]
-    vocabulary = probabilities.shape[-1]
-    uses_candidates = probabilities.device.type == "cpu" and vocabulary > _MIN_TOPK_VOCABULARY
-    candidates = probabilities.topk(_NUM_CANDIDATES if uses_candidates else vocabulary, dim=-1).values
-    cutoff = _cutoff_of_sorted(candidates, top_k, top_p)
-    if uses_candidates:
-        least = candidates[:, -1:]
-        is_unknown = ((least >= cutoff) & (least > 0)) | (top_k > _NUM_CANDIDATES)
-        for row in is_unknown[:, 0].nonzero()[:, 0].tolist():
-            cutoff[row] = _cutoff_by_radix(probabilities[row], int(top_k[row]), float(top_p[row]))
-    return cutoff
-
-
-def _cutoff_of_sorted(candidates: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the cutoff [rows, 1] from the most likely tokens [rows, count] in descending order."""
-    count = candidates.shape[-1]
-    last = torch.where(top_k > 0, top_k, count).clamp(max=count) - 1
-    kept = candidates >= candidates.gather(1, last)
-    mass = torch.where(kept, candidates, 0.0).to(_wide_dtype(candidates))
-    before = mass.cumsum(dim=-1) - mass
-    total = torch.where(top_k > 0, mass.sum(dim=-1, keepdim=True), 1.0)
-    kept &= (before < top_p * total) | (top_p >= 1)
-    kept[:, 0] = True  # rounding must not remove every token
-    return torch.where(kept, candidates, float("inf")).amin(dim=-1, keepdim=True)
-
-
-def _cutoff_by_radix(probabilities: Tensor, top_k: int, top_p: float) -> float:
-    """Return the cutoff of one row [vocabulary] without sorting."""
-    mass = probabilities.double()
-    kth, total = 0.0, 1.0
-    if top_k > 0:
-        kth = _largest_reaching(probabilities, torch.ones_like(mass), top_k)
-        mass.mul_(probabilities >= kth)
-        total = float(mass.sum())
-    return max(kth, _largest_reaching(probabilities, mass, top_p * total)) if top_p < 1 else kth
-
-
-def _largest_reaching(values: Tensor, weights: Tensor, target: float) -> float:
-    """Return the largest v such that all values >= v weigh `target` together; the least value if all weigh less.
-
-    A radix selection: non-negative floats are ordered like their bits. Each ten bits of the result are the bin at which
-    the weights, summed from the highest bin down, reach the rest of the target.
-    """
-    bits, prefix = values.view(torch.int32), 0
-    for shift in (20, 10, 0):
-        bins = (bits >> shift) - (prefix << 10)
-        sums = torch.bincount(bins, weights)
-        from_end = sums.flip(0).cumsum(dim=0).flip(0)
-        num_reaching = int((from_end >= target).sum())
-        index = num_reaching - 1 if num_reaching else int(bins.min())
-        target -= float(from_end[index] - sums[index])
-        inside = bins == index
-        bits, weights, prefix = bits[inside], weights[inside], prefix << 10 | index
-    return float(torch.tensor(prefix, dtype=torch.int32).view(torch.float32))
 
 
 def _inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
@@ -167,13 +98,13 @@ def _inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
     if padding:
         weights = torch.nn.functional.pad(weights, (0, padding))
     chunks = weights.view(len(weights), -1, _CHUNK_WIDTH)
-    sums = chunks.sum(dim=-1).to(_wide_dtype(weights))
+    sums = chunks.sum(dim=-1).to(wide_dtype(weights))
     running = sums.cumsum(dim=-1)
     target = noise * running[:, -1:]
     chunk = _first_above(running, target)
     in_chunk = chunks[torch.arange(len(weights), device=weights.device), chunk[:, 0]]
     target = target - (running - sums).gather(1, chunk)
-    index = _first_above(in_chunk.cumsum(dim=-1, dtype=_wide_dtype(weights)), target)
+    index = _first_above(in_chunk.cumsum(dim=-1, dtype=wide_dtype(weights)), target)
     return (chunk * _CHUNK_WIDTH + index)[:, 0]
 
 
@@ -181,10 +112,6 @@ def _first_above(running: Tensor, target: Tensor) -> Tensor:
     """Return [rows, 1]: the first index whose running sum exceeds the target, at most the last one with a weight."""
     last = (running < running[:, -1:]).sum(dim=-1, keepdim=True)
     return torch.minimum((running <= target).sum(dim=-1, keepdim=True), last)
-
-
-def _wide_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 # --- log-probabilities ---------------------------------------------------------------------------------------------

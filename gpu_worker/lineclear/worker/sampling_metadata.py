@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
-from operator import or_
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,12 @@ from torch import Tensor
 from lineclear.wire.sampling import SCALARS, Sampling, Use
 
 from .attention.base import IntArray, to_device
-from .uniform_noise import uniform
+from .uniform_noise import XTC_STREAM, uniform
 
-_DTYPE = np.dtype([(name, scalar.format) for name, scalar in SCALARS.items()])
+_DTYPE = np.dtype([(name, scalar.format) for name, scalar in SCALARS.items()], align=True)
 _NEUTRAL = {use: {name: getattr(Sampling(), name) for name, x in SCALARS.items() if x.use is use} for use in Use}
 _SWITCHES = {use: {name: x for name, x in _NEUTRAL[use].items() if SCALARS[name].is_switch} for use in Use}
-CONTEXTS = (Use.PENALTY, Use.NGRAM)
+CONTEXTS = (Use.PENALTY, Use.DRY, Use.NGRAM)
 """Uses of scalars that change logits by the tokens of the context."""
 _NO_IDS = np.zeros(0, np.int64)
 _NO_LISTS: Mapping[str, IntArray] = {}
@@ -75,6 +75,18 @@ class BadWords:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Breakers:
+    """Sequence breakers of DRY, for the rows of its context."""
+
+    is_breaker: Tensor
+    """[num_rows, vocabulary] bool: tokens that are a breaker alone."""
+    sequences: Tensor
+    """[num_rows, most, longest]: breakers of several tokens, padded at the end."""
+    sequence_lens: Tensor
+    """[num_rows, most]; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Draws:
     """Rows that are drawn from a distribution. Columns are [num_rows, 1]."""
 
@@ -83,6 +95,8 @@ class Draws:
     """Columns of the DRAW scalars; for truncated draws of the TRUNCATION scalars as well."""
     noise: Tensor
     """Uniform in [0, 1); float64 where the device supports it."""
+    reshapes: Mapping[str, Tensor] = field(default_factory=dict)
+    """By RESHAPE scalar that is a switch: the indices in `rows` of those that use it. Without an entry, none does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +108,8 @@ class SamplingMetadata:
     bias_values: Tensor | None = None
     contexts: Mapping[Use, Context] = field(default_factory=dict)
     """Rows with penalties and bans for tokens of their own context, by kind."""
+    breakers: Breakers | None = None
+    """Of the DRY rows in `contexts`."""
     decay: Entries | None = None
     """End tokens whose logits grow with the length of the answer, and by which factor."""
     decay_factors: Tensor | None = None
@@ -111,18 +127,14 @@ class SamplingMetadata:
     host_logprob_rows: tuple[int, ...] = ()
     num_top: tuple[int, ...] = ()
     """For each row of `logprob_rows`: how many of the most likely tokens to report."""
+    changes_logits: bool = False
+    """Some logits change before the draw."""
 
     @property
     def is_greedy(self) -> bool:
         """Every row only needs the argmax of the model's own logits."""
         is_drawn = self.draws is not None or self.truncated_draws is not None
         return not is_drawn and self.logprob_rows is None and not self.changes_logits
-
-    @property
-    def changes_logits(self) -> bool:
-        """Some logits change before the draw."""
-        parts = self.bias, self.decay, self.bad_words, self.allowed, self.banned, self.forced
-        return bool(self.contexts) or any(part is not None for part in parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,6 +144,20 @@ class _BadWords:
     prefixes: IntArray
     prefix_lens: IntArray
     last: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Breakers:
+    """Sequence breakers of one slot."""
+
+    is_breaker: npt.NDArray[np.bool_]
+    sequences: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, sampling: Sampling, vocab_size: int) -> _Breakers:
+        is_breaker = np.zeros(vocab_size, np.bool_)
+        is_breaker[list(sampling.dry_breaker_ids)] = True
+        return cls(is_breaker, sampling.dry_breaker_sequences)
 
 
 class SamplingTable:
@@ -145,6 +171,9 @@ class SamplingTable:
         """By slot: list parameters that are not empty, by name."""
         self._biases: dict[int, npt.NDArray[np.float32]] = {}
         self._bad_words: dict[int, _BadWords] = {}
+        self._breakers: dict[int, _Breakers] = {}
+        self._slots_of = {use: set[int]() for use in (*CONTEXTS, Use.TRUNCATION, Use.RESHAPE)}
+        """Slots that use a scalar of each kind."""
         self._not_greedy = set[int]()
         """Slots that need more than the argmax of the model's own logits."""
 
@@ -158,9 +187,13 @@ class SamplingTable:
         self._bad_words.pop(slot, None)
         if sampling.bad_words:
             self._bad_words[slot] = _bad_words(sampling.bad_words)
-        changes = any(
-            getattr(sampling, name) != neutral for use in CONTEXTS for name, neutral in _SWITCHES[use].items()
-        )
+        self._breakers.pop(slot, None)
+        if sampling.dry_multiplier:
+            self._breakers[slot] = _Breakers.of(sampling, self._vocab_size)
+        for use, members in self._slots_of.items():
+            is_used = any(getattr(sampling, name) != neutral for name, neutral in _SWITCHES[use].items())
+            (members.add if is_used else members.discard)(slot)
+        changes = any(slot in self._slots_of[use] for use in CONTEXTS)
         is_drawn, is_forced = sampling.temperature > 0, sampling.forced_first_id >= 0
         if self._lists[slot] or sampling.bad_words or changes or is_drawn or is_forced or sampling.logprobs >= 0:
             self._not_greedy.add(slot)
@@ -178,41 +211,57 @@ class SamplingTable:
 
     def _select(self, slots: IntArray, positions: IntArray, prompt_lens: IntArray) -> SamplingMetadata:
         scalars, prompt_lens = self._scalars[slots], prompt_lens[slots]
-        is_drawn, is_truncated = scalars["temperature"] > 0, _differs(scalars, Use.TRUNCATION)
-        num_outputs = positions - prompt_lens
-        lists = [self._lists[slot] for slot in slots]
-        bias, allowed = self._entries(lists, "logit_bias"), self._entries(lists, "allowed_ids")
-        decay, decay_factors = self._decay(scalars, lists, num_outputs)
+        is_drawn = scalars["temperature"] > 0
+        is_truncated = self._uses(Use.TRUNCATION, slots) | self._uses(Use.RESHAPE, slots)
+        changes = self._changes(slots, positions, prompt_lens, scalars)
         logprob_rows = np.flatnonzero(scalars["logprobs"] >= 0)
-        contexts = {use: self._context(use, scalars, slots, positions, prompt_lens) for use in CONTEXTS}
         return SamplingMetadata(
             num_rows=len(slots),
-            bias=bias,
-            bias_values=None if bias is None else self._put(np.concatenate([self._biases[slot] for slot in slots])),
-            contexts={use: context for use, context in contexts.items() if context is not None},
-            decay=decay,
-            decay_factors=decay_factors,
-            bad_words=self._banned_words(slots, positions, prompt_lens),
-            allowed=allowed,
-            allowed_rows=None if allowed is None else self._rows_with(lists, "allowed_ids"),
-            banned=self._banned(lists, num_outputs, num_outputs < scalars["min_tokens"]),
-            forced=self._forced(scalars["forced_first_id"], num_outputs == 0),
+            **changes,
+            changes_logits=any(part is not None for part in changes.values()),
             draws=self._draws(scalars, positions, is_drawn & ~is_truncated, Use.DRAW),
-            truncated_draws=self._draws(scalars, positions, is_drawn & is_truncated, Use.DRAW, Use.TRUNCATION),
+            truncated_draws=self._draws(scalars, positions, is_drawn & is_truncated, *self._truncations(slots)),
             logprob_rows=self._put(logprob_rows) if len(logprob_rows) else None,
             host_logprob_rows=tuple(logprob_rows.tolist()),
             num_top=tuple(scalars["logprobs"][logprob_rows].tolist()),
         )
 
+    def _changes(
+        self, slots: IntArray, positions: IntArray, prompt_lens: IntArray, scalars: _Scalars
+    ) -> dict[str, Any]:
+        """Return the fields of SamplingMetadata that change logits. Those of unused parameters are left out."""
+        found: dict[str, Any] = {}
+        num_outputs = positions - prompt_lens
+        contexts = {
+            use: self._context(use, scalars, slots, positions, prompt_lens) for use in CONTEXTS if self._slots_of[use]
+        }
+        if any(contexts.values()):
+            found["contexts"] = {use: context for use, context in contexts.items() if context is not None}
+            found["breakers"] = self._dry_breakers(slots)
+        if self._bad_words:
+            found["bad_words"] = self._banned_words(slots, positions, prompt_lens)
+        found["forced"] = self._forced(scalars["forced_first_id"], num_outputs == 0)
+        lists = [self._lists[slot] for slot in slots]
+        if not any(lists):
+            return found
+        bias, allowed = self._entries(lists, "logit_bias"), self._entries(lists, "allowed_ids")
+        if bias is not None:
+            found |= {"bias": bias, "bias_values": self._put(np.concatenate([self._biases[slot] for slot in slots]))}
+        if allowed is not None:
+            found |= {"allowed": allowed, "allowed_rows": self._rows_with(lists, "allowed_ids")}
+        found["decay"], found["decay_factors"] = self._decay(scalars, lists, num_outputs)
+        found["banned"] = self._banned(lists, num_outputs, num_outputs < scalars["min_tokens"])
+        return found
+
     def _context(
         self, use: Use, scalars: _Scalars, slots: IntArray, lengths: IntArray, prompt_lens: IntArray
     ) -> Context | None:
-        rows = np.flatnonzero(_differs(scalars, use))
+        rows = np.flatnonzero(self._uses(use, slots))
         if not len(rows):
             return None
         return Context(
             rows=self._put(rows),
-            parameters=self._columns(scalars, rows, use),
+            parameters=self._columns(scalars[rows], use),
             max_values={name: float(scalars[name][rows].max()) for name in _NEUTRAL[use]},
             slots=self._put(slots[rows]),
             lengths=self._column(lengths[rows]),
@@ -220,18 +269,58 @@ class SamplingTable:
             max_length=int(lengths[rows].max()),
         )
 
+    def _uses(self, use: Use, slots: IntArray) -> npt.NDArray[np.bool_]:
+        """Return [num_rows] bool: the row's slot has a scalar of this use that is not neutral."""
+        members = self._slots_of[use]
+        found: npt.NDArray[np.bool_] = np.zeros(len(slots), np.bool_)
+        if members:
+            found[:] = [slot in members for slot in slots.tolist()]
+        return found
+
+    def _truncations(self, slots: IntArray) -> tuple[Use, ...]:
+        uses = (Use.DRAW, Use.TRUNCATION)
+        return uses if self._slots_of[Use.RESHAPE].isdisjoint(slots.tolist()) else (*uses, Use.RESHAPE)
+
     def _draws(
-        self, scalars: _Scalars, positions: IntArray, is_member: npt.NDArray[np.bool_], *uses: Use
+        self,
+        scalars: _Scalars,
+        positions: IntArray,
+        is_member: npt.NDArray[np.bool_],
+        *uses: Use,
     ) -> Draws | None:
         rows = np.flatnonzero(is_member)
         if not len(rows):
             return None
-        noise = uniform(scalars["seed"][rows], positions[rows])
+        scalars, positions = scalars[rows], positions[rows]
+        reshapes: dict[str, Tensor] = {}
+        if Use.RESHAPE in uses:
+            acts = uniform(scalars["seed"], positions, XTC_STREAM) < scalars["xtc_probability"]
+            scalars["xtc_probability"] = acts
+            scalars["xtc_threshold"][~acts] = 2.0  # no token reaches it
+            used = {name: np.flatnonzero(scalars[name] != neutral) for name, neutral in _SWITCHES[Use.RESHAPE].items()}
+            reshapes = {name: self._put(indices) for name, indices in used.items() if len(indices)}
+        noise = uniform(scalars["seed"], positions)
         return Draws(
             rows=self._put(rows),
-            parameters=self._columns(scalars, rows, *uses),
+            parameters=self._columns(scalars, *uses),
             noise=self._column(noise if self._device.type != "mps" else noise.astype(np.float32)),
+            reshapes=reshapes,
         )
+
+    def _dry_breakers(self, slots: IntArray) -> Breakers | None:
+        of_rows = [self._breakers[slot] for slot in slots.tolist() if slot in self._breakers]
+        if not of_rows:
+            return None
+        most = max(len(x.sequences) for x in of_rows)
+        longest = max((len(sequence) for x in of_rows for sequence in x.sequences), default=0)
+        sequences = np.zeros((len(of_rows), most, longest), np.int64)
+        lengths = np.zeros((len(of_rows), most), np.int64)
+        for row, breakers in enumerate(of_rows):
+            for number, sequence in enumerate(breakers.sequences):
+                sequences[row, number, : len(sequence)] = sequence
+                lengths[row, number] = len(sequence)
+        is_breaker = np.stack([x.is_breaker for x in of_rows])
+        return Breakers(self._put(is_breaker), self._put(sequences), self._put(lengths))
 
     def _decay(
         self, scalars: _Scalars, lists: Sequence[Mapping[str, IntArray]], num_outputs: IntArray
@@ -291,20 +380,14 @@ class SamplingTable:
     def _rows_with(self, lists: Sequence[Mapping[str, IntArray]], name: str) -> Tensor:
         return self._put(np.array([i for i, x in enumerate(lists) if name in x]))
 
-    def _columns(self, scalars: _Scalars, rows: IntArray, *uses: Use) -> dict[str, Tensor]:
-        return {name: self._column(scalars[name][rows]) for use in uses for name in _NEUTRAL[use]}
+    def _columns(self, scalars: _Scalars, *uses: Use) -> dict[str, Tensor]:
+        return {name: self._column(scalars[name]) for use in uses for name in _NEUTRAL[use]}
 
     def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
         return to_device(array, self._device)
 
     def _column(self, array: npt.NDArray[np.generic]) -> Tensor:
         return to_device(np.ascontiguousarray(array), self._device)[:, None]
-
-
-def _differs(scalars: _Scalars, use: Use) -> npt.NDArray[np.bool_]:
-    """Return [num_rows] bool: some switch of this use differs from its neutral value."""
-    differs: npt.NDArray[np.bool_] = reduce(or_, [scalars[name] != neutral for name, neutral in _SWITCHES[use].items()])
-    return differs
 
 
 def _where(lists: Sequence[Mapping[str, IntArray]], is_member: npt.NDArray[np.bool_]) -> list[Mapping[str, IntArray]]:

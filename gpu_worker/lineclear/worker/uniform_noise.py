@@ -11,14 +11,21 @@ import numpy.typing as npt
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _UNIT = 2.0**-52
+_DRAW_STREAM = np.uint64(0)
 
 
-def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return one number in [0, 1) for each (seed, position) pair.
+XTC_STREAM = np.uint64(0x585443)
+"""Of the numbers that decide whether XTC acts."""
+
+
+def uniform(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], stream: np.uint64 = _DRAW_STREAM
+) -> npt.NDArray[np.float64]:
+    """Return one number in [0, 1) for each (seed, position) pair. Numbers of other streams are independent.
 
     52 bits of a counter mixed twice: with 53 bits, the product of the number and a sum could round up to the sum.
     """
-    counter = _mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN
+    counter = _mix((seeds + _GOLDEN) ^ stream) + positions.astype(np.uint64) * _GOLDEN
     bits: npt.NDArray[np.uint64] = _mix(counter) >> np.uint64(12)
     return bits.astype(np.float64) * _UNIT
 

@@ -47,6 +47,17 @@ class SamplingParams(_message.Message):
     NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _builtins.int
     EXPONENTIAL_DECAY_START_FIELD_NUMBER: _builtins.int
     EXPONENTIAL_DECAY_FACTOR_FIELD_NUMBER: _builtins.int
+    TYPICAL_P_FIELD_NUMBER: _builtins.int
+    TOP_N_SIGMA_FIELD_NUMBER: _builtins.int
+    XTC_PROBABILITY_FIELD_NUMBER: _builtins.int
+    XTC_THRESHOLD_FIELD_NUMBER: _builtins.int
+    DYNATEMP_RANGE_FIELD_NUMBER: _builtins.int
+    DYNATEMP_EXPONENT_FIELD_NUMBER: _builtins.int
+    DRY_MULTIPLIER_FIELD_NUMBER: _builtins.int
+    DRY_BASE_FIELD_NUMBER: _builtins.int
+    DRY_ALLOWED_LENGTH_FIELD_NUMBER: _builtins.int
+    DRY_PENALTY_LAST_N_FIELD_NUMBER: _builtins.int
+    DRY_SEQUENCE_BREAKERS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Sampling temperature. 0 is greedy (the highest logit, the lowest id on a
     tie); otherwise [0.01, 10]. Default 1, or the model's generation_config if
@@ -107,6 +118,43 @@ class SamplingParams(_message.Message):
     factor^(output tokens - exponential_decay_start) - 1, [1, 10]. 1 changes
     nothing. Default 1.
     """
+    typical_p: _builtins.float
+    """Keeps the tokens whose surprise is next to the entropy, until their
+    probability reaches this, (0, 1]. Default 1, which keeps all, or the
+    model's generation_config.
+    """
+    top_n_sigma: _builtins.float
+    """Drops tokens whose logit is more than this many standard deviations below
+    the highest, [0, 100]. 0 keeps all. Default 0.
+    """
+    xtc_probability: _builtins.float
+    """Probability that a token is drawn with XTC: of the tokens that are at
+    least as likely as xtc_threshold, it excludes all but the least likely,
+    [0, 1]. Default 0.
+    """
+    xtc_threshold: _builtins.float
+    """Probability of a token from which XTC excludes it, (0, 0.5]. Default 0.1."""
+    dynatemp_range: _builtins.float
+    """The temperature follows the entropy, from temperature - dynatemp_range to
+    temperature + dynatemp_range, [0, 10]. Default 0.
+    """
+    dynatemp_exponent: _builtins.float
+    """Power of the normalized entropy for dynatemp_range, [0, 10]. Default 1."""
+    dry_multiplier: _builtins.float
+    """DRY: subtracts dry_multiplier * dry_base^(n - dry_allowed_length) from the
+    logit of a token that continues a repetition of n tokens, [0, 100]. 0
+    turns it off. Default 0.
+    """
+    dry_base: _builtins.float
+    """Growth of the DRY penalty with the length of the repetition, [1, 10].
+    Default 1.75.
+    """
+    dry_allowed_length: _builtins.int
+    """Shortest repetition that DRY penalizes, [1, 1000]. Default 2."""
+    dry_penalty_last_n: _builtins.int
+    """Number of last tokens of prompt and output in which DRY looks for
+    repetitions, [-1, 100000]. -1 stands for all. Default -1.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
         """Adds to the logits of these tokens before all other changes. At most 300."""
@@ -130,6 +178,13 @@ class SamplingParams(_message.Message):
     @_builtins.property
     def begin_banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """These tokens are never the first of the output. At most 4096."""
+
+    @_builtins.property
+    def dry_sequence_breakers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that end a repetition for DRY: a token with such a text, or the
+        tokens of it. At most 16, each 1 to 64 bytes. Empty: newline, colon,
+        double quote and asterisk. The one text "none": no breakers.
+        """
 
     def __init__(
         self,
@@ -155,11 +210,34 @@ class SamplingParams(_message.Message):
         no_repeat_ngram_size: _builtins.int | None = ...,
         exponential_decay_start: _builtins.int | None = ...,
         exponential_decay_factor: _builtins.float | None = ...,
+        typical_p: _builtins.float | None = ...,
+        top_n_sigma: _builtins.float | None = ...,
+        xtc_probability: _builtins.float | None = ...,
+        xtc_threshold: _builtins.float | None = ...,
+        dynatemp_range: _builtins.float | None = ...,
+        dynatemp_exponent: _builtins.float | None = ...,
+        dry_multiplier: _builtins.float | None = ...,
+        dry_base: _builtins.float | None = ...,
+        dry_allowed_length: _builtins.int | None = ...,
+        dry_penalty_last_n: _builtins.int | None = ...,
+        dry_sequence_breakers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_exponential_decay_factor", b"_exponential_decay_factor", "_exponential_decay_start", b"_exponential_decay_start", "_forced_first_token_id", b"_forced_first_token_id", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "exponential_decay_factor", b"exponential_decay_factor", "exponential_decay_start", b"exponential_decay_start", "forced_first_token_id", b"forced_first_token_id", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "no_repeat_ngram_size", b"no_repeat_ngram_size", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dry_allowed_length", b"_dry_allowed_length", "_dry_base", b"_dry_base", "_dry_multiplier", b"_dry_multiplier", "_dry_penalty_last_n", b"_dry_penalty_last_n", "_dynatemp_exponent", b"_dynatemp_exponent", "_dynatemp_range", b"_dynatemp_range", "_exponential_decay_factor", b"_exponential_decay_factor", "_exponential_decay_start", b"_exponential_decay_start", "_forced_first_token_id", b"_forced_first_token_id", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "_xtc_probability", b"_xtc_probability", "_xtc_threshold", b"_xtc_threshold", "dry_allowed_length", b"dry_allowed_length", "dry_base", b"dry_base", "dry_multiplier", b"dry_multiplier", "dry_penalty_last_n", b"dry_penalty_last_n", "dynatemp_exponent", b"dynatemp_exponent", "dynatemp_range", b"dynatemp_range", "exponential_decay_factor", b"exponential_decay_factor", "exponential_decay_start", b"exponential_decay_start", "forced_first_token_id", b"forced_first_token_id", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "no_repeat_ngram_size", b"no_repeat_ngram_size", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p", "typical_p", b"typical_p", "xtc_probability", b"xtc_probability", "xtc_threshold", b"xtc_threshold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exponential_decay_factor", b"_exponential_decay_factor", "_exponential_decay_start", b"_exponential_decay_start", "_forced_first_token_id", b"_forced_first_token_id", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "banned_token_ids", b"banned_token_ids", "begin_banned_token_ids", b"begin_banned_token_ids", "exponential_decay_factor", b"exponential_decay_factor", "exponential_decay_start", b"exponential_decay_start", "forced_first_token_id", b"forced_first_token_id", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "no_repeat_ngram_size", b"no_repeat_ngram_size", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dry_allowed_length", b"_dry_allowed_length", "_dry_base", b"_dry_base", "_dry_multiplier", b"_dry_multiplier", "_dry_penalty_last_n", b"_dry_penalty_last_n", "_dynatemp_exponent", b"_dynatemp_exponent", "_dynatemp_range", b"_dynatemp_range", "_exponential_decay_factor", b"_exponential_decay_factor", "_exponential_decay_start", b"_exponential_decay_start", "_forced_first_token_id", b"_forced_first_token_id", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "_xtc_probability", b"_xtc_probability", "_xtc_threshold", b"_xtc_threshold", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "banned_token_ids", b"banned_token_ids", "begin_banned_token_ids", b"begin_banned_token_ids", "dry_allowed_length", b"dry_allowed_length", "dry_base", b"dry_base", "dry_multiplier", b"dry_multiplier", "dry_penalty_last_n", b"dry_penalty_last_n", "dry_sequence_breakers", b"dry_sequence_breakers", "dynatemp_exponent", b"dynatemp_exponent", "dynatemp_range", b"dynatemp_range", "exponential_decay_factor", b"exponential_decay_factor", "exponential_decay_start", b"exponential_decay_start", "forced_first_token_id", b"forced_first_token_id", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "no_repeat_ngram_size", b"no_repeat_ngram_size", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p", "typical_p", b"typical_p", "xtc_probability", b"xtc_probability", "xtc_threshold", b"xtc_threshold"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dry_allowed_length: _TypeAlias = _typing.Literal["dry_allowed_length"]  # noqa: Y015
+    _WhichOneofArgType__dry_allowed_length: _TypeAlias = _typing.Literal["_dry_allowed_length", b"_dry_allowed_length"]  # noqa: Y015
+    _WhichOneofReturnType__dry_base: _TypeAlias = _typing.Literal["dry_base"]  # noqa: Y015
+    _WhichOneofArgType__dry_base: _TypeAlias = _typing.Literal["_dry_base", b"_dry_base"]  # noqa: Y015
+    _WhichOneofReturnType__dry_multiplier: _TypeAlias = _typing.Literal["dry_multiplier"]  # noqa: Y015
+    _WhichOneofArgType__dry_multiplier: _TypeAlias = _typing.Literal["_dry_multiplier", b"_dry_multiplier"]  # noqa: Y015
+    _WhichOneofReturnType__dry_penalty_last_n: _TypeAlias = _typing.Literal["dry_penalty_last_n"]  # noqa: Y015
+    _WhichOneofArgType__dry_penalty_last_n: _TypeAlias = _typing.Literal["_dry_penalty_last_n", b"_dry_penalty_last_n"]  # noqa: Y015
+    _WhichOneofReturnType__dynatemp_exponent: _TypeAlias = _typing.Literal["dynatemp_exponent"]  # noqa: Y015
+    _WhichOneofArgType__dynatemp_exponent: _TypeAlias = _typing.Literal["_dynatemp_exponent", b"_dynatemp_exponent"]  # noqa: Y015
+    _WhichOneofReturnType__dynatemp_range: _TypeAlias = _typing.Literal["dynatemp_range"]  # noqa: Y015
+    _WhichOneofArgType__dynatemp_range: _TypeAlias = _typing.Literal["_dynatemp_range", b"_dynatemp_range"]  # noqa: Y015
     _WhichOneofReturnType__exponential_decay_factor: _TypeAlias = _typing.Literal["exponential_decay_factor"]  # noqa: Y015
     _WhichOneofArgType__exponential_decay_factor: _TypeAlias = _typing.Literal["_exponential_decay_factor", b"_exponential_decay_factor"]  # noqa: Y015
     _WhichOneofReturnType__exponential_decay_start: _TypeAlias = _typing.Literal["exponential_decay_start"]  # noqa: Y015
@@ -190,8 +268,28 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
+    _WhichOneofReturnType__top_n_sigma: _TypeAlias = _typing.Literal["top_n_sigma"]  # noqa: Y015
+    _WhichOneofArgType__top_n_sigma: _TypeAlias = _typing.Literal["_top_n_sigma", b"_top_n_sigma"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    _WhichOneofReturnType__typical_p: _TypeAlias = _typing.Literal["typical_p"]  # noqa: Y015
+    _WhichOneofArgType__typical_p: _TypeAlias = _typing.Literal["_typical_p", b"_typical_p"]  # noqa: Y015
+    _WhichOneofReturnType__xtc_probability: _TypeAlias = _typing.Literal["xtc_probability"]  # noqa: Y015
+    _WhichOneofArgType__xtc_probability: _TypeAlias = _typing.Literal["_xtc_probability", b"_xtc_probability"]  # noqa: Y015
+    _WhichOneofReturnType__xtc_threshold: _TypeAlias = _typing.Literal["xtc_threshold"]  # noqa: Y015
+    _WhichOneofArgType__xtc_threshold: _TypeAlias = _typing.Literal["_xtc_threshold", b"_xtc_threshold"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dry_allowed_length) -> _WhichOneofReturnType__dry_allowed_length | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dry_base) -> _WhichOneofReturnType__dry_base | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dry_multiplier) -> _WhichOneofReturnType__dry_multiplier | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dry_penalty_last_n) -> _WhichOneofReturnType__dry_penalty_last_n | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dynatemp_exponent) -> _WhichOneofReturnType__dynatemp_exponent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dynatemp_range) -> _WhichOneofReturnType__dynatemp_range | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__exponential_decay_factor) -> _WhichOneofReturnType__exponential_decay_factor | None: ...
     @_typing.overload
@@ -223,7 +321,15 @@ class SamplingParams(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_n_sigma) -> _WhichOneofReturnType__top_n_sigma | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_p) -> _WhichOneofReturnType__typical_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__xtc_probability) -> _WhichOneofReturnType__xtc_probability | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__xtc_threshold) -> _WhichOneofReturnType__xtc_threshold | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 

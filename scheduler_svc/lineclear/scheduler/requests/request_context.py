@@ -161,8 +161,7 @@ class RequestContext:
         try:
             async with asyncio.timeout(self.deadline - self._services.clock()):
                 prompt = await self._services.tokenizers.ids(message, self.chat_time_us)
-                if self.validated.bad_words:
-                    await self._resolve_bad_words()
+                await self._resolve_texts()
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the prompt was tokenized") from None
         if self.has_ended:  # cancelled in the meantime
@@ -267,10 +266,17 @@ class RequestContext:
         """Log a bug and return the error that the client gets for it."""
         return self._services.incident(error)
 
-    async def _resolve_bad_words(self) -> None:
-        words = await self._services.tokenizers.bad_words(self.validated.bad_words)
-        sampling = sampling_validation.with_bad_words(self.validated.sampling, words, self.bounds.vocab_size)
-        self.validated = replace(self.validated, sampling=sampling)
+    async def _resolve_texts(self) -> None:
+        """Tokenize the texts in the sampling parameters."""
+        sampling, tokenizers = self.validated.sampling, self._services.tokenizers
+        if self.validated.bad_words:
+            words = await tokenizers.bad_words(self.validated.bad_words)
+            sampling = sampling_validation.with_bad_words(sampling, words, self.bounds.vocab_size)
+        if sampling.dry_multiplier:
+            breakers = await tokenizers.breakers(self.validated.dry_breakers)
+            sampling = sampling_validation.with_breakers(sampling, *breakers, self.bounds.vocab_size)
+        if sampling is not self.validated.sampling:
+            self.validated = replace(self.validated, sampling=sampling)
 
     def _shape(self) -> AnswerShape:
         tenant = identity.share(self.tenant)

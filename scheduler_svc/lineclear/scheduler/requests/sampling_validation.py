@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lineclear.errors import PromptTooLong
+from lineclear.errors import InvalidRequest, PromptTooLong
 from lineclear.scheduler.requests.sampling_ranges import BIAS_RANGE, DEFAULTS, PARAMETERS
 from lineclear.scheduler.requests.violations import Violations, add_out_of_vocabulary, checked_ids
 from lineclear.v1 import sampling_pb2
@@ -15,6 +15,7 @@ from lineclear.wire.sampling import Sampling
 
 MAX_LOGIT_BIAS = 300
 MAX_ID_LIST = 4096
+MAX_BREAKER_IDS = 16_384
 
 
 def read_sampling(
@@ -125,3 +126,19 @@ def with_bad_words(sampling: Sampling, words: Sequence[Sequence[tuple[int, ...]]
         violations.raise_if_any()
     several = tuple(sequence for sequence in distinct if len(sequence) > 1)
     return replace(sampling, banned_ids=(*sampling.banned_ids, *single), bad_words=several)
+
+
+def with_breakers(
+    sampling: Sampling, ids: Sequence[int], sequences: Sequence[tuple[int, ...]], vocab_size: int
+) -> Sampling:
+    """Return `sampling` with the tokens of DRY's sequence breakers. Raises InvalidRequest for too many."""
+    if len(ids) > MAX_BREAKER_IDS:
+        raise InvalidRequest.at(
+            "sampling.dry_sequence_breakers",
+            f"is in {len(ids)} tokens of the vocabulary, the limit is {MAX_BREAKER_IDS}; use longer texts",
+        )
+    return replace(
+        sampling,
+        dry_breaker_ids=tuple(i for i in ids if i < vocab_size),
+        dry_breaker_sequences=tuple(x for x in sequences if max(x) < vocab_size),
+    )

@@ -22,7 +22,7 @@ from lineclear.scheduler.requests.template_pool import TemplatePool
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.text.chat_template import ChatTemplate, no_chat_template
 from lineclear.scheduler.text.detokenizer import AnswerText, IncrementalDecoder
-from lineclear.scheduler.text.sampling_texts import bad_words_ids
+from lineclear.scheduler.text.sampling_texts import BreakerIndex, Breakers, bad_words_ids
 from lineclear.scheduler.text.template_process import Conversation
 from lineclear.scheduler.text.template_renderer import ChatMessage
 from lineclear.scheduler.text.tokenizer import Tokenizer
@@ -59,6 +59,7 @@ class TokenizerPool:
 
     def __init__(self, tokenizer: Tokenizer, chat: ChatTemplate | None, limits: TextLimits, pacer: LoopPacer) -> None:
         self.tokenizer = tokenizer
+        self._breaker_index = BreakerIndex(tokenizer)
         self._pacer = pacer
         self._chat = chat
         self._pool: TemplatePool | None = None
@@ -149,6 +150,10 @@ class TokenizerPool:
     async def bad_words(self, words: Sequence[str]) -> list[list[tuple[int, ...]]]:
         """Return the token sequences of each bad word."""
         return await self._in_thread(lambda: bad_words_ids(self.tokenizer, words), 2 * sum(map(len, words)))
+
+    async def breakers(self, texts: Sequence[str]) -> Breakers:
+        """Return the tokens of DRY's sequence breakers."""
+        return await self._in_thread(lambda: self._breaker_index.find(texts), _INLINE_BYTES + 1)
 
     async def _encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
         return await self._in_thread(lambda: encode(text), len(text))

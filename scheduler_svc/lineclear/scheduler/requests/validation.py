@@ -29,6 +29,8 @@ MAX_STOP_STRING_BYTES = 64
 MAX_STOP_IDS = 16
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_BYTES = 128
+MAX_BREAKERS = 16
+MAX_BREAKER_BYTES = 64
 MAX_TOP_LOGPROBS = 20
 MAX_PRIORITY = 255
 MAX_SALT_CHARACTERS = 64
@@ -92,6 +94,8 @@ class ValidatedRequest:
     """Prompt digest of a resumed answer; empty to skip the comparison."""
     bad_words: tuple[str, ...] = ()
     """Texts, to be tokenized."""
+    dry_breakers: tuple[str, ...] = ()
+    """Texts, to be tokenized; empty: the default ones."""
 
 
 def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
@@ -111,6 +115,10 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     check_allowed(sampling, eos_ids | stop_ids, bounds.vocab_size, violations)
     bad_words = checked_texts(
         "sampling.bad_words", request.sampling.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_BYTES, violations
+    )
+    dry_breakers = checked_texts(
+        *("sampling.dry_sequence_breakers", request.sampling.dry_sequence_breakers, MAX_BREAKERS, MAX_BREAKER_BYTES),
+        violations,
     )
     logprobs = _logprobs(request.output, violations)
     received = _received(request, sampling, eos_ids | stop_ids, bounds, violations)
@@ -143,6 +151,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         model_fingerprint=model_fingerprint,
         prompt_digest=request.resume.prompt_digest,
         bad_words=bad_words,
+        dry_breakers=dry_breakers,
     )
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+"""llama.cpp's."""
+NO_BREAKERS = ("none",)
+_MAX_SEQUENCE = 20
+_MAX_KNOWN = 256
+_SEPARATOR = "\U0010ffff"
 
 
 class Encoder(Protocol):
-    """The method of Tokenizer that adds no special tokens."""
+    """The methods of Tokenizer that this module calls."""
 
     def encode_sealed(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -30,3 +39,59 @@ def bad_word_ids(encoder: Encoder, word: str) -> list[tuple[int, ...]]:
 def bad_words_ids(encoder: Encoder, words: Iterable[str]) -> list[list[tuple[int, ...]]]:
     """Return the token sequences of each word."""
     return [bad_word_ids(encoder, word) for word in words]
+
+
+class TextTokens(Encoder, Protocol):
+    """An encoder that has the texts of its tokens."""
+
+    def token_texts(self) -> list[str]:
+        """Return the text of each token within a text; empty for special tokens."""
+        ...
+
+
+class Breakers(NamedTuple):
+    """Sequence breakers of DRY: tokens that contain one, and longer token sequences."""
+
+    ids: tuple[int, ...]
+    sequences: tuple[tuple[int, ...], ...]
+
+
+class BreakerIndex:
+    """Finds the tokens of sequence breakers. The first call reads the whole vocabulary; the last results are kept.
+
+    As in llama.cpp, a token with the text of a breaker in it is one. A breaker across two tokens is found where the
+    tokenizer writes it so.
+    """
+
+    def __init__(self, tokenizer: TextTokens) -> None:
+        self._tokenizer = tokenizer
+        self._joined: tuple[str, list[int]] | None = None
+        self._known: dict[tuple[str, ...], Breakers] = {}
+
+    def find(self, texts: Sequence[str]) -> Breakers:
+        """Return the tokens of all `texts`, of the default ones if it is empty."""
+        key = tuple(texts) or DEFAULT_BREAKERS
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            found = self._known[key] = Breakers((), ()) if key == NO_BREAKERS else self._find(key)
+        return found
+
+    def _find(self, texts: tuple[str, ...]) -> Breakers:
+        encoded = {tuple(self._tokenizer.encode_sealed(text)[:_MAX_SEQUENCE]) for text in texts}
+        ids = {token_id for text in texts for token_id in self._containing(text)}
+        return Breakers(tuple(sorted(ids)), tuple(sorted(x for x in encoded if len(x) > 1)))
+
+    def _containing(self, text: str) -> list[int]:
+        if self._joined is None:
+            token_texts = self._tokenizer.token_texts()
+            ends = list(accumulate(len(token_text) + 1 for token_text in token_texts))
+            self._joined = _SEPARATOR.join(token_texts), ends
+        joined, ends = self._joined
+        found = []
+        start = joined.find(text)
+        while start >= 0:
+            found.append(bisect_right(ends, start))
+            start = joined.find(text, ends[found[-1]])
+        return found

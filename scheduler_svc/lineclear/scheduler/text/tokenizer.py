@@ -109,6 +109,11 @@ class Tokenizer:
             pieces[token_id] = piece
             return piece
 
+    def token_texts(self) -> list[str]:
+        """Return the text of each token within a text; empty for special tokens. Takes up to a second."""
+        pieces = (None if i in self._special else self._make_piece(i, False) for i in range(self.vocab_size))
+        return ["" if piece is None else piece.decode("utf-8", "replace") for piece in pieces]
+
     def _make_piece(self, token_id: int, first: bool) -> bytes | None:
         token = self._special.get(token_id) or self._library.id_to_token(token_id)
         if token is None:

@@ -1,0 +1,153 @@
+"""The distribution that a row is drawn from, after temperature and truncation.
+
+In transformers' order, each over what the one before leaves: temperature, top_n_sigma, top_k, top_p, min_p, typical_p,
+XTC. Tokens that tie with the last kept one are kept, so neither the order of equal tokens nor other rows of the batch
+affect the result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .sampling_metadata import Draws
+
+_NUM_CANDIDATES = 256
+_MIN_TOPK_VOCABULARY = 4096
+"""Larger vocabularies are not sorted on a CPU."""
+_LEAST_TEMPERATURE = 0.01
+
+
+def truncated_weights(logits: Tensor, draws: Draws) -> Tensor:
+    """Return weights [num_rows, vocabulary], 0 for tokens that are not drawn. They need not sum to 1."""
+    parameters = draws.parameters
+    scaled = logits[draws.rows]
+    temperature = parameters["temperature"]
+    if "dynatemp_range" in draws.reshapes:
+        temperature = _dynamic_temperature(scaled, draws)
+    scaled = scaled.div_(temperature)
+    if "top_n_sigma" in draws.reshapes:
+        _mask_below_sigma(scaled, parameters["top_n_sigma"])
+    probabilities = torch.softmax(scaled, dim=-1)
+    min_p_cutoff = parameters["min_p"] * probabilities.amax(dim=-1, keepdim=True)
+    cutoff = torch.maximum(_cutoff(probabilities, draws), min_p_cutoff)
+    weights = probabilities.mul_(probabilities >= cutoff)
+    if "typical_p" in draws.reshapes:
+        rows = draws.reshapes["typical_p"]
+        weights[rows] *= _is_typical(weights[rows], parameters["typical_p"][rows])
+    if "xtc_probability" in draws.reshapes:
+        _exclude_top_choices(weights, parameters["xtc_threshold"])
+    return weights
+
+
+def _dynamic_temperature(logits: Tensor, draws: Draws) -> Tensor:
+    """Return [num_rows, 1]: temperature - range to temperature + range, by the entropy (llama.cpp's temp_ext)."""
+    temperature, reach = draws.parameters["temperature"], draws.parameters["dynatemp_range"]
+    entropy = torch.special.entr(torch.softmax(logits, dim=-1)).sum(dim=-1, keepdim=True)
+    most = torch.isfinite(logits).sum(dim=-1, keepdim=True).clamp(min=2).log()
+    lowest = (temperature - reach).clamp(min=0.0)
+    spread = (entropy / most).clamp(0.0, 1.0) ** draws.parameters["dynatemp_exponent"]
+    dynamic = lowest + (temperature + reach - lowest) * spread
+    chosen: Tensor = torch.where(reach > 0, dynamic.clamp(min=_LEAST_TEMPERATURE), temperature)
+    return chosen
+
+
+def _mask_below_sigma(logits: Tensor, count: Tensor) -> None:
+    """Drop logits more than `count` standard deviations below the highest one (llama.cpp's top-n-sigma)."""
+    is_finite = torch.isfinite(logits)
+    finite = logits.masked_fill(~is_finite, 0.0)
+    size = is_finite.sum(dim=-1, keepdim=True).clamp(min=1)
+    mean = finite.sum(dim=-1, keepdim=True) / size
+    variance = ((finite - mean) * is_finite).square_().sum(dim=-1, keepdim=True) / size
+    lowest = logits.amax(dim=-1, keepdim=True) - count * variance.sqrt()
+    logits.masked_fill_((logits < lowest) & (count > 0), float("-inf"))
+
+
+def _is_typical(weights: Tensor, typical_p: Tensor) -> Tensor:
+    """Return whether each token is in the smallest set of this mass whose surprise is next to the entropy.
+
+    Locally typical sampling (Meister et al. 2022).
+    """
+    probabilities = weights / weights.sum(dim=-1, keepdim=True)
+    entropy = torch.special.entr(probabilities).sum(dim=-1, keepdim=True)
+    distances = (-probabilities.log() - entropy).abs()
+    ascending, order = distances.sort(dim=-1)
+    mass = probabilities.gather(1, order).cumsum(dim=-1, dtype=wide_dtype(weights))
+    last = (mass < typical_p).sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
+    is_typical: Tensor = distances <= ascending.gather(1, last)
+    return is_typical
+
+
+def _exclude_top_choices(weights: Tensor, threshold: Tensor) -> None:
+    """Keep the least likely of the tokens above the threshold, and all less likely ones (llama.cpp's XTC)."""
+    probabilities = weights / weights.sum(dim=-1, keepdim=True)
+    least = torch.where(probabilities >= threshold, probabilities, float("inf")).amin(dim=-1, keepdim=True)
+    weights.masked_fill_(probabilities > least, 0.0)
+
+
+def _cutoff(probabilities: Tensor, draws: Draws) -> Tensor:
+    """Return [rows, 1]: the probability of the least likely token that top_k, and then top_p, keep.
+
+    On a CPU, sorting a vocabulary costs more than all other work, and a few hundred candidates nearly always suffice.
+    Rows for which they do not (a flat distribution, a large top_k) use a radix selection. On other devices that check
+    would make the host wait, and sorting is cheap.
+    """
+    top_k, top_p = draws.parameters["top_k"], draws.parameters["top_p"]
+    vocabulary = probabilities.shape[-1]
+    uses_candidates = probabilities.device.type == "cpu" and vocabulary > _MIN_TOPK_VOCABULARY
+    candidates = probabilities.topk(_NUM_CANDIDATES if uses_candidates else vocabulary, dim=-1).values
+    cutoff = _cutoff_of_sorted(candidates, top_k, top_p)
+    if uses_candidates:
+        least = candidates[:, -1:]
+        is_unknown = ((least >= cutoff) & (least > 0)) | (top_k > _NUM_CANDIDATES)
+        for row in is_unknown[:, 0].nonzero()[:, 0].tolist():
+            cutoff[row] = _cutoff_by_radix(probabilities[row], int(top_k[row]), float(top_p[row]))
+    return cutoff
+
+
+def _cutoff_of_sorted(candidates: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Return the cutoff [rows, 1] from the most likely tokens [rows, count] in descending order."""
+    count = candidates.shape[-1]
+    last = torch.where(top_k > 0, top_k, count).clamp(max=count) - 1
+    kept = candidates >= candidates.gather(1, last)
+    mass = torch.where(kept, candidates, 0.0).to(wide_dtype(candidates))
+    before = mass.cumsum(dim=-1) - mass
+    total = torch.where(top_k > 0, mass.sum(dim=-1, keepdim=True), 1.0)
+    kept &= (before < top_p * total) | (top_p >= 1)
+    kept[:, 0] = True  # rounding must not remove every token
+    return torch.where(kept, candidates, float("inf")).amin(dim=-1, keepdim=True)
+
+
+def _cutoff_by_radix(probabilities: Tensor, top_k: int, top_p: float) -> float:
+    """Return the cutoff of one row [vocabulary] without sorting."""
+    mass = probabilities.double()
+    kth, total = 0.0, 1.0
+    if top_k > 0:
+        kth = _largest_reaching(probabilities, torch.ones_like(mass), top_k)
+        mass.mul_(probabilities >= kth)
+        total = float(mass.sum())
+    return max(kth, _largest_reaching(probabilities, mass, top_p * total)) if top_p < 1 else kth
+
+
+def _largest_reaching(values: Tensor, weights: Tensor, target: float) -> float:
+    """Return the largest v such that all values >= v weigh `target` together; the least value if all weigh less.
+
+    A radix selection: non-negative floats are ordered like their bits. Each ten bits of the result are the bin at which
+    the weights, summed from the highest bin down, reach the rest of the target.
+    """
+    bits, prefix = values.view(torch.int32), 0
+    for shift in (20, 10, 0):
+        bins = (bits >> shift) - (prefix << 10)
+        sums = torch.bincount(bins, weights)
+        from_end = sums.flip(0).cumsum(dim=0).flip(0)
+        num_reaching = int((from_end >= target).sum())
+        index = num_reaching - 1 if num_reaching else int(bins.min())
+        target -= float(from_end[index] - sums[index])
+        inside = bins == index
+        bits, weights, prefix = bits[inside], weights[inside], prefix << 10 | index
+    return float(torch.tensor(prefix, dtype=torch.int32).view(torch.float32))
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the type of running sums: float64 where the device supports it."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
