@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +45,20 @@ def test_new_fair_order_begins_with_the_requests_that_run() -> None:
     switch(harness, scheduling_policy="fair")
     harness.run()
     assert starts(harness) == ["a0", "b0", "a1", "b1", "a2"]
+
+
+def test_other_weights_hold_for_requests_that_wait_and_that_arrive() -> None:
+    harness = CoreHarness(max_batch_size=1, scheduling_policy="fair", share_weights={"b": 4.0})
+    for number in range(8):
+        for tenant in "ab":
+            harness.submit(f"{tenant}{number}", 4, 4, tenant=tenant)
+    switch(harness, policy=replace(harness.core.limits.policy, share_weights={"a": 4.0}))
+    for number in range(8, 16):
+        for tenant in "ab":
+            harness.submit(f"{tenant}{number}", 4, 4, tenant=tenant)
+    while len(starts(harness)) < 15:
+        harness.step()
+    assert Counter(name[0] for name in starts(harness)) == {"a": 12, "b": 3}
 
 
 @pytest.mark.parametrize("order", sorted(QUEUE_ORDERS))

@@ -94,8 +94,7 @@ class ModelQueue:
     ) -> None:
         """Follow other limits. Under another order, started requests and then waiting ones arrive again, by number."""
         before, self._limits = self._limits, limits
-        aging = limits.policy.priority_aging_seconds
-        if (limits.scheduling_policy, aging) == (before.scheduling_policy, before.policy.priority_aging_seconds):
+        if _order(limits) == _order(before):
             return
         self._clock = 0.0
         for counts in (self._charged, self._largest, self._settled, self._settled_before):
@@ -201,6 +200,11 @@ class ModelQueue:
                 other.overtaken_count += 1
                 bound = self._limits.max_queue_overtakes
                 require(other.overtaken_count <= bound, "I14", "overtaken no more often than the bound")
+
+
+def _order(limits: CoreLimits) -> tuple[object, ...]:
+    """Return the settings that keys follow from."""
+    return limits.scheduling_policy, limits.policy.priority_aging_seconds, limits.policy.share_weights
 
 
 def _tokens(request: Request) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from simulation.mutations import Bug, always, boundary, drop, never, replace, without
 
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.policies import Adaptive, BatchingState, Continuous, DynamicTimeout, FixedSize
 from lineclear.scheduler.core.running_batch import RunningBatch
@@ -94,6 +95,7 @@ _SWITCHING = (
         replace("s.started_at is None", "s.started_at is not None"),
     ),
     Bug("a switch keeps the queue order", Scheduler.switch, never("limits.order != before.order")),
+    Bug("a switch keeps the tenants' weights", CoreLimits.order, replace("self.policy.share_weights", "None")),
     Bug("a switch keeps the preemption policy", Scheduler.switch, drop("state.preemption_policy = _")),
     Bug(
         "a switch reaches only the joined workers",

@@ -55,9 +55,9 @@ class CoreLimits:
     policy: PolicySettings = field(default_factory=PolicySettings)
 
     @property
-    def order(self) -> tuple[str, float]:
+    def order(self) -> tuple[str, float, Mapping[str, float]]:
         """The settings that queue keys depend on."""
-        return self.scheduling_policy, self.policy.priority_aging_seconds
+        return self.scheduling_policy, self.policy.priority_aging_seconds, self.policy.share_weights
 
     def differences(self, other: CoreLimits) -> list[str]:
         """Return the names of the fields that differ."""
