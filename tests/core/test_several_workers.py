@@ -270,6 +270,20 @@ def test_every_strategy_runs_on_several_workers(strategy: str) -> None:
     assert set(harness.started_on().values()) == {1, 2}
 
 
+def test_fixed_batch_counts_requests_that_fit_into_the_worker() -> None:
+    harness = WorkersHarness(1, batching_strategy="fixed_size", max_batch_size=3)
+    for index in range(6):
+        harness.submit(f"long{index}", 8, max_tokens=12)
+    small = harness.join(max_model_len=16)
+    harness.round()
+    assert harness.running() == [3, 0], "three long requests wait for the first worker"
+    for index in range(3):
+        assert harness.plan(small) is None
+        harness.submit(f"short{index}", 4, max_tokens=4)
+    harness.round()
+    assert harness.running() == [3, 3]
+
+
 def test_fixed_size_fills_a_batch_on_each_worker() -> None:
     harness = WorkersHarness(2, batching_strategy="fixed_size", max_batch_size=4)
     for index in range(7):

@@ -21,14 +21,15 @@ class ModelBatching:
 
     def is_open(self, now: float) -> bool:
         """Return whether requests may join the step that is planned now."""
-        if not self.state.fresh:
+        fitting = [s for s in self.state.fresh if self.state.is_possible(s, self.worker)]
+        if not fitting:
             return False
-        policy, waiting = self.state.limits.policy, len(self.state.fresh)
+        policy, waiting = self.state.limits.policy, len(fitting)
         # Those with rows in later steps.
         resuming = sum(self.state.is_possible(s, self.worker) for s in self.state.resuming)
         with_rows = len(self.worker.running) + resuming
         active = with_rows + len(self.worker.finishing)
-        oldest = min(s.arrival for s in self.state.fresh)
+        oldest = min(s.arrival for s in fitting)
         late = self.state.draining or now >= oldest + policy.batch_timeout_seconds
         if self.state.limits.batching_strategy == "fixed_size":
             if self.joins_left and oldest <= self.batch_started_at:

@@ -58,7 +58,8 @@ class ModelPlacement:
             return  # a sequence that was left before counts as work of another worker
         if sequence.started_at is None and state.limits.batching_strategy == "adaptive":
             return
-        if self._open != self._open_workers(now):
+        changed = self._open ^ self._open_workers(now)
+        if any(state.is_possible(sequence, state.workers[epoch]) for epoch in changed):
             return  # a request of this plan closed the batch of an idle worker, before or after the core asked
         slack = 2 * worker.num_slots
         for other in self._choices(sequence, worker):

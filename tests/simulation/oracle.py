@@ -394,9 +394,10 @@ class Oracle:
             idle = [w for w in self.state.workers.values() if not w.inflight and self._may_start(w)]
             if idle and self.limits.batching_strategy != "fixed_size":
                 require(moment is not None, "I13", "an idle worker wakes up for a request that waits")
-                due = min(s.arrival for s in self.state.fresh) + self.limits.policy.batch_timeout_seconds
-                is_closed = not all(worker.batching.is_open(now) for worker in idle)
-                require(not is_closed or (moment or 0) <= due, "I13", "the batch timeout is not missed")
+                for worker in (worker for worker in idle if not worker.batching.is_open(now)):
+                    oldest = min(s.arrival for s in self.state.fresh if self.state.is_possible(s, worker))
+                    due = oldest + self.limits.policy.batch_timeout_seconds
+                    require((moment or 0) <= due, "I13", "the batch timeout is not missed")
         if moment is not None and not deadlines:
             is_waiting = self.state.fresh or (self.state.resuming and len(self.state.workers) > 1)
             require(bool(is_waiting), "I23", "no wakeup without a waiting request")

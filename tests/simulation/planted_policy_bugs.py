@@ -17,7 +17,7 @@ _STRATEGIES = (
     Bug(
         "a fixed batch forgets its waiting members",
         FixedSize.max_joins,
-        never("self._joins_left and _ and _"),
+        never("self._joins_left and _"),
     ),
     Bug(
         "a fixed batch starts one short",
@@ -72,6 +72,11 @@ _STRATEGIES = (
         "a minimum batch of two counts as none",
         DynamicTimeout._is_open,
         replace("self._settings.min_batch_size > 1", "self._settings.min_batch_size > 2"),
+    ),
+    Bug(
+        "a batch counts requests that fit into other workers only",
+        SharedState._num_waiting,
+        always("self.fresh.longest <= worker.max_len"),
     ),
     Bug("draining workers wait for full batches", SharedState.batching_state, replace("self.draining", "False")),
 )

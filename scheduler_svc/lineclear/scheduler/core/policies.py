@@ -37,14 +37,14 @@ class BatchingState:
 
     now: float
     num_waiting: int
-    """Requests that have not started. Preempted requests rejoin regardless of the strategy."""
+    """Requests that have not started and fit into the worker. Preempted requests rejoin regardless of the strategy."""
     num_active: int
     """Requests that have started and not ended, preempted ones included."""
     num_finishing: int
     """Those of them whose last row is planned: they have no row in later steps, and hold no slot."""
     num_slots: int
     oldest_arrival: float | None
-    """Arrival of the oldest request that has not started."""
+    """Arrival of the oldest of the waiting requests."""
     draining: bool
     refusing: bool
     """A request was rejected because the queue is full, and no request has started since."""
@@ -140,8 +140,10 @@ class FixedSize:
         self._batch_started_at = float("-inf")
 
     def max_joins(self, state: BatchingState) -> int:
+        if state.oldest_arrival is None:
+            return 0  # a batch starts with a request
         # Requests that were waiting when the batch started belong to it, even if its first members have ended.
-        if self._joins_left and state.oldest_arrival is not None and state.oldest_arrival <= self._batch_started_at:
+        if self._joins_left and state.oldest_arrival <= self._batch_started_at:
             return self._joins_left
         full = state.num_waiting >= state.num_slots or state.refusing or state.draining or self._is_due(state)
         self._joins_left = state.num_slots if full and state.num_active == 0 else 0

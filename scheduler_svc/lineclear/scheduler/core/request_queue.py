@@ -18,6 +18,7 @@ class RequestQueue:
         self.num_tokens = 0  # prompt and confirmed output of all of them
         self.expected_len = 0  # expected prompt and output tokens of all of them
         self.num_siblings = self.sibling_tokens = 0  # of those that take no place
+        self.longest = 0  # the largest max_len since the queue was empty
 
     def __len__(self) -> int:
         return len(self._live)
@@ -43,6 +44,7 @@ class RequestQueue:
         """Add a sequence at the place of its unique queue key."""
         assert sequence.number not in self._live
         self._live[sequence.number] = sequence
+        self.longest = max(self.longest, sequence.max_len)
         self.num_tokens += len(sequence.tokens)
         self.expected_len += sequence.request.expected_len
         if sequence.request.is_sibling:
@@ -59,6 +61,8 @@ class RequestQueue:
             self.num_siblings -= 1
             self.sibling_tokens -= len(sequence.tokens)
         self._keys.remove(sequence.queue_key)
+        if not self._live:
+            self.longest = 0
 
     def sort(self) -> None:
         """Restore the order after the keys of sequences have changed."""

@@ -78,20 +78,31 @@ class SharedState:
 
     def batching_state(self, worker: WorkerState, now: float) -> BatchingState:
         """Return the input of the batching strategy of `worker`."""
-        oldest, batch = self.fresh.oldest(), worker.batch
+        batch = worker.batch
+        num_waiting, oldest_arrival = self._num_waiting(worker)
         num_resuming = sum(self.may_take(worker, sequence) for sequence in self.resuming) if self.resuming else 0
         return BatchingState(
             now=now,
-            num_waiting=len(self.fresh),
+            num_waiting=num_waiting,
             num_active=batch.num_running + num_resuming,
             num_finishing=len(batch.finishing),
             num_slots=max(1, batch.num_slots),
-            oldest_arrival=None if oldest is None else oldest.arrival,
+            oldest_arrival=oldest_arrival,
             draining=self.draining,
             refusing=self.refusing,
             kv_tokens=batch.num_positions if worker.strategy.reads_kv_tokens else 0,
             model=worker.step_time,
         )
+
+    def _num_waiting(self, worker: WorkerState) -> tuple[int, float | None]:
+        """Return how many requests that have not started fit into `worker`, and the arrival of the oldest of them."""
+        oldest = self.fresh.oldest()
+        if oldest is None:
+            return 0, None
+        if self.fresh.longest <= worker.max_len:  # so it is, unless workers differ
+            return len(self.fresh), oldest.arrival
+        arrivals = [sequence.arrival for sequence in self.fresh.sequences() if sequence.max_len <= worker.max_len]
+        return len(arrivals), arrivals[0] if arrivals else None
 
     def preempt(self, worker: WorkerState, victim: Sequence) -> Preempted:
         """RUNNING -> WAITING: `victim` loses its blocks and is computed again."""
