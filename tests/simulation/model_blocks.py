@@ -106,17 +106,12 @@ class ModelBlocks:
         if reads := reads | ({copied} if copied else set()):
             self._reads.append((sequence, sequence.admission_count, reads))
 
-    def take(
-        self, block: int, sequence: ModelSequence, zeroed: set[int], *, is_copied: bool, after_preemption: bool
-    ) -> None:
-        """Give a free block to `sequence`, and remove it from `zeroed`. A copy replaces all its cells if `is_copied`.
-
-        After a preemption in the same plan, the order of release and take is not known.
-        """
+    def take(self, block: int, sequence: ModelSequence, zeroed: set[int], *, is_copied: bool) -> None:
+        """Give a free block to `sequence`, and remove it from `zeroed`. If `is_copied`, a copy replaces its cells."""
         require(0 <= block < len(self._users) and not self._users[block], "I1", "a taken block is free")
         if block in self._key_of:
             empty = sum(not users and b not in self._key_of for b, users in enumerate(self._users))
-            require(empty == 0 or after_preemption, "I4", "a cached block is evicted only without empty blocks")
+            require(empty == 0, "I4", "a cached block is evicted only without empty blocks")
             require(next(iter(self._unused)) == block, "I4", "the least recently used cached block is evicted")
             del self._unused[block], self._index[self._key_of.pop(block)]
         self._sources.pop(block, None)

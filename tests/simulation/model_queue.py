@@ -190,12 +190,10 @@ class ModelQueue:
     def _slack(self, tenant: str, settled: Counter[str]) -> int:
         return self._largest[tenant] + self._settled[tenant] - settled[tenant]
 
-    def on_overtake(
-        self, sequence: ModelSequence, waiting: Collection[ModelSequence], preempted: Collection[ModelSequence]
-    ) -> None:
-        """Count that `sequence` starts before the `waiting` requests with a better key, except those just preempted."""
+    def on_overtake(self, sequence: ModelSequence, waiting: Collection[ModelSequence]) -> None:
+        """Count that `sequence` starts before the `waiting` requests with a better key."""
         for other in waiting:
-            if other.queue_key < sequence.queue_key and other not in preempted:
+            if other.queue_key < sequence.queue_key:
                 require(other.in_flight == 0, "I14", "a sequence that waits for its samples is not overtaken")
                 other.overtaken_count += 1
                 bound = self._limits.max_queue_overtakes

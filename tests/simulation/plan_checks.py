@@ -5,6 +5,9 @@ Each plan is checked and then applied to the model.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Collection
+
 from simulation.invariant_error import require
 from simulation.model_blocks import Write
 from simulation.model_placement import ModelPlacement
@@ -24,7 +27,6 @@ class PlanChecks:
         self.placement = ModelPlacement(state)
         self.worker: ModelWorker  # that the plan is for
         self.grown: set[ModelSequence] = set()  # sequences that take a block in the plan
-        self.preempted: set[ModelSequence] = set()  # by the plan; when exactly is not known
         self.num_released = 0  # slots whose owners have their last row in the last plan
         self.has_tokens_left = False  # after a plan: certainly enough to admit another request
 
@@ -72,12 +74,12 @@ class PlanChecks:
         slots = {row.slot for row in plan.rows}
         require(0 < len(slots) == len(plan.rows), "I6", "each slot once in a step, and a step with rows")
         started = self._started(events)
-        victims = [self.state.live[e.request_id] for e in events if isinstance(e, Preempted)]
-        self.preempted = set(victims)
-        # With `prefill_first` requests join before decodes preempt others, and may share blocks of a victim.
+        victims = deque(self.state.live[e.request_id] for e in events if isinstance(e, Preempted))
+        num_preempted = len(victims)
+        if isolated is not None:
+            self._preempt_for_suspect(victims, isolated)
         prompts_first = self.state.limits.scheduling_policy == "prefill_first"
-        if isolated is not None or not prompts_first:
-            self._preempt(victims, slots, ready, isolated)
+        waiting = deque(ready)  # decodes without a row so far, oldest first
         is_open = isolated is None and self.worker.batching.is_open(now)
         step = ModelStep(plan.step)
         copies = {copy.target: copy for copy in plan.copy_blocks}
@@ -91,8 +93,8 @@ class PlanChecks:
         # In the order of planning, which is the order in which blocks were handed out.
         for row in (*plan.chunks, *plan.decodes.rows()) if prompts_first else plan.rows:
             joins, num_running, copy = row.slot in inits, len(self.worker.running), None
-            if victims and self.worker.running.get(row.slot) in ready:
-                self._preempt(victims, slots, ready, isolated)
+            if victims and self.worker.running.get(row.slot) in waiting:
+                self._preempt_for_decodes(victims, waiting, step, until=self.worker.running[row.slot])
             if joins:
                 copy = copies.pop(row.new_blocks[0], None) if row.new_blocks else None
                 self._apply_init(inits.pop(row.slot), copy, step, started, is_open, now, isolated)
@@ -111,7 +113,8 @@ class PlanChecks:
             total += row.num_tokens
             step.num_tokens = total
             num_decodes += sequence in ready
-        self._preempt(victims, slots, ready, isolated)
+        self._preempt_for_decodes(victims, waiting, step)
+        require(not victims, "I15", "a victim is younger than a sequence that is short of a block")
         place = {row.slot: index for index, row in enumerate(plan.rows)}
         step.rows.sort(key=lambda entry: place[entry[0].slot])
         step.samples.sort(key=lambda sequence: place[sequence.slot])
@@ -123,7 +126,7 @@ class PlanChecks:
         require(total <= budget, "I6", "no more tokens than the budget")
         fits = len(self.worker.running) <= self.worker.num_slots or not plan.inits
         require(fits, "I6", "no more sequences than slots, but for those that a smaller number of slots finds running")
-        is_short = bool(self.preempted) or any(s.is_running and s.slot not in slots for s in ready)
+        is_short = num_preempted > 0 or any(s.is_running and s.slot not in slots for s in ready)
         has_prompts = bool(plan.inits) or any(row.num_tokens > 1 for row in plan.chunks)
         # Beside decodes, the inter-token target may leave a prompt fewer tokens than the budget. And each of several
         # workers counts the prompts of its plan as work.
@@ -154,47 +157,53 @@ class PlanChecks:
                 require(isinstance(event, Preempted), "I11", "planning only starts and preempts")
         return started
 
-    def _preempt(
-        self,
-        victims: list[ModelSequence],
-        slots: set[int],
-        ready: list[ModelSequence],
-        isolated: ModelSequence | None,
-    ) -> None:
-        """Check and preempt the victims of the plan, which has rows in `slots`; empties the list."""
-        for victim in victims:
-            if isolated is None:
-                self._check_preemption(victim, slots, ready)
-            else:
-                others = [s for s in self.worker.running.values() if s is not isolated]
-                youngest = max(others, key=lambda s: s.queue_key)
-                require(victim is youngest, "isolation", "a suspect preempts the youngest")
+    def _preempt_for_suspect(self, victims: deque[ModelSequence], suspect: ModelSequence) -> None:
+        """Check and preempt the victims of a plan for `suspect` alone."""
+        while victims:
+            victim = victims.popleft()
+            others = [s for s in self.worker.running.values() if s is not suspect]
+            require(victim is max(others, key=lambda s: s.queue_key), "isolation", "a suspect preempts the youngest")
             self.state.preempt(victim)
-        victims.clear()
 
-    def _check_preemption(self, victim: ModelSequence, rows: set[int], ready: list[ModelSequence]) -> None:
+    def _preempt_for_decodes(
+        self,
+        victims: deque[ModelSequence],
+        waiting: deque[ModelSequence],
+        step: ModelStep,
+        until: ModelSequence | None = None,
+    ) -> None:
+        """Check and preempt victims where the `waiting` decodes, oldest first, lack a block: those up to `until`.
+
+        What a row publishes and which blocks it takes depends on whether a victim still has its blocks.
+        """
+        planned = {sequence for sequence, _, _ in step.rows}
+        while waiting:
+            sequence = waiting.popleft()
+            is_short = sequence.num_planned == len(sequence.blocks) * self.worker.blocks.size
+            while victims and sequence.is_running and is_short and self.worker.blocks.num_free == 0:
+                victim = victims.popleft()
+                self._check_preemption(victim, sequence, planned)
+                self.state.preempt(victim)
+            if sequence is until:
+                return
+
+    def _check_preemption(
+        self, victim: ModelSequence, older: ModelSequence, planned: Collection[ModelSequence]
+    ) -> None:
+        """Check that `older` may preempt `victim` while the sequences `planned` have a row in the step."""
         require(victim.is_running, "I15", "only a running sequence is preempted")
-        require(victim.slot not in rows, "I15", "a sequence with a row in the step is not preempted")
+        require(victim not in planned, "I15", "a sequence with a row in the step is not preempted")
         require(not victim.protected, "I15", "a protected sequence is never preempted")
-        short = [
-            s
-            for s in ready
-            if s.is_running
-            and s.queue_key < victim.queue_key
-            and s.num_planned == len(s.blocks) * self.worker.blocks.size
-            and not s.protected
-        ]
-        require(bool(short), "I15", "a victim is younger than a sequence that is short of a block")
-        chosen = []
-        for older in short:
-            younger = [s for s in self.worker.running.values() if s.queue_key > older.queue_key and not s.protected]
-            younger = [s for s in younger if s.slot not in rows]
-            if self.state.limits.preemption_policy == "newest":
-                chosen.append(max(younger, key=lambda s: s.queue_key))
-            else:
-                lost = self.worker.blocks.num_lost_positions
-                chosen.append(min(younger, key=lambda s: (lost(s), -s.queue_key[0], -s.queue_key[1])))
-        require(victim in chosen, "I15", "the victim is the one that the policy chooses")
+        require(not older.protected, "I15", "a protected sequence has all blocks")
+        require(victim.queue_key > older.queue_key, "I15", "a victim is younger than a sequence short of a block")
+        younger = [s for s in self.worker.running.values() if s.queue_key > older.queue_key and not s.protected]
+        younger = [s for s in younger if s not in planned]
+        if self.state.limits.preemption_policy == "newest":
+            chosen = max(younger, key=lambda s: s.queue_key)
+        else:
+            lost = self.worker.blocks.num_lost_positions
+            chosen = min(younger, key=lambda s: (lost(s), -s.queue_key[0], -s.queue_key[1]))
+        require(victim is chosen, "I15", "the victim is the one that the policy chooses")
 
     def _apply_init(
         self,
@@ -210,9 +219,7 @@ class PlanChecks:
         sequence = self.state.by_seed[init.sampling.seed]
         is_free = 0 <= init.slot < self.worker.hello.num_slots and init.slot not in self.worker.running
         require(is_free, "I6", "a slot that is free")
-        lower = [slot for slot in range(init.slot) if slot not in self.worker.running]
-        # A sequence that is preempted after the admissions of the same plan leaves a lower slot.
-        is_lowest = not lower or bool(self.preempted)
+        is_lowest = all(slot in self.worker.running for slot in range(init.slot))
         require(is_lowest, "I6", "the lowest slot that is free, from the plan after its owner's last row")
         require(
             sequence in self.state.fresh or sequence in self.state.resuming,
@@ -239,7 +246,7 @@ class PlanChecks:
             is_fresh = sequence in self.state.fresh
             waiting = [*self.state.resuming, *self.state.fresh] if is_fresh else self.state.resuming
             waiting = [other for other in waiting if self.state.is_possible(other, self.worker)]
-            self.state.queue.on_overtake(sequence, waiting, self.preempted)
+            self.state.queue.on_overtake(sequence, waiting)
         if sequence in self.state.fresh:
             require(is_open, "strategy", "no request joins before the strategy allows it")
             self.worker.batching.on_join()
@@ -309,7 +316,6 @@ class PlanChecks:
                 sequence,
                 zeroed,
                 is_copied=is_copied and index == 0,
-                after_preemption=bool(self.preempted),
             )
         self.grown |= {sequence} if row.new_blocks else set()
         if row.new_blocks and not is_first:
