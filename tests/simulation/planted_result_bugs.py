@@ -56,7 +56,7 @@ _RESULTS = (
     Bug(
         "rows of an earlier admission count for this one",
         ResultApplier.apply,
-        without("sequence.admission_count == admission"),
+        without("sequence.admission_count == row.admission_count"),
     ),
     Bug(
         "a wasted sample is not counted",
