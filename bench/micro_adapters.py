@@ -1,6 +1,6 @@
 """Measures decode steps in which rows use LoRA adapters.
 
-    python -m bench.micro_adapters --model DIR [--rank 16]
+    python -m bench.micro_adapters --model DIR [--rank 16] [--rows 1 16]
 
 Steps of 1 and 16 rows with no adapter loaded, with four loaded and none used, and with one and four used by all rows,
 in turns. The adapters change all seven kinds of linear layers. For models with the fused forward pass.
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from bench.figures import Figure, arguments, main
 from bench.measure import median
-from bench.micro_step import CONTEXT, Bench
+from bench.micro_step import Bench
 from lineclear.model_files import adapter_files
 from lineclear.process.logging_setup import configure
 from lineclear.wire.messages import Sampling, SlotInit
@@ -27,7 +27,7 @@ from lineclear.worker.settings import load
 
 CASES = {"none loaded": (0, 0), "four loaded, none used": (4, 0), "one used": (4, 1), "four used": (4, 4)}
 """Adapters that are loaded and used."""
-_STEPS, _TURNS = 40, 3
+_STEPS, _TURNS, CONTEXT = 40, 3, 32
 
 
 def write_adapter(directory: Path, model: Path, rank: int, seed: int) -> None:
@@ -82,7 +82,7 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
         paths = [Path(folder) / str(number) for number in range(4)]
         for number, path in enumerate(paths):
             write_adapter(path, options.model, options.rank, number)
-        for count in (1, 16):
+        for count in options.rows:
             times: dict[str, list[float]] = {case: [] for case in CASES}
             for _ in range(_TURNS):
                 for case, (num_loaded, num_used) in CASES.items():
@@ -96,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
     found = arguments(__doc__)
     found.add_argument("--model", type=Path, required=True)
     found.add_argument("--rank", type=int, default=16)
+    found.add_argument("--rows", type=int, nargs="+", default=[1, 16])
     found.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of the worker; must come last")
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -142,6 +143,16 @@ class FakeEngine:
 
     def drain(self) -> None:
         self.is_draining = True
+
+    def load_adapter(self, key: bytes, path: str) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def unload_adapter(self, key: bytes) -> Future[int]:
+        done: Future[int] = Future()
+        done.set_result(0)
+        return done
 
     def snapshot(self) -> EngineSnapshot:
         core = replace(self._core.snapshot(), predicted_wait_seconds=self.predicted_wait)

@@ -12,8 +12,10 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.wire.messages import (
     Hello,
     Logprobs,
@@ -126,8 +128,9 @@ def _parameters(sampling: Sampling, prompt_len: int) -> bytes:
     data = b""
     for field in dataclasses.fields(sampling):
         value = getattr(sampling, field.name)
-        is_neutral = _encoded(value) == _encoded(getattr(_NEUTRAL, field.name))
-        if field.name in _APPLIED or is_neutral or (field.name, value) == _DEFAULT:
+        if field.name in _APPLIED or (field.name, value) == _DEFAULT:
+            continue
+        if _encoded(value) == _encoded(getattr(_NEUTRAL, field.name)):
             continue
         data += field.name.encode() + _encoded(value)
         if field.name in SCALARS and SCALARS[field.name].use is Use.PENALTY:
@@ -225,7 +228,9 @@ class ToyRunner:
         return False
 
     def load_adapter(self, index: int, key: bytes, path: str = "") -> None:
-        """Hold an adapter as `index`; its files are not read."""
+        """Hold an adapter as `index`. Its files are not read; its folder must exist."""
+        if path and not Path(path).is_dir():
+            raise AdapterFilesRefused("there is no such directory")
         self.adapters[index] = key
 
     def unload_adapter(self, index: int) -> None:

@@ -278,6 +278,7 @@ class RequestFlags:
     expected_tokens: Annotated[int | None, _option(SAMPLING, "Output tokens to expect. Orders waiting requests.")] = (
         None
     )
+    adapter: Annotated[str | None, _option(SAMPLING, "Name of a loaded LoRA adapter.")] = None
     logprobs: Annotated[bool, _option(OUTPUT, "With --json: log probability of each token.", "--logprobs")] = False
     top_logprobs: Annotated[
         int | None, _option(OUTPUT, "With --json: and of this many of the most likely tokens. [0, 20]")

@@ -167,6 +167,51 @@ def operate(
         output.show(f"{sentence}\n")
 
 
+class AdapterCommand(StrEnum):
+    """The commands about adapters."""
+
+    LOAD = "load"
+    UNLOAD = "unload"
+    LIST = "list"
+
+
+@command(epilog="Example: lineclear adapters load french adapters/french --target 127.0.0.1:50052")
+def adapters(
+    connection: Connection,
+    action: Annotated[
+        AdapterCommand, typer.Argument(help="load NAME PATH, unload NAME, or list.")
+    ] = AdapterCommand.LIST,
+    name: Annotated[str | None, typer.Argument(help="Name that requests use.", show_default=False)] = None,
+    path: Annotated[
+        str | None, typer.Argument(help="Folder of the adapter, below --lora-dir of the server.", show_default=False)
+    ] = None,
+    json_lines: Json = False,
+) -> None:  # fmt: skip
+    """Load, unload or list LoRA adapters while the server runs. --target is the admin address."""
+    needs = {
+        AdapterCommand.LOAD: (True, True),
+        AdapterCommand.UNLOAD: (True, False),
+        AdapterCommand.LIST: (False, False),
+    }
+    if needs[action] != (name is not None, path is not None):
+        raise typer.BadParameter("it is load NAME PATH, unload NAME, or list")
+    with connection.client() as client:
+        admin = AdminClient(client)
+        if action is AdapterCommand.UNLOAD:
+            count = admin.unload_adapter(str(name))
+            values, text = [{"name": name, "requests_in_progress": count}], f"unloaded; {count} requests still use it\n"
+        else:
+            found = [admin.load_adapter(str(name), str(path))] if action is AdapterCommand.LOAD else admin.adapters()
+            values = [adapter._asdict() for adapter in found]
+            lines = (f"{a.name}  rank {a.rank}  {a.digest[:16]}  {a.requests_in_progress} requests\n" for a in found)
+            text = "".join(lines)
+    if json_lines:
+        for entry in values:
+            output.show_json(entry)
+    else:
+        output.show(text)
+
+
 @command(epilog="Example: lineclear scheduling scheduling_policy=fair max_queue_size=200 --target 127.0.0.1:50052")
 def scheduling(
     connection: Connection,

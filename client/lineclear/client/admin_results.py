@@ -20,6 +20,25 @@ class DrainStatus(NamedTuple):
     """Seconds until the server ends the remaining requests. This client resumes them at another server."""
 
 
+class LoadedAdapter(NamedTuple):
+    """A loaded LoRA adapter."""
+
+    name: str
+    digest: str
+    """SHA-256 of its files, in hexadecimal digits."""
+    rank: int
+    path: str
+    """Its folder on the machine of the server."""
+    base_model: str
+    """The model that it was made for, as its configuration says."""
+    requests_in_progress: int
+
+
+def adapter_of(message: pb.LoadedAdapter) -> LoadedAdapter:
+    """Return the adapter of a message."""
+    return LoadedAdapter(*(getattr(message, name) for name in LoadedAdapter._fields))
+
+
 def update_scheduling_request(changes: Mapping[str, str | float]) -> pb.UpdateSchedulingRequest:
     """Return the message of UpdateScheduling. Raises InvalidRequest for an unknown setting or another type."""
     request = pb.UpdateSchedulingRequest()

@@ -146,6 +146,7 @@ class Params(TypedDict, total=False):
     priority: int | None
     expected_tokens: int | None
     cache_salt: str | None
+    adapter: str | None
     model: str | None
     model_fingerprint: str | None
     on_model_change: OnModelChange | None
@@ -174,7 +175,7 @@ class Request:
     `expected_tokens`: how long the answer will probably be; the server orders waiting requests by it.
     `timeout_seconds`: the deadline of the answer, by default that of the client. With None the server applies its own
     (`Limits.default_deadline_seconds`, 600 s by default). `model` (a name) and `model_fingerprint`: the model that must
-    answer. `on_model_change`: by default that of the client.
+    answer. `adapter`: the name of a loaded LoRA adapter. `on_model_change`: by default that of the client.
     `tenant`: whose share of the server the request takes, unless the token or certificate of the client names one.
 
     `on_delta` is called with each Delta, then `on_token` with each of its token ids, on the thread or task that reads
@@ -188,6 +189,7 @@ class Request:
     priority: int | None = None
     expected_tokens: int | None = None
     cache_salt: str | None = None
+    adapter: str | None = None
     model: str | None = None
     model_fingerprint: str | None = None
     on_model_change: OnModelChange | None = None
@@ -236,6 +238,7 @@ class Request:
         _set(message, "priority", self.priority)
         _set(message, "expected_tokens", self.expected_tokens)
         _set(message, "cache_salt", self.cache_salt)
+        _set(message, "adapter", self.adapter)
         _set(message, "model", self.model)
         _set(message, "model_fingerprint", self.model_fingerprint)
         for name in ("omit_text", "logprobs", "top_logprobs", "keep_special_tokens", "token_timings", "queue_position"):

@@ -234,6 +234,16 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that requests may name."""
+
+    name: str
+    digest: str
+    """SHA-256 of its files, in hexadecimal digits."""
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """The served model and the limits of the server."""
 
@@ -249,6 +259,8 @@ class Model:
     limits: Limits
     server_version: str
     model_fingerprint: str
+    adapters: tuple[Adapter, ...] = ()
+    """Loaded LoRA adapters, by name."""
 
 
 @dataclass(frozen=True, slots=True)

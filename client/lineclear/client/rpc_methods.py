@@ -120,6 +120,21 @@ GET_SCHEDULING: Final[Method[admin_pb2.GetSchedulingRequest, admin_pb2.GetSchedu
     admin_pb2.GetSchedulingRequest.SerializeToString,
     admin_pb2.GetSchedulingResponse.FromString,
 )
+LOAD_ADAPTER: Final[Method[admin_pb2.LoadAdapterRequest, admin_pb2.LoadAdapterResponse]] = Method(
+    f"/{ADMIN}/LoadAdapter",
+    admin_pb2.LoadAdapterRequest.SerializeToString,
+    admin_pb2.LoadAdapterResponse.FromString,
+)
+UNLOAD_ADAPTER: Final[Method[admin_pb2.UnloadAdapterRequest, admin_pb2.UnloadAdapterResponse]] = Method(
+    f"/{ADMIN}/UnloadAdapter",
+    admin_pb2.UnloadAdapterRequest.SerializeToString,
+    admin_pb2.UnloadAdapterResponse.FromString,
+)
+LIST_ADAPTERS: Final[Method[admin_pb2.ListAdaptersRequest, admin_pb2.ListAdaptersResponse]] = Method(
+    f"/{ADMIN}/ListAdapters",
+    admin_pb2.ListAdaptersRequest.SerializeToString,
+    admin_pb2.ListAdaptersResponse.FromString,
+)
 UPDATE_SCHEDULING: Final[Method[admin_pb2.UpdateSchedulingRequest, admin_pb2.UpdateSchedulingResponse]] = Method(
     f"/{ADMIN}/UpdateScheduling",
     admin_pb2.UpdateSchedulingRequest.SerializeToString,

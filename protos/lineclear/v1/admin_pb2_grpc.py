@@ -76,6 +76,21 @@ class AdminServiceStub(object):
                 request_serializer=lineclear_dot_v1_dot_admin__pb2.UpdateSchedulingRequest.SerializeToString,
                 response_deserializer=lineclear_dot_v1_dot_admin__pb2.UpdateSchedulingResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/lineclear.v1.AdminService/LoadAdapter',
+                request_serializer=lineclear_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/lineclear.v1.AdminService/UnloadAdapter',
+                request_serializer=lineclear_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/lineclear.v1.AdminService/ListAdapters',
+                request_serializer=lineclear_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -158,6 +173,32 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads a LoRA adapter of PEFT. Returns when every joined worker has it;
+        workers that join later load it before they serve. If max_loras are
+        loaded, the least recently used one without requests is unloaded. Fails
+        with ADAPTER_REFUSED, ADAPTER_LIMIT_REACHED or, without lora_dir,
+        UNSUPPORTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Unloads an adapter. New requests for it fail with ADAPTER_NOT_FOUND at
+        once; those in progress run to their end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Returns the loaded adapters.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -200,6 +241,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.UpdateScheduling,
                     request_deserializer=lineclear_dot_v1_dot_admin__pb2.UpdateSchedulingRequest.FromString,
                     response_serializer=lineclear_dot_v1_dot_admin__pb2.UpdateSchedulingResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=lineclear_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=lineclear_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=lineclear_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -419,6 +475,87 @@ class AdminService(object):
             '/lineclear.v1.AdminService/UpdateScheduling',
             lineclear_dot_v1_dot_admin__pb2.UpdateSchedulingRequest.SerializeToString,
             lineclear_dot_v1_dot_admin__pb2.UpdateSchedulingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lineclear.v1.AdminService/LoadAdapter',
+            lineclear_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            lineclear_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lineclear.v1.AdminService/UnloadAdapter',
+            lineclear_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            lineclear_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lineclear.v1.AdminService/ListAdapters',
+            lineclear_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            lineclear_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

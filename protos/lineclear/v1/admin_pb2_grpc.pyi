@@ -82,6 +82,19 @@ class AdminServiceStub:
     their arrival, running ones beyond a smaller batch continue, and a full
     queue refuses new requests until it is below its new limit.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
+    """Loads a LoRA adapter of PEFT. Returns when every joined worker has it;
+    workers that join later load it before they serve. If max_loras are
+    loaded, the least recently used one without requests is unloaded. Fails
+    with ADAPTER_REFUSED, ADAPTER_LIMIT_REACHED or, without lora_dir,
+    UNSUPPORTED.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
+    """Unloads an adapter. New requests for it fail with ADAPTER_NOT_FOUND at
+    once; those in progress run to their end.
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
+    """Returns the loaded adapters."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -131,6 +144,19 @@ class AdminServiceAsyncStub(AdminServiceStub):
     their arrival, running ones beyond a smaller batch continue, and a full
     queue refuses new requests until it is below its new limit.
     """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads a LoRA adapter of PEFT. Returns when every joined worker has it;
+    workers that join later load it before they serve. If max_loras are
+    loaded, the least recently used one without requests is unloaded. Fails
+    with ADAPTER_REFUSED, ADAPTER_LIMIT_REACHED or, without lora_dir,
+    UNSUPPORTED.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Unloads an adapter. New requests for it fail with ADAPTER_NOT_FOUND at
+    once; those in progress run to their end.
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Returns the loaded adapters."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Operation of one server."""
@@ -225,5 +251,36 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         their arrival, running ones beyond a smaller batch continue, and a full
         queue refuses new requests until it is below its new limit.
         """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _admin_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]:
+        """Loads a LoRA adapter of PEFT. Returns when every joined worker has it;
+        workers that join later load it before they serve. If max_loras are
+        loaded, the least recently used one without requests is unloaded. Fails
+        with ADAPTER_REFUSED, ADAPTER_LIMIT_REACHED or, without lora_dir,
+        UNSUPPORTED.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _admin_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_pb2.UnloadAdapterResponse]]:
+        """Unloads an adapter. New requests for it fail with ADAPTER_NOT_FOUND at
+        once; those in progress run to their end.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _admin_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]:
+        """Returns the loaded adapters."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -148,6 +148,7 @@ class GenerateRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request, 1 to 64 characters of [A-Za-z0-9._:-]. Must not be
     in use by another live request, or kept answer, of the same client
@@ -179,6 +180,11 @@ class GenerateRequest(_message.Message):
     waits use it, corrected by what the tenant's earlier requests used of the
     numbers that they expected. A wrong value costs order, never tokens.
     Unset: the server's output_length_estimator.
+    """
+    adapter: _builtins.str
+    """Name of a loaded LoRA adapter, as in GetModelResponse.adapters. Another
+    name fails the request with ADAPTER_NOT_FOUND. The model fingerprint of
+    the answer is that of the model with the adapter. Unset: the model alone.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -222,11 +228,14 @@ class GenerateRequest(_message.Message):
         model: _builtins.str | None = ...,
         model_fingerprint: _builtins.str | None = ...,
         expected_tokens: _builtins.int | None = ...,
+        adapter: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
+    _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
@@ -241,6 +250,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter) -> _WhichOneofReturnType__adapter | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload
@@ -1642,6 +1653,7 @@ class GetModelResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name that requests may call the model by."""
     family: _builtins.str
@@ -1672,6 +1684,10 @@ class GetModelResponse(_message.Message):
     def limits(self) -> Global___Limits:
         """Limits of requests."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """Loaded LoRA adapters, by name."""
+
     def __init__(
         self,
         *,
@@ -1687,14 +1703,45 @@ class GetModelResponse(_message.Message):
         limits: Global___Limits | None = ...,
         server_version: _builtins.str = ...,
         model_fingerprint: _builtins.str = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_chat_template", b"has_chat_template", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "server_version", b"server_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention_backend", b"attention_backend", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_chat_template", b"has_chat_template", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "server_version", b"server_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """A loaded LoRA adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name that requests choose it by."""
+    digest: _builtins.str
+    """SHA-256 of its files, in hexadecimal digits."""
+    rank: _builtins.int
+    """Rank of its factors."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):

@@ -19,6 +19,7 @@ from prometheus_client.core import Metric
 from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
 from lineclear.exit_codes import ExitCode
 from lineclear.process.exception_location import exception_fields
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.addresses import is_local
 from lineclear.scheduler.admin_operations import AdminOperations
 from lineclear.scheduler.core.scheduler import Scheduler
@@ -86,6 +87,7 @@ async def serve(
         text_fingerprint=files.fingerprint,
         step_history=history,
         on_rejected=_on_rejected(files.fingerprint, shutdown),
+        on_adapter_failed=service.adapter_failed,
         on_anomaly=recordings.dump,
         on_fatal=shutdown.on_fatal,
     )
@@ -99,6 +101,7 @@ async def serve(
     service.on_fatal = shutdown.on_fatal
     engine.start()
     stack.callback(_stop, engine, shutdown)
+    await _load_adapters(service)
     watchdog = Watchdog(
         engine.busy_seconds,
         server.set_live,
@@ -112,6 +115,13 @@ async def serve(
             await _run(settings, shutdown, service, server, supervisor, steps)
         finally:
             engine.release_worker()
+
+
+async def _load_adapters(service: InferenceService) -> None:
+    try:
+        await service.adapters.load_at_start()
+    except LineclearError as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def _stop(engine: Engine, shutdown: ShutdownController) -> None:

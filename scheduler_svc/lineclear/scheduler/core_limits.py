@@ -21,5 +21,6 @@ def core_limits(settings: SchedulerSettings) -> CoreLimits:
         max_isolated_kills=max(1, settings.max_worker_crashes - 2),
         reject_unmeetable_deadlines=settings.reject_unmeetable_deadlines,
         prefix_cache=settings.prefix_cache,
+        max_loras=settings.max_loras,
         cache_secret=secrets.token_bytes(32),  # new for each process: cached prefixes cannot be guessed
     )

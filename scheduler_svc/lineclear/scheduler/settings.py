@@ -98,6 +98,17 @@ class SchedulerSettings(SchedulerFields):
         """Weights by the name of the tenant."""
         return _weights(self.tenant_weights)
 
+    @field_validator("lora_modules")
+    @classmethod
+    def _are_adapters(cls, value: str) -> str:
+        _adapters(value)
+        return value
+
+    @property
+    def adapters_at_start(self) -> dict[str, str]:
+        """Folders of the adapters to load at start, by name."""
+        return _adapters(self.lora_modules)
+
     @property
     def max_request_bytes(self) -> int:
         """Largest accepted request in bytes: max_message_bytes, or derived from max_prompt_bytes."""
@@ -222,6 +233,17 @@ def _weights(text: str) -> dict[str, float]:
             found[name] = 0.0
         if not name or not 0.01 <= found[name] <= 100:
             raise ValueError(f"{entry} is not name=weight with a weight from 0.01 to 100")
+    return found
+
+
+def _adapters(text: str) -> dict[str, str]:
+    """Return folders by name. Raises ValueError."""
+    found: dict[str, str] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, path = entry.partition("=")
+        if not (name and equals and path) or name in found:
+            raise ValueError(f"{entry} is not name=folder with a name of its own")
+        found[name] = path
     return found
 
 

@@ -45,6 +45,14 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Name reported as model_id. Empty: the worker's."""
     use_generation_config: bool = MODEL.field(True)
     """Take sampling defaults from generation_config.json. They hold for parameters that a request leaves open."""
+    lora_modules: str = MODEL.field("")
+    """LoRA adapters to load at start, as name=folder,name=folder. Requests choose one by its name."""
+    lora_dir: str = MODEL.field("")
+    """Folder of the adapters that LoadAdapter may load. Empty: none can be loaded at run time."""
+    max_loras: int = MODEL.field(8, ge=0, le=256)
+    """Most adapters that each worker holds. One more takes the place of the least recently used idle one."""
+    max_lora_rank: int = MODEL.field(64, ge=1, le=1024)
+    """Largest rank of an adapter."""
 
     # --- addresses ---
     listen: str = ADDRESSES.field("127.0.0.1:50051")

@@ -9,7 +9,14 @@ from lineclear.v1 import admin_pb2 as pb
 from lineclear.v1 import steps_pb2
 
 from .. import rpc_methods
-from ..admin_results import DrainStatus, LogLevel, scheduling_values, update_scheduling_request
+from ..admin_results import (
+    DrainStatus,
+    LoadedAdapter,
+    LogLevel,
+    adapter_of,
+    scheduling_values,
+    update_scheduling_request,
+)
 from ..requests import UNSET
 from ..step_record import WatchedSteps, watched_steps
 from .client import AsyncClient
@@ -61,6 +68,21 @@ class AsyncAdminClient:
         request = update_scheduling_request(changes)
         answer = await self._client._unary(rpc_methods.UPDATE_SCHEDULING, request, UNSET)
         return scheduling_values(answer.scheduling)
+
+    async def load_adapter(self, name: str, path: str, *, timeout_seconds: float | None = None) -> LoadedAdapter:
+        """Load the LoRA adapter in a folder below the server's `lora_dir`; return when every worker has it."""
+        request = pb.LoadAdapterRequest(name=name, path=path)
+        return adapter_of((await self._client._unary(rpc_methods.LOAD_ADAPTER, request, timeout_seconds)).adapter)
+
+    async def unload_adapter(self, name: str) -> int:
+        """Unload an adapter. New requests for it fail; return how many still use it and run to their end."""
+        request = pb.UnloadAdapterRequest(name=name)
+        return (await self._client._unary(rpc_methods.UNLOAD_ADAPTER, request, UNSET)).requests_in_progress
+
+    async def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """Return the loaded adapters, by name."""
+        answer = await self._client._unary(rpc_methods.LIST_ADAPTERS, pb.ListAdaptersRequest(), UNSET)
+        return tuple(map(adapter_of, answer.adapters))
 
     async def watch_steps(
         self,

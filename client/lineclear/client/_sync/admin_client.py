@@ -10,7 +10,14 @@ from lineclear.v1 import admin_pb2 as pb
 from lineclear.v1 import steps_pb2
 
 from .. import rpc_methods
-from ..admin_results import DrainStatus, LogLevel, scheduling_values, update_scheduling_request
+from ..admin_results import (
+    DrainStatus,
+    LoadedAdapter,
+    LogLevel,
+    adapter_of,
+    scheduling_values,
+    update_scheduling_request,
+)
 from ..requests import UNSET
 from ..step_record import WatchedSteps, watched_steps
 from .client import Client
@@ -62,6 +69,21 @@ class AdminClient:
         request = update_scheduling_request(changes)
         answer = self._client._unary(rpc_methods.UPDATE_SCHEDULING, request, UNSET)
         return scheduling_values(answer.scheduling)
+
+    def load_adapter(self, name: str, path: str, *, timeout_seconds: float | None = None) -> LoadedAdapter:
+        """Load the LoRA adapter in a folder below the server's `lora_dir`; return when every worker has it."""
+        request = pb.LoadAdapterRequest(name=name, path=path)
+        return adapter_of((self._client._unary(rpc_methods.LOAD_ADAPTER, request, timeout_seconds)).adapter)
+
+    def unload_adapter(self, name: str) -> int:
+        """Unload an adapter. New requests for it fail; return how many still use it and run to their end."""
+        request = pb.UnloadAdapterRequest(name=name)
+        return (self._client._unary(rpc_methods.UNLOAD_ADAPTER, request, UNSET)).requests_in_progress
+
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """Return the loaded adapters, by name."""
+        answer = self._client._unary(rpc_methods.LIST_ADAPTERS, pb.ListAdaptersRequest(), UNSET)
+        return tuple(map(adapter_of, answer.adapters))
 
     def watch_steps(
         self,

@@ -217,6 +217,10 @@ class Scheduler:
         """Reject new requests for an adapter from now on; return how many use it. They run to their end."""
         return self._state.adapters.unload(key)
 
+    def requests_with_adapter(self, key: bytes) -> list[str]:
+        """Return the ids of the live requests that use an adapter."""
+        return [s.request.request_id for s in self._live if s.request.adapter == key]
+
     # --- workers ----------------------------------------------------------------------------------------------------
 
     @property

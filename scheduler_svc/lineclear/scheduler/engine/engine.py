@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from lineclear.scheduler.core.events import Event
 from lineclear.scheduler.core.inflight_step import BadResult
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.engine.adapter_loads import AdapterLoads
 from lineclear.scheduler.engine.command_inbox import CommandInbox, refusal
 from lineclear.scheduler.engine.engine_stats import (
     MAX_STEP_TIMES,
@@ -63,6 +65,7 @@ class Engine:
     The core's invariants are checked every `check_every_steps` results and whenever no step is in flight; 0: never.
     A violation ends the thread, because the core's next decision could be wrong.
     `step_history` gets every executed step.
+    `on_adapter_failed(key, problem)` is called when a worker that joins cannot load an adapter.
     `on_anomaly(what)` is called when a worker is lost, a step is far too slow or the thread dies.
     `on_fatal(error)` is called when the thread dies; nothing is published after it, so the server must end.
     All callbacks run on the engine's thread.
@@ -83,6 +86,7 @@ class Engine:
         check_every_steps: int = 64,
         step_history: StepHistory | None = None,
         on_rejected: Callable[[Hello], None] = lambda hello: None,
+        on_adapter_failed: Callable[[bytes, str], object] = lambda key, problem: None,
         on_anomaly: Callable[[str], object] = lambda what: None,
         on_fatal: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
@@ -102,7 +106,9 @@ class Engine:
         self._on_anomaly, self._on_fatal = on_anomaly, on_fatal
         self._num_unchecked_steps = 0
         self._steps = step_history or StepHistory()
-        self._changes = WorkerChanges(core, link, self._workers, supervisor, self._steps, on_rejected, on_anomaly)
+        self._adapters = AdapterLoads(core, link, on_adapter_failed)
+        parts = core, link, self._workers, self._adapters, supervisor, self._steps
+        self._changes = WorkerChanges(*parts, on_rejected, on_anomaly)
         self._inbox = CommandInbox(max_inbox, link.wake)
         self._step_times: deque[StepTime] = deque(maxlen=MAX_STEP_TIMES)
         self._counters = EngineCounters()
@@ -161,6 +167,18 @@ class Engine:
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache of each worker."""
         self._inbox.add(lambda now: self._core.clear_prefix_cache())
+
+    def load_adapter(self, key: bytes, path: str) -> Future[None]:
+        """Load an adapter on every joined worker. The future raises AdapterRefused or AdapterLimitReached."""
+        done: Future[None] = Future()
+        self._inbox.add(lambda now: self._adapters.load(key, path, done, self._workers.joined_epochs, now))
+        return done
+
+    def unload_adapter(self, key: bytes) -> Future[int]:
+        """Take no further requests for an adapter. The future has the number of those that use it."""
+        done: Future[int] = Future()
+        self._inbox.add(lambda now: self._adapters.unload(key, done, self._workers.joined_epochs, now))
+        return done
 
     def switch(self, **changes: Any) -> None:
         """Replace fields of the core's limits before the next plan."""
@@ -228,6 +246,7 @@ class Engine:
         self._check_workers(events, now)
         events += self._core.expire(now)
         self._changes.send_log_level()
+        self._adapters.drop_unused(self._workers.joined_epochs)
         if self._workers.has_stopping:  # before the plans, so that its requests continue in this iteration
             self._changes.release_stopping(events, now)
         self._steps.request_events(events)
@@ -243,7 +262,7 @@ class Engine:
         if now - self._snapshot_at >= _SNAPSHOT_SECONDS or self._workers.is_idle:
             self._take_snapshot(now)
         if not self._inbox and not self._stopped:
-            deadline = self._core.next_deadline(self._workers.joined_epochs)
+            deadline = self._core.next_deadline(self._workers.joined_epochs - self._adapters.joining)
             self._next_wakeup = min(self._workers.next_check(now), math.inf if deadline is None else deadline)
             self._iteration_started_at = None
             self._link.wait(self._next_wakeup)
@@ -289,6 +308,8 @@ class Engine:
 
     def _send_plan(self, worker: WorkerSession, events: list[Event], now: float) -> bool:
         """Send a worker its next plan; return False if it gets no further one now."""
+        if worker.epoch in self._adapters.joining:
+            return False  # it still loads adapters
         plan = self._core.plan(worker.epoch, now)
         if plan is None:
             return False

@@ -13,6 +13,7 @@ from lineclear.errors import PoisonRequest
 from lineclear.scheduler.core.events import Event, Failed
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.engine.adapter_loads import AdapterLoads
 from lineclear.scheduler.engine.join_log import log_join
 from lineclear.scheduler.engine.supervisor_interface import Supervisor
 from lineclear.scheduler.engine.worker_events import Change, Joined, JoinRefused, JoinRejected, Lost, Output
@@ -20,7 +21,16 @@ from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
 from lineclear.scheduler.engine.worker_session import WorkerSession
 from lineclear.scheduler.steps.step_history import StepHistory
-from lineclear.wire.messages import Goodbye, Hello, LogLevel, SetLogLevel, StepError, StepResult, Stopping
+from lineclear.wire.messages import (
+    AdapterLoaded,
+    Goodbye,
+    Hello,
+    LogLevel,
+    SetLogLevel,
+    StepError,
+    StepResult,
+    Stopping,
+)
 
 log = structlog.get_logger()
 
@@ -33,12 +43,14 @@ class WorkerChanges:
         core: Scheduler,
         link: WorkerLink,
         workers: WorkerRegistry,
+        adapters: AdapterLoads,
         supervisor: Supervisor,
         steps: StepHistory,
         on_rejected: Callable[[Hello], None],
         on_anomaly: Callable[[str], object],
     ) -> None:
         self._core, self._link, self._workers = core, link, workers
+        self._adapters = adapters
         self._supervisor, self._steps = supervisor, steps
         self._on_rejected, self._on_anomaly = on_rejected, on_anomaly
         self._log_level: LogLevel | None = None  # that workers are sent; None: they keep the one they start with
@@ -74,6 +86,8 @@ class WorkerChanges:
             case StepError():
                 log.error("step_failed", step=change.step, kind=change.kind.name.lower(), summary=change.summary)
                 events += self._core.on_step_error(change, now)
+            case AdapterLoaded():
+                events += self._adapters.answered(change, now)
             case Joined(hello):
                 self._on_joined(hello, events, now)
             case Lost():
@@ -89,6 +103,7 @@ class WorkerChanges:
 
     def _on_joined(self, hello: Hello, events: list[Event], now: float) -> None:
         events += self._core.worker_joined(hello, now)
+        self._adapters.worker_joined(hello.epoch)
         self._steps.worker_joined(hello)
         log_join(hello, self._core.limits)
         self._supervisor.worker_joined(hello)
@@ -101,6 +116,7 @@ class WorkerChanges:
         is_expected = self._draining or (lost.was_stopping and lost.loss is WorkerLoss.KILLED)
         loss = WorkerLoss.CLEAN if is_expected else lost.loss
         ended = self._core.worker_lost(hello.epoch, now, loss)
+        self._adapters.worker_lost(hello.epoch)
         self._steps.worker_lost(hello.epoch)
         events += ended
         if any(isinstance(event, Failed) and isinstance(event.error, PoisonRequest) for event in ended):

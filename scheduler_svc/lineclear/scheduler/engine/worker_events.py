@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.wire.messages import Goodbye, Heartbeat, Hello, Rejoin, StepError, StepResult, Stopping
+from lineclear.wire.messages import AdapterLoaded, Goodbye, Heartbeat, Hello, Rejoin, StepError, StepResult, Stopping
 
-EpochMessage = StepResult | Heartbeat | Stopping | StepError | Goodbye
+EpochMessage = StepResult | Heartbeat | Stopping | StepError | Goodbye | AdapterLoaded
 """Messages of a worker after its Hello."""
 
 # --- events ----------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Lost(NamedTuple):
     was_stopping: bool
 
 
-Change = Joined | JoinRefused | JoinRejected | Lost | StepError | Stopping
+Change = Joined | JoinRefused | JoinRejected | Lost | StepError | Stopping | AdapterLoaded
 """Outputs that change what workers there are or what they run, among them messages as received."""
 Fact = Change | StepResult
 """Outputs for the engine."""

@@ -34,9 +34,11 @@ from lineclear.wire.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    LoadAdapter,
     Rejoin,
     SetLogLevel,
     StepPlan,
+    UnloadAdapter,
 )
 
 log = structlog.get_logger()
@@ -145,7 +147,7 @@ class WorkerLink:
         self.counters.plans += 1
         self.counters.bytes_sent += len(frame)
 
-    def send_control(self, message: SetLogLevel | Goodbye | Rejoin) -> bool:
+    def send_control(self, message: SetLogLevel | Goodbye | Rejoin | LoadAdapter | UnloadAdapter) -> bool:
         """Send a message to the worker of its epoch; return False if that is not possible now."""
         return not self._post(message.epoch, encode(message))
 

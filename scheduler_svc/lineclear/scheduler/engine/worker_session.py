@@ -39,6 +39,7 @@ from lineclear.scheduler.engine.worker_events import (
 from lineclear.scheduler.engine.worker_timeouts import SilenceTimer, StepTimer, StepTiming, WorkerTimeouts
 from lineclear.wire.messages import (
     CANNOT_JOIN,
+    AdapterLoaded,
     Goodbye,
     Hello,
     LogLevel,
@@ -274,7 +275,7 @@ class WorkerSession:
         if self.state is S.JOINED:
             self._silence.restart(now)
             self.is_stopping = self.is_stopping or isinstance(message, Stopping)
-            return [message] if isinstance(message, StepResult | Stopping) else []
+            return [message] if isinstance(message, StepResult | Stopping | AdapterLoaded) else []
         if self.state is S.CUT_OFF:
             return [message] if isinstance(message, StepResult) else []
         if self.state is S.CONNECTING:

@@ -12,6 +12,7 @@ from lineclear.errors import InvalidRequest
 from lineclear.scheduler.grpc_api.inference_service import InferenceService
 from lineclear.scheduler.grpc_api.step_stream import StepStream
 from lineclear.scheduler.requests import scheduling
+from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.steps.step_feed import StepFeed
@@ -139,6 +140,31 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._service.follow(settings)
         await self._operations.switch_scheduling(settings)
         return pb.UpdateSchedulingResponse(scheduling=pb.Scheduling(**scheduling.values(settings)))
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        """Load an adapter on every joined worker."""
+        _log_call("load_adapter", context, adapter=request.name)
+        return pb.LoadAdapterResponse(adapter=_adapter(await self._service.adapters.load(request.name, request.path)))
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        """Unload an adapter; requests that use it run to their end."""
+        _log_call("unload_adapter", context, adapter=request.name)
+        return pb.UnloadAdapterResponse(requests_in_progress=await self._service.adapters.unload(request.name))
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
+        """Return the loaded adapters."""
+        return pb.ListAdaptersResponse(adapters=map(_adapter, self._service.adapters.all()))
+
+
+def _adapter(adapter: LoadedAdapter) -> pb.LoadedAdapter:
+    return pb.LoadedAdapter(
+        name=adapter.name,
+        digest=adapter.files.key.hex(),
+        rank=adapter.files.rank,
+        path=adapter.path,
+        base_model=adapter.files.base_model,
+        requests_in_progress=adapter.num_requests,
+    )
 
 
 def _log_call(rpc: str, context: Context, **fields: str) -> None:

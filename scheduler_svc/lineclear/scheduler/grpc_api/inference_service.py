@@ -26,6 +26,7 @@ from lineclear.scheduler.grpc_api.error_interceptor import incident
 from lineclear.scheduler.grpc_api.response_writer import Context, ResponseWriter
 from lineclear.scheduler.metrics import families
 from lineclear.scheduler.requests import settings_limits, status_messages, validation
+from lineclear.scheduler.requests.adapters import AdapterEngine, Adapters
 from lineclear.scheduler.requests.admission import Admission, was_admitted
 from lineclear.scheduler.requests.answer_reader import read_answer
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
@@ -59,7 +60,7 @@ _BYTES_PER_TOKEN = 8  # bounds Detokenize by max_prompt_bytes, also without a wo
 _NEVER_SECONDS = 10 * 365 * 86_400.0
 
 
-class EngineApi(Submitter, Canceller, Protocol):
+class EngineApi(Submitter, Canceller, AdapterEngine, Protocol):
     """The engine methods that the service uses."""
 
     def drain(self) -> None:
@@ -121,6 +122,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._on_worker_change,
             self._incident,
         )
+        self.adapters = Adapters(self._settings, engine, self._clock)
         self.requests = Admission(
             self._settings,
             self.tokenizers,
@@ -132,10 +134,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._pacer,
             self._incident,
             self._clock,
+            self.adapters,
         )
         self._submitted = SubmittedRequests(
             settings_limits.submitted_limits(self._settings), self.quota.retry_after_seconds
         )
+
+    def adapter_failed(self, key: bytes, problem: str) -> None:
+        """Forget an adapter that a worker cannot load. Called by the engine's thread."""
+        self._loop.call_soon_threadsafe(self.adapters.failed, key, problem)
 
     @property
     def settings(self) -> SchedulerSettings:
@@ -383,6 +390,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             num_slots=self._engine.snapshot().core.num_slots,
             has_chat_template=self.tokenizers.has_chat_template,
             version=VERSION,
+            adapters=self.adapters.all(),
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:

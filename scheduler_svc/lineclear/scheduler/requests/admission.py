@@ -10,6 +10,7 @@ from contextvars import ContextVar
 
 from lineclear.errors import DuplicateRequest, LineclearError, RequestTooLarge
 from lineclear.scheduler.requests import model_identity, validation
+from lineclear.scheduler.requests.adapters import Adapters, LoadedAdapter
 from lineclear.scheduler.requests.fairness import FairnessWindow
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.output_length import OutputLengths
@@ -49,10 +50,12 @@ class Admission:
         pacer: LoopPacer,
         incident: Callable[[BaseException], LineclearError],
         clock: Callable[[], float],
+        adapters: Adapters,
     ) -> None:
         self._settings = settings
         self._quota = quota
         self._pacer = pacer
+        self._adapters = adapters
         self._services = RequestServices(
             tokenizers, streams, engine, lengths, stats, incident, clock, {}, self._on_close
         )
@@ -79,8 +82,14 @@ class Admission:
             if validated is None:
                 with self._pacer.measured():
                     validated = validation.check(message, bounds)
-            model_identity.check_model(message, validated, bounds)
-            request = self._open(message, validated, place, bounds, caller, tenant, now, now + seconds)
+            adapter = self._adapters.acquire(message.adapter) if message.HasField("adapter") else None
+            try:
+                model_identity.check_model(message, validated, bounds, adapter)
+                request = self._open(message, validated, place, bounds, caller, tenant, now, now + seconds, adapter)
+            except BaseException:
+                if adapter is not None:
+                    self._adapters.release(adapter)
+                raise
         except BaseException:
             place.release(started=False)
             raise
@@ -120,6 +129,7 @@ class Admission:
         tenant: str,
         arrival: float,
         deadline: float,
+        adapter: LoadedAdapter | None,
     ) -> RequestContext:
         services, key = self._services, (caller, validated.request_id)
         if key in services.live:
@@ -127,7 +137,9 @@ class Admission:
         outputs = self._open_outputs(validated, place)
         cache_owner = identity.ANONYMOUS if self._settings.share_prefix_cache_across_tenants else caller
         salt = identity.cache_salt(cache_owner, message.cache_salt)
-        request = RequestContext(services, validated, outputs, place, bounds, caller, tenant, salt, arrival, deadline)
+        request = RequestContext(
+            services, validated, outputs, place, bounds, caller, tenant, salt, arrival, deadline, adapter
+        )
         services.live[key] = request
         self.fairness.start()
         return request
@@ -152,6 +164,8 @@ class Admission:
 
     def _on_close(self, request: RequestContext) -> None:
         self.fairness.ended(request)
+        if request.adapter is not None:
+            self._adapters.release(request.adapter)
 
     def _answer_text(self, validated: ValidatedRequest) -> AnswerText | None:
         if not validated.wants_text and validated.stops is None:

@@ -16,6 +16,7 @@ from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReason, RequestStats, Started
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.requests import model_identity, sampling_validation, validation
+from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.requests.output_length import AnswerShape, OutputLengths
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import Completion, OutputStream
@@ -64,7 +65,7 @@ class RequestContext:
 
     __slots__ = (
         *("arrival", "bounds", "cache_salt", "caller", "chat_time_us", "deadline", "error", "is_closed", "max_tokens"),
-        *("outputs", "prompt_digest", "prompt_tokens", "tenant", "validated"),
+        *("adapter", "outputs", "prompt_digest", "prompt_tokens", "tenant", "validated"),
         *("_is_submitted", "_num_counted", "_num_unread", "_queue_place", "_services", "_wakeup"),
     )
 
@@ -80,6 +81,7 @@ class RequestContext:
         cache_salt: bytes,
         arrival: float,
         deadline: float,
+        adapter: LoadedAdapter | None = None,
     ) -> None:
         self.validated = validated
         self.outputs = outputs
@@ -91,6 +93,7 @@ class RequestContext:
         self.cache_salt = cache_salt
         self.arrival = arrival
         self.deadline = deadline
+        self.adapter = adapter
         self.prompt_tokens = 0  # 0 before tokenization, as max_tokens
         self.max_tokens = 0
         self.prompt_digest = ""
@@ -171,7 +174,8 @@ class RequestContext:
         request = validation.resolve(self.validated, self.request_id, prompt, self.deadline, self.bounds)
         self._queue_place.add_tokens(len(request.prompt))
         self.prompt_tokens, self.max_tokens = len(request.prompt), request.max_tokens
-        request = replace(request, cache_salt=self.cache_salt, tenant=identity.share(self.tenant))
+        changes = self._model_fields() | {"cache_salt": self.cache_salt, "tenant": identity.share(self.tenant)}
+        request = replace(request, **changes)
         submitted: list[tuple[OutputStream, Request]] = []
         for output in self.outputs:
             received = self.validated.received[output.index] or ()
@@ -208,6 +212,17 @@ class RequestContext:
         if end is not None:
             self._finish_resumed(output, *end)
         return end is None
+
+    def _model_fields(self) -> dict[str, Any]:
+        """Return what the core must know of the adapter. The core compares fingerprints of the model alone."""
+        if self.adapter is None:
+            return {}
+        required = self.bounds.model_fingerprint if self.validated.model_fingerprint else ""
+        return {"adapter": self.adapter.files.key, "model_fingerprint": required}
+
+    def fingerprint(self, model_fingerprint: str) -> str:
+        """Return the fingerprint of the answer's model: with an adapter, of both."""
+        return model_fingerprint if self.adapter is None else self.adapter.fingerprint(model_fingerprint)
 
     def cancel(self, error: LineclearError | None = None) -> None:
         """Stop the engine's work on the request, and end its answer with `error` (default: Cancelled).

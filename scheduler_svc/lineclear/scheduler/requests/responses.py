@@ -46,7 +46,7 @@ def response(
         message.started.num_outputs = len(validated.received)
         message.started.slot = chunk.started.slot
         message.started.first_step = chunk.started.step
-        message.started.model_fingerprint = chunk.started.model_fingerprint
+        message.started.model_fingerprint = request.fingerprint(chunk.started.model_fingerprint)
         message.started.prompt_digest = request.prompt_digest
         message.started.chat_time_us = request.chat_time_us
         message.started.timeout.FromMicroseconds(round((request.deadline - request.arrival) * 1e6))

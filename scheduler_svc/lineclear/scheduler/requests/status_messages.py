@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from lineclear.scheduler.core.stats import CoreSnapshot, WorkerSnapshot
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerFigures
+from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.requests.fairness import Shares
 from lineclear.scheduler.requests.request_stats import HISTOGRAMS, Quantiles, ServerStats, quantiles
 from lineclear.scheduler.requests.responses import duration
@@ -22,7 +24,13 @@ def served_model_name(settings: SchedulerSettings, hello: Hello) -> str:
 
 
 def model(
-    settings: SchedulerSettings, hello: Hello, *, num_slots: int, has_chat_template: bool, version: str
+    settings: SchedulerSettings,
+    hello: Hello,
+    *,
+    num_slots: int,
+    has_chat_template: bool,
+    version: str,
+    adapters: Sequence[LoadedAdapter] = (),
 ) -> pb.GetModelResponse:
     """Build the description of the model of a worker. `num_slots` are those of all workers."""
     max_seconds = settings.max_deadline_seconds
@@ -54,6 +62,7 @@ def model(
         limits=limits,
         server_version=version,
         model_fingerprint=hello.model_fingerprint,
+        adapters=[pb.Adapter(name=a.name, digest=a.files.key.hex(), rank=a.files.rank) for a in adapters],
     )
 
 

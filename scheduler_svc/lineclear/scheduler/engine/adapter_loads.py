@@ -1,0 +1,135 @@
+"""Sends adapters to the workers and collects their answers. All methods run on the engine's thread.
+
+A load succeeds when every joined worker has answered. A worker that joins gets all adapters first, and no plan before
+it has answered for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import structlog
+
+from lineclear.errors import AdapterNotFound, AdapterRefused, LineclearError
+from lineclear.scheduler.core.events import Event
+from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.wire.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Held:
+    """An adapter that the workers hold or load."""
+
+    index: int
+    path: str
+    waits: list[Future[None]] = field(default_factory=list)  # callers of `load`
+
+
+class AdapterLoads:
+    """The adapters of all workers. `on_failed(key, problem)` is called when a worker that joins cannot load one."""
+
+    def __init__(self, core: Scheduler, link: WorkerLink, on_failed: Callable[[bytes, str], object]) -> None:
+        self._core, self._link, self._on_failed = core, link, on_failed
+        self._held: dict[bytes, _Held] = {}
+        self._unloading: dict[bytes, int] = {}  # by key: index, until the last request has ended
+        self._pending: dict[int, set[bytes]] = {}  # by epoch: adapters without an answer
+        self.joining: set[int] = set()
+        """Epochs of workers that get no plan yet."""
+
+    def load(self, key: bytes, path: str, done: Future[None], epochs: Iterable[int], now: float) -> None:
+        """Load an adapter on the workers `epochs`; `done` gets the outcome."""
+        self.drop_unused(epochs)
+        try:
+            index = self._core.load_adapter(key, now)
+        except LineclearError as error:
+            done.set_exception(error)
+            return
+        held = self._held.setdefault(key, _Held(index, path))
+        self._unloading.pop(key, None)
+        held.waits.append(done)
+        for epoch in epochs:
+            self._send(epoch, key)
+        self._complete(key)
+
+    def unload(self, key: bytes, done: Future[int], epochs: Iterable[int], now: float) -> None:
+        """Take no further requests for an adapter; `done` gets the number of those that still use it."""
+        if key in self._held:
+            self._unloading[key] = self._held.pop(key).index
+        done.set_result(self._core.unload_adapter(key, now))
+        self.drop_unused(epochs)
+
+    def drop_unused(self, epochs: Iterable[int]) -> None:
+        """Have the workers drop unloaded adapters whose last request has ended."""
+        if not self._unloading:
+            return
+        used = self._core.adapters
+        for key in [key for key in self._unloading if key not in used]:
+            index = self._unloading.pop(key)
+            for epoch in epochs:
+                self._link.send_control(UnloadAdapter(epoch, index))
+
+    def worker_joined(self, epoch: int) -> None:
+        """Send all adapters to a worker."""
+        self._pending[epoch] = set()
+        for key in self._core.adapters:
+            if key in self._held:
+                self._send(epoch, key)
+        if self._pending[epoch]:
+            self.joining.add(epoch)
+
+    def worker_lost(self, epoch: int) -> None:
+        """Wait no longer for the answers of a worker."""
+        self.joining.discard(epoch)
+        for key in self._pending.pop(epoch, set()):
+            self._complete(key)
+
+    def answered(self, message: AdapterLoaded, now: float) -> list[Event]:
+        """Handle the answer of a worker; return the ends of requests whose adapter it cannot load."""
+        pending = self._pending.get(message.epoch, set())
+        held = self._held.get(message.key)
+        if message.key not in pending:
+            return []
+        pending.discard(message.key)
+        if not pending:
+            self.joining.discard(message.epoch)
+        if held is None or not message.problem:
+            self._complete(message.key)
+            return []
+        return self._fail(message.key, held, message.problem, now)
+
+    def _fail(self, key: bytes, held: _Held, problem: str, now: float) -> list[Event]:
+        log.error("adapter_refused", index=held.index, key=key.hex()[:16], problem=problem)
+        del self._held[key]
+        for pending in self._pending.values():
+            pending.discard(key)
+        self.joining = {epoch for epoch in self.joining if self._pending[epoch]}
+        self._unloading[key] = held.index
+        self._core.unload_adapter(key, now)
+        events: list[Event] = []
+        error = AdapterNotFound(f"a worker cannot load the adapter: {problem}")
+        for request_id in self._core.requests_with_adapter(key):
+            events += self._core.cancel(request_id, error, now)
+        for done in held.waits:
+            done.set_exception(AdapterRefused(f"the adapter cannot be loaded: {problem}"))
+        if not held.waits:
+            self._on_failed(key, problem)
+        return events
+
+    def _send(self, epoch: int, key: bytes) -> None:
+        held = self._held[key]
+        if self._link.send_control(LoadAdapter(epoch, held.index, key, held.path)):
+            self._pending.setdefault(epoch, set()).add(key)
+
+    def _complete(self, key: bytes) -> None:
+        """Answer the callers of `load` once no worker still loads the adapter."""
+        held = self._held.get(key)
+        if held is None or not held.waits or any(key in pending for pending in self._pending.values()):
+            return
+        for done in held.waits:
+            done.set_result(None)
+        held.waits = []

@@ -1,0 +1,251 @@
+"""Adapters over real processes and sockets, with toy workers whose tokens depend on the adapter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.adapter_folders import key_of, toy_model, write_adapter
+from support.engine_harness import eventually
+from support.toy_service import ToyService, answer
+
+from lineclear.client import AdminClient, Client
+from lineclear.errors import (
+    AdapterLimitReached,
+    AdapterNotFound,
+    AdapterRefused,
+    InvalidRequest,
+    LineclearError,
+    ModelChanged,
+    Unsupported,
+)
+
+PROMPT = list(range(1, 20))
+
+
+class Served:
+    """A server with an admin address, its clients, and the folder of adapters."""
+
+    def __init__(self, service: ToyService, folder: Path, client: Client, operator: Client) -> None:
+        self.service, self.folder, self.client = service, folder, client
+        self.operator, self.admin = operator, AdminClient(operator)
+
+    def tokens(self, adapter: str | None, max_tokens: int = 8, **more: Any) -> list[int]:
+        params = {"max_tokens": max_tokens, "ignore_eos": True, "seed": 0} | more
+        generation = self.client.generate(PROMPT, adapter=adapter, **params)
+        return list(generation.token_ids)
+
+    def worker_pids(self) -> list[int]:
+        return [worker.pid for worker in self.operator.stats().workers if worker.state == "joined"]
+
+
+@contextlib.contextmanager
+def served(tmp_path: Path, *flags: str, with_folder: bool = True, **toy: Any) -> Iterator[Served]:
+    """Run a server; adapters lie in tmp_path/adapters."""
+    folder = tmp_path / "adapters"
+    folder.mkdir(exist_ok=True)
+    admin_target = f"unix:{tmp_path}/admin.sock"
+    flags = ("--admin-listen", admin_target, *(("--lora-dir", str(folder)) if with_folder else ()), *flags)
+    service = ToyService(tmp_path, *flags, **toy)
+    service.start()
+    try:
+        with Client(service.target) as client, Client(admin_target) as operator:
+            yield Served(service, folder, client, operator)
+    finally:
+        service.stop()
+
+
+def right(directory: Path | None, max_tokens: int = 8, **sampling: Any) -> list[int]:
+    return answer(PROMPT, max_tokens, model=toy_model(directory), **sampling)
+
+
+def test_adapters_are_loaded_used_listed_and_unloaded(tmp_path: Path) -> None:
+    with served(tmp_path) as s:
+        first, second = (write_adapter(s.folder / name, n) for n, name in enumerate("ab"))
+        assert s.admin.adapters() == ()
+        loaded = s.admin.load_adapter("first", "a")
+        assert (loaded.name, loaded.digest, loaded.rank) == ("first", key_of(first).hex(), 2)
+        s.admin.load_adapter("second", str(second))
+        assert [adapter.name for adapter in s.admin.adapters()] == ["first", "second"]
+        assert next((a.name, a.digest) for a in s.client.model().adapters) == ("first", key_of(first).hex())
+        assert s.tokens(None) == right(None)
+        assert s.tokens("first") == right(first)
+        assert s.tokens("second") == right(second)
+        assert len({tuple(right(path)) for path in (None, first, second)}) == 3
+        submitted = s.client.submit(PROMPT, adapter="second", max_tokens=8, ignore_eos=True, seed=0)
+        assert list(submitted.result().token_ids) == right(second)
+        batch = list(s.client.generate_batch([PROMPT] * 4, adapter="first", max_tokens=8, ignore_eos=True, seed=0))
+        assert [list(generation.token_ids) for generation in batch] == [right(first)] * 4
+        assert s.admin.unload_adapter("first") == 0
+        with pytest.raises(AdapterNotFound, match="no adapter of this name is loaded; 1 are"):
+            s.tokens("first")
+        with pytest.raises(AdapterNotFound):
+            s.admin.unload_adapter("first")
+        assert s.tokens("second") == right(second)
+
+
+def test_prefix_is_shared_within_an_adapter_only(tmp_path: Path) -> None:
+    with served(tmp_path) as s:
+        write_adapter(s.folder / "a", 1)
+        s.admin.load_adapter("a", "a")
+        cached = [
+            s.client.generate(PROMPT, adapter=adapter, max_tokens=2, seed=0).usage.cached_tokens
+            for adapter in (None, "a", "a", None)
+        ]
+        assert cached[:2] == [0, 0]
+        assert min(cached[2:]) > 0
+
+
+def test_streams_of_killed_workers_continue_with_their_adapter(tmp_path: Path) -> None:
+    with served(tmp_path, "--num-workers", "2", min_step_seconds=0.005, max_step_seconds=0.005) as s:
+        paths: list[Path | None] = [None, *(write_adapter(s.folder / name, n) for n, name in enumerate("ab"))]
+        for path in paths:
+            if path is not None:
+                s.admin.load_adapter(path.name, path.name)
+        found: dict[int, list[int]] = {}
+
+        def read(number: int) -> None:
+            path = paths[number % 3]
+            found[number] = s.tokens(None if path is None else path.name, 150, seed=number)
+
+        threads = [threading.Thread(target=read, args=(number,)) for number in range(9)]
+        for thread in threads:
+            thread.start()
+        killed: set[int] = set()
+        for _ in range(3):
+            eventually(lambda: len(set(s.worker_pids()) - killed) == 2, what="both workers")
+            killed.add(s.worker_pids()[0])
+            os.kill(s.worker_pids()[0], signal.SIGKILL)
+        for thread in threads:
+            thread.join()
+        assert found == {number: right(paths[number % 3], 150, seed=number) for number in range(9)}
+
+
+def test_worker_that_joins_later_has_the_adapters(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "elsewhere", 1)
+    with served(tmp_path, "--lora-modules", f"french={path}") as s:
+        assert s.tokens("french") == right(path)
+        os.kill(s.worker_pids()[0], signal.SIGKILL)
+        assert s.tokens("french") == right(path)
+
+
+def test_adapter_that_a_new_worker_cannot_load_is_forgotten(tmp_path: Path) -> None:
+    with served(tmp_path) as s:
+        path = write_adapter(s.folder / "a", 1)
+        s.admin.load_adapter("a", "a")
+        path.rename(s.folder / "gone")
+        os.kill(s.worker_pids()[0], signal.SIGKILL)
+        eventually(lambda: not s.admin.adapters(), what="the loss of the adapter")
+        with pytest.raises(AdapterNotFound):
+            s.tokens("a")
+        assert s.tokens(None) == right(None)
+
+
+def test_unloading_lets_running_requests_end(tmp_path: Path) -> None:
+    with served(tmp_path, "--max-loras", "1", min_step_seconds=0.01, max_step_seconds=0.01) as s:
+        first, second = (write_adapter(s.folder / name, n) for n, name in enumerate("ab"))
+        s.admin.load_adapter("a", "a")
+        with s.client.stream(PROMPT, adapter="a", max_tokens=100, ignore_eos=True, seed=0) as stream:
+            tokens = list(next(stream).token_ids)
+            with pytest.raises(AdapterLimitReached, match="1 adapters are loaded and in use"):
+                s.admin.load_adapter("b", "b")
+            assert s.admin.unload_adapter("a") == 1
+            with pytest.raises(AdapterNotFound):
+                s.tokens("a")
+            for delta in stream:
+                tokens += delta.token_ids
+        assert tokens == right(first, 100)
+        eventually(lambda: _loads(s, "b"), what="the place of the adapter")
+        assert s.tokens("b") == right(second)
+
+
+def _loads(s: Served, name: str) -> bool:
+    with contextlib.suppress(AdapterLimitReached):
+        s.admin.load_adapter(name, name)
+        return True
+    return False
+
+
+def test_least_recently_used_idle_adapter_is_evicted(tmp_path: Path) -> None:
+    with served(tmp_path, "--max-loras", "2") as s:
+        for number, name in enumerate("abc"):
+            write_adapter(s.folder / name, number)
+        s.admin.load_adapter("a", "a")
+        s.admin.load_adapter("b", "b")
+        s.tokens("a")
+        s.admin.load_adapter("c", "c")
+        assert [adapter.name for adapter in s.admin.adapters()] == ["a", "c"]
+        assert s.tokens("c") == right(s.folder / "c")
+
+
+def test_same_content_under_two_names_takes_one_place(tmp_path: Path) -> None:
+    with served(tmp_path, "--max-loras", "1") as s:
+        path = write_adapter(s.folder / "a", 1)
+        s.admin.load_adapter("a", "a")
+        s.admin.load_adapter("again", "a")
+        s.admin.unload_adapter("a")
+        assert s.tokens("again") == right(path)
+
+
+def test_answer_is_not_resumed_with_another_adapter(tmp_path: Path) -> None:
+    with served(tmp_path) as s:
+        write_adapter(s.folder / "a", 1)
+        write_adapter(s.folder / "b", 2)
+        s.admin.load_adapter("x", "a")
+        fingerprint = s.client.generate(PROMPT, adapter="x", max_tokens=2, seed=0).started.model_fingerprint
+        plain = s.client.generate(PROMPT, max_tokens=2, seed=0).started.model_fingerprint
+        assert fingerprint != plain == s.client.model().model_fingerprint
+        assert s.tokens("x", model_fingerprint=fingerprint) == right(s.folder / "a")
+        s.admin.unload_adapter("x")
+        s.admin.load_adapter("x", "b")
+        with pytest.raises(ModelChanged):
+            s.tokens("x", model_fingerprint=fingerprint)
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc", ".", "", "link", "files", "a/../../outside", "a\0b"])
+def test_path_out_of_the_folder_is_refused(tmp_path: Path, path: str) -> None:
+    write_adapter(tmp_path / "outside", 1)
+    with served(tmp_path) as s:
+        (s.folder / "link").symlink_to(tmp_path / "outside")
+        (s.folder / "files").mkdir()
+        for file in (tmp_path / "outside").iterdir():
+            (s.folder / "files" / file.name).symlink_to(file)
+        with pytest.raises((AdapterRefused, InvalidRequest)) as caught:
+            s.admin.load_adapter("x", path)
+        assert str(tmp_path) not in str(caught.value)
+        assert s.admin.adapters() == ()
+
+
+def test_refusals_have_reasons(tmp_path: Path) -> None:
+    with served(tmp_path, "--max-lora-rank", "4") as s:
+        write_adapter(s.folder / "large", 1, rank=8)
+        write_adapter(s.folder / "dora", 2, use_dora=True)
+        write_adapter(s.folder / "a", 3)
+        write_adapter(s.folder / "b", 4)
+        for path, reason in (("large", "rank is 8, the limit is 4"), ("dora", "DoRA"), ("none", "no such directory")):
+            with pytest.raises(AdapterRefused, match=reason):
+                s.admin.load_adapter("x", path)
+        with pytest.raises(InvalidRequest, match="name"):
+            s.admin.load_adapter("a b", "a")
+        s.admin.load_adapter("x", "a")
+        with pytest.raises(AdapterRefused, match="another adapter of this name"):
+            s.admin.load_adapter("x", "b")
+
+
+def test_without_a_folder_nothing_is_loaded_at_run_time(tmp_path: Path) -> None:
+    with served(tmp_path, with_folder=False) as s, pytest.raises(Unsupported, match="--lora-dir"):
+        s.admin.load_adapter("x", "a")
+
+
+def test_unknown_adapter_fails_each_kind_of_call(tmp_path: Path) -> None:
+    with served(tmp_path) as s:
+        for call in (s.client.generate, s.client.submit):
+            with pytest.raises(LineclearError) as caught:
+                call(PROMPT, adapter="none", max_tokens=2, seed=0)
+            assert isinstance(caught.value, AdapterNotFound)
