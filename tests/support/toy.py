@@ -128,7 +128,7 @@ def _parameters(sampling: Sampling, prompt_len: int) -> bytes:
     data = b""
     for field in dataclasses.fields(sampling):
         value = getattr(sampling, field.name)
-        if field.name in _APPLIED or (field.name, value) == _DEFAULT:
+        if field.name in _APPLIED or (field.name, value) == _DEFAULT:  # a seed may have more than 63 bits
             continue
         if _encoded(value) == _encoded(getattr(_NEUTRAL, field.name)):
             continue

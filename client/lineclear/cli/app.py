@@ -7,10 +7,16 @@ from typing import Annotated
 
 import typer
 
-from . import generate_commands, output, server_commands, watch_commands
+from . import generate_commands, output, prompt_commands, server_commands, watch_commands
 from .command_runner import app
 
-__all__ = ["app", "generate_commands", "server_commands", "watch_commands"]  # importing these registers their commands
+__all__ = [
+    "app",
+    "generate_commands",
+    "prompt_commands",
+    "server_commands",
+    "watch_commands",
+]  # importing these registers their commands
 
 
 def _show_version(wanted: bool) -> None:

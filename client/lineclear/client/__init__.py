@@ -24,6 +24,7 @@ from ._sync.client import Client, Submitted
 from ._sync.request_manager import RequestManager
 from .futures import AnswerFuture, AsyncAnswerFuture
 from .local_server import LocalServer, ServerStartError
+from .prompt_calls import ContinuationScore, Embeddings, Scores
 from .requests import ChatMessage, OnModelChange, Request, Sampling
 from .results import (
     Delta,
@@ -68,7 +69,9 @@ __all__ = [
     "BatchResults",
     "ChatMessage",
     "Client",
+    "ContinuationScore",
     "Delta",
+    "Embeddings",
     "FinishReason",
     "Generation",
     "HealthStatus",
@@ -86,6 +89,7 @@ __all__ = [
     "RunningRequest",
     "Sampling",
     "SchedulerState",
+    "Scores",
     "ServerStartError",
     "Started",
     "Stats",

@@ -100,6 +100,7 @@ class AnswerAssembler:
             resumes=self.resumes,
             restarts=self.restarts,
             outputs=outputs,
+            prompt_logprobs=self.outputs[0].prompt_logprobs,
         )
 
     def _grow(self, message: pb.GenerateResponse) -> None:
@@ -120,6 +121,7 @@ class OutputAssembler:
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._times_seconds: list[float] = []
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._finish_reason: FinishReason | None = None
         self._finished: pb.Finished | None = None
 
@@ -158,6 +160,7 @@ class OutputAssembler:
         self._texts.append(delta.text)
         self._logprobs += delta.logprobs
         self._times_seconds += delta.token_times_seconds
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.started = self.started or delta.started
         if delta.finish_reason is not None:
             self._finish_reason, self._finished = delta.finish_reason, message.finished

@@ -154,6 +154,7 @@ class Params(TypedDict, total=False):
     omit_text: bool | None
     logprobs: bool | None
     top_logprobs: int | None
+    prompt_logprobs: int | None
     keep_special_tokens: bool | None
     token_timings: bool | None
     queue_position: bool | None
@@ -197,6 +198,7 @@ class Request:
     omit_text: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     keep_special_tokens: bool | None = None
     token_timings: bool | None = None
     queue_position: bool | None = None
@@ -241,7 +243,7 @@ class Request:
         _set(message, "adapter", self.adapter)
         _set(message, "model", self.model)
         _set(message, "model_fingerprint", self.model_fingerprint)
-        for name in ("omit_text", "logprobs", "top_logprobs", "keep_special_tokens", "token_timings", "queue_position"):
+        for name in _OUTPUT_OPTIONS:
             _set(message.output, name, getattr(self, name), path=f"output.{name}")
         if self.top_logprobs and self.logprobs is None:
             message.output.logprobs = True
@@ -250,6 +252,7 @@ class Request:
         return message
 
 
+_OUTPUT_OPTIONS: Final = tuple(pb.OutputOptions.DESCRIPTOR.fields_by_name)
 REQUEST_FIELDS: Final = frozenset(f.name for f in dataclasses.fields(Request)) - {"prompt", "sampling"}
 
 

@@ -132,6 +132,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     restarted: bool = False
     index: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt tokens from the second on, in one delta, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,8 @@ class Generation:
     resumes: int = 0
     restarts: int = 0
     outputs: tuple[Output, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt tokens from the second on, if requested."""
 
     @property
     def request_id(self) -> str:
@@ -206,7 +210,7 @@ class Generation:
         """Return plain values for json.dumps, without the fields that were not requested."""
         plain = {"request_id": self.request_id, **dataclasses.asdict(self)}
         plain["tokens_per_second"] = self.tokens_per_second
-        for name in ("logprobs", "token_times_seconds"):
+        for name in ("logprobs", "prompt_logprobs", "token_times_seconds"):
             if not plain[name]:
                 del plain[name]
         if len(self.outputs) < 2:
@@ -398,15 +402,18 @@ def delta_from_proto(message: pb.GenerateResponse) -> Delta:
         text=message.text,
         token_ids=tuple(message.token_ids),
         first_index=message.first_index,
-        logprobs=tuple(
-            TokenLogprobs(entry.logprob, tuple(TopLogprob(top.token_id, top.logprob) for top in entry.top_logprobs))
-            for entry in message.logprobs
-        ),
+        logprobs=tuple(map(token_logprobs, message.logprobs)),
+        prompt_logprobs=tuple(map(token_logprobs, message.prompt_logprobs)),
         token_times_seconds=tuple(time_us / 1e6 for time_us in message.token_times_us),
         started=from_proto(Started, message.started) if message.HasField("started") else None,
         finish_reason=None if finished is None else _finish_reason(finished.finish_reason),
         index=message.index,
     )
+
+
+def token_logprobs(entry: pb.TokenLogprobs) -> TokenLogprobs:
+    """Convert the log-probabilities of one token."""
+    return TokenLogprobs(entry.logprob, tuple(TopLogprob(top.token_id, top.logprob) for top in entry.top_logprobs))
 
 
 def _finish_reason(number: pb.FinishReason.ValueType) -> FinishReason:

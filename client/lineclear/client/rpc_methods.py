@@ -71,6 +71,12 @@ GET_RESULT: Final[Method[pb.GetResultRequest, pb.GetResultResponse]] = Method(
 CANCEL: Final[Method[pb.CancelRequest, pb.CancelResponse]] = Method(
     f"/{SERVICE}/Cancel", pb.CancelRequest.SerializeToString, pb.CancelResponse.FromString
 )
+SCORE: Final[Method[pb.ScoreRequest, pb.ScoreResponse]] = Method(
+    f"/{SERVICE}/Score", pb.ScoreRequest.SerializeToString, pb.ScoreResponse.FromString
+)
+EMBED: Final[Method[pb.EmbedRequest, pb.EmbedResponse]] = Method(
+    f"/{SERVICE}/Embed", pb.EmbedRequest.SerializeToString, pb.EmbedResponse.FromString
+)
 TOKENIZE: Final[Method[pb.TokenizeRequest, pb.TokenizeResponse]] = Method(
     f"/{SERVICE}/Tokenize", pb.TokenizeRequest.SerializeToString, pb.TokenizeResponse.FromString
 )

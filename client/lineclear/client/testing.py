@@ -20,6 +20,7 @@ by the content of the last one, and token ids by their text.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -183,6 +184,10 @@ class FakeTransport:
             return replies.popleft() if len(replies) > 1 else replies[0]
 
     def _unary_answer(self, path: str, request: Any) -> Any:
+        if path == rpc_methods.SCORE.path:
+            return _scored(request)
+        if path == rpc_methods.EMBED.path:
+            return _embedded(request)
         if path == rpc_methods.TOKENIZE.path:
             return pb.TokenizeResponse(token_ids=_tokens(prompt_text(request)))
         if path == rpc_methods.DETOKENIZE.path:
@@ -229,6 +234,27 @@ def prompt_text(request: pb.GenerateRequest | pb.TokenizeRequest) -> str:
     if isinstance(request, pb.GenerateRequest) and request.HasField("token_ids"):
         return bytes(token % 256 for token in request.token_ids.ids).decode(errors="replace")
     return request.text
+
+
+def _scored(request: pb.ScoreRequest) -> pb.ScoreResponse:
+    """Return scores by which a shorter continuation is more probable."""
+    response = pb.ScoreResponse(prompt_tokens=len(_tokens(request.text)))
+    for entry in request.continuations:
+        ids = list(entry.token_ids.ids) or _tokens(entry.text)
+        logprobs = [pb.TokenLogprobs(logprob=-1.0) for _ in ids]
+        response.scores.add(token_ids=ids, logprobs=logprobs, total_logprob=-float(len(ids)))
+    return response
+
+
+def _embedded(request: pb.EmbedRequest) -> pb.EmbedResponse:
+    """Return vectors of length 1 that depend on the input."""
+    response = pb.EmbedResponse()
+    for entry in request.inputs:
+        ids = list(entry.token_ids.ids) or _tokens(entry.text)
+        angle = float(sum(ids))
+        response.embeddings.add(values=[math.cos(angle), math.sin(angle)], prompt_tokens=len(ids))
+        response.prompt_tokens += len(ids)
+    return response
 
 
 def _queue(replies: Script) -> deque[Reply]:

@@ -57,6 +57,30 @@ TOOL_CHOICE_MODE_REQUIRED: ToolChoiceMode.ValueType  # 3
 """The model must call a tool."""
 Global___ToolChoiceMode: _TypeAlias = ToolChoiceMode  # noqa: Y015
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """As POOLING_LAST_TOKEN."""
+    POOLING_LAST_TOKEN: _Pooling.ValueType  # 1
+    """That of the last token."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """The mean of all tokens."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """Which hidden states make up a vector."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""As POOLING_LAST_TOKEN."""
+POOLING_LAST_TOKEN: Pooling.ValueType  # 1
+"""That of the last token."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""The mean of all tokens."""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -603,6 +627,7 @@ class OutputOptions(_message.Message):
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_TIMINGS_FIELD_NUMBER: _builtins.int
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     omit_text: _builtins.bool
     """Sends token ids without text. Default false."""
     logprobs: _builtins.bool
@@ -619,6 +644,12 @@ class OutputOptions(_message.Message):
     """Sends `queued` at once if the request must wait in the queue. Default
     false.
     """
+    prompt_logprobs: _builtins.int
+    """Sends the log-probability of each prompt token but the first, and of this
+    many most likely tokens in its place, [0, 20]. Unset: none. The prompt's
+    tokens times one more than this number are at most 65536. Not repeated
+    when an answer with tokens is resumed.
+    """
     def __init__(
         self,
         *,
@@ -628,10 +659,11 @@ class OutputOptions(_message.Message):
         keep_special_tokens: _builtins.bool | None = ...,
         token_timings: _builtins.bool | None = ...,
         queue_position: _builtins.bool | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_queue_position", b"_queue_position", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_text", b"omit_text", "queue_position", b"queue_position", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_prompt_logprobs", b"_prompt_logprobs", "_queue_position", b"_queue_position", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "queue_position", b"queue_position", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_queue_position", b"_queue_position", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_text", b"omit_text", "queue_position", b"queue_position", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_prompt_logprobs", b"_prompt_logprobs", "_queue_position", b"_queue_position", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "queue_position", b"queue_position", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__keep_special_tokens: _TypeAlias = _typing.Literal["keep_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__keep_special_tokens: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens"]  # noqa: Y015
@@ -639,6 +671,8 @@ class OutputOptions(_message.Message):
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__omit_text: _TypeAlias = _typing.Literal["omit_text"]  # noqa: Y015
     _WhichOneofArgType__omit_text: _TypeAlias = _typing.Literal["_omit_text", b"_omit_text"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__queue_position: _TypeAlias = _typing.Literal["queue_position"]  # noqa: Y015
     _WhichOneofArgType__queue_position: _TypeAlias = _typing.Literal["_queue_position", b"_queue_position"]  # noqa: Y015
     _WhichOneofReturnType__token_timings: _TypeAlias = _typing.Literal["token_timings"]  # noqa: Y015
@@ -651,6 +685,8 @@ class OutputOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__omit_text) -> _WhichOneofReturnType__omit_text | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_position) -> _WhichOneofReturnType__queue_position | None: ...
     @_typing.overload
@@ -678,6 +714,7 @@ class GenerateResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
     """Index in the answer of the first of `token_ids`."""
     text: _builtins.str
@@ -719,6 +756,13 @@ class GenerateResponse(_message.Message):
         queue and OutputOptions.queue_position is set.
         """
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """Log-probabilities of the prompt tokens from the second on, once: on the
+        first response with a token or with `finished`. Empty unless
+        OutputOptions.prompt_logprobs is set, and for all outputs but 0.
+        """
+
     def __init__(
         self,
         *,
@@ -731,10 +775,11 @@ class GenerateResponse(_message.Message):
         finished: Global___Finished | None = ...,
         queued: Global___Queued | None = ...,
         index: _builtins.int = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "queued", b"queued", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "first_index", b"first_index", "index", b"index", "logprobs", b"logprobs", "queued", b"queued", "started", b"started", "text", b"text", "token_ids", b"token_ids", "token_times_us", b"token_times_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "first_index", b"first_index", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "started", b"started", "text", b"text", "token_ids", b"token_ids", "token_times_us", b"token_times_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finished: _TypeAlias = _typing.Literal["finished"]  # noqa: Y015
     _WhichOneofArgType__finished: _TypeAlias = _typing.Literal["_finished", b"_finished"]  # noqa: Y015
@@ -750,6 +795,361 @@ class GenerateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__started) -> _WhichOneofReturnType__started | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class ScoreRequest(_message.Message):
+    """A prompt and continuations of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    CONTINUATIONS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text. The server tokenizes it; special tokens in it are plain text."""
+    top_logprobs: _builtins.int
+    """Also sends the log-probabilities of this many most likely tokens in the
+    place of each token, [0, 20]. Default 0.
+    """
+    priority: _builtins.int
+    """As GenerateRequest.priority."""
+    cache_salt: _builtins.str
+    """As GenerateRequest.cache_salt."""
+    model: _builtins.str
+    """As GenerateRequest.model."""
+    model_fingerprint: _builtins.str
+    """As GenerateRequest.model_fingerprint."""
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """Token ids, used unchanged, each in [0, vocabulary)."""
+
+    @_builtins.property
+    def chat(self) -> Global___ChatMessages:
+        """Conversation, rendered with the model's chat template."""
+
+    @_builtins.property
+    def continuations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Continuation]:
+        """What may follow: at least one, at most 128."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+        chat: Global___ChatMessages | None = ...,
+        continuations: _abc.Iterable[Global___Continuation] | None = ...,
+        top_logprobs: _builtins.int | None = ...,
+        priority: _builtins.int | None = ...,
+        cache_salt: _builtins.str | None = ...,
+        model: _builtins.str | None = ...,
+        model_fingerprint: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "continuations", b"continuations", "model", b"model", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__model_fingerprint: _TypeAlias = _typing.Literal["model_fingerprint"]  # noqa: Y015
+    _WhichOneofArgType__model_fingerprint: _TypeAlias = _typing.Literal["_model_fingerprint", b"_model_fingerprint"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
+    _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model_fingerprint) -> _WhichOneofReturnType__model_fingerprint | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
+
+Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
+
+@_typing.final
+class Continuation(_message.Message):
+    """What may follow a prompt. At least one token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text, tokenized by itself and without special tokens: the first token
+    begins where the prompt ends. Send a space that separates it from the
+    prompt as its first character.
+    """
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """Token ids, used unchanged, each in [0, vocabulary)."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continuation", b"continuation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continuation", b"continuation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_continuation: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_continuation: _TypeAlias = _typing.Literal["continuation", b"continuation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_continuation) -> _WhichOneofReturnType_continuation | None: ...
+
+Global___Continuation: _TypeAlias = Continuation  # noqa: Y015
+
+@_typing.final
+class ScoreResponse(_message.Message):
+    """Scores of the continuations, in the order of the request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCORES_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    """Number of prompt tokens."""
+    cached_tokens: _builtins.int
+    """Prompt tokens that a continuation found in the prefix cache, summed over
+    all of them.
+    """
+    model_fingerprint: _builtins.str
+    """Model that computed the scores, as in GetModelResponse."""
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContinuationScore]:
+        """One for each continuation."""
+
+    def __init__(
+        self,
+        *,
+        scores: _abc.Iterable[Global___ContinuationScore] | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        model_fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "model_fingerprint", b"model_fingerprint", "prompt_tokens", b"prompt_tokens", "scores", b"scores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
+class ContinuationScore(_message.Message):
+    """Log-probabilities of one continuation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOTAL_LOGPROB_FIELD_NUMBER: _builtins.int
+    total_logprob: _builtins.float
+    """Sum of all logprobs: the log-probability of the continuation."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids of the continuation."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """Log-probability of each token, behind the prompt and the tokens before."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        total_logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids", "total_logprob", b"total_logprob"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContinuationScore: _TypeAlias = ContinuationScore  # noqa: Y015
+
+@_typing.final
+class EmbedRequest(_message.Message):
+    """Inputs whose vectors are wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INPUTS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    pooling: Global___Pooling.ValueType
+    """Which hidden states make up a vector. Default: POOLING_LAST_TOKEN."""
+    normalize: _builtins.bool
+    """Scales each vector to an L2 norm of 1. Default true."""
+    dimensions: _builtins.int
+    """Keeps this many leading dimensions, before the scaling. Unset: all."""
+    priority: _builtins.int
+    """As GenerateRequest.priority."""
+    cache_salt: _builtins.str
+    """As GenerateRequest.cache_salt."""
+    model: _builtins.str
+    """As GenerateRequest.model."""
+    model_fingerprint: _builtins.str
+    """As GenerateRequest.model_fingerprint."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
+        """At least one, at most 128."""
+
+    def __init__(
+        self,
+        *,
+        inputs: _abc.Iterable[Global___EmbedInput] | None = ...,
+        pooling: Global___Pooling.ValueType = ...,
+        normalize: _builtins.bool | None = ...,
+        dimensions: _builtins.int | None = ...,
+        priority: _builtins.int | None = ...,
+        cache_salt: _builtins.str | None = ...,
+        model: _builtins.str | None = ...,
+        model_fingerprint: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_dimensions", b"_dimensions", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_normalize", b"_normalize", "_priority", b"_priority", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "model", b"model", "model_fingerprint", b"model_fingerprint", "normalize", b"normalize", "priority", b"priority"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_dimensions", b"_dimensions", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_normalize", b"_normalize", "_priority", b"_priority", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "model_fingerprint", b"model_fingerprint", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
+    _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__model_fingerprint: _TypeAlias = _typing.Literal["model_fingerprint"]  # noqa: Y015
+    _WhichOneofArgType__model_fingerprint: _TypeAlias = _typing.Literal["_model_fingerprint", b"_model_fingerprint"]  # noqa: Y015
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model_fingerprint) -> _WhichOneofReturnType__model_fingerprint | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedInput(_message.Message):
+    """A text or its tokens: at least one token, fewer than the context length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text. The server tokenizes it as a prompt."""
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """Token ids, used unchanged, each in [0, vocabulary)."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___EmbedInput: _TypeAlias = EmbedInput  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    """Vectors of the inputs, in the order of the request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    """Tokens of all inputs."""
+    model_fingerprint: _builtins.str
+    """Model that computed the vectors, as in GetModelResponse."""
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """One for each input."""
+
+    def __init__(
+        self,
+        *,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        model_fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model_fingerprint", b"model_fingerprint", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """The vector of one input."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    """Number of tokens of the input."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The vector."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+        prompt_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_tokens", b"prompt_tokens", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class Queued(_message.Message):

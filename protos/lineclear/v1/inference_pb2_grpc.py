@@ -75,6 +75,16 @@ class InferenceServiceStub(object):
                 request_serializer=lineclear_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
                 response_deserializer=lineclear_dot_v1_dot_inference__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/lineclear.v1.InferenceService/Score',
+                request_serializer=lineclear_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/lineclear.v1.InferenceService/Embed',
+                request_serializer=lineclear_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/lineclear.v1.InferenceService/Tokenize',
                 request_serializer=lineclear_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -172,6 +182,30 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Score(self, request, context):
+        """Returns the log-probability of each token of several continuations of one
+        prompt. The continuations run as requests of their own, which share the
+        prompt through the prefix cache, and wait in the queue as those of
+        Generate. The first error ends the call and cancels the others.
+
+        Errors: those of Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Returns a vector of each input: its pooled hidden states behind the
+        model's last norm. The inputs run as requests of their own, in the same
+        steps as generation, and wait in the queue as those of Generate. The first
+        error ends the call and cancels the others.
+
+        Errors: those of Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Returns the token ids of a text or conversation, as Generate computes
         them.
@@ -233,6 +267,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=lineclear_dot_v1_dot_inference__pb2.CancelRequest.FromString,
                     response_serializer=lineclear_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=lineclear_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=lineclear_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -428,6 +472,60 @@ class InferenceService(object):
             '/lineclear.v1.InferenceService/Cancel',
             lineclear_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
             lineclear_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lineclear.v1.InferenceService/Score',
+            lineclear_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            lineclear_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lineclear.v1.InferenceService/Embed',
+            lineclear_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            lineclear_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

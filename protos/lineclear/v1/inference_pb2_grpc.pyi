@@ -88,6 +88,22 @@ class InferenceServiceStub:
     """Cancels a request of the same client, from Generate, Session or Submit.
     A submitted request that has ended is deleted.
     """
+    Score: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]
+    """Returns the log-probability of each token of several continuations of one
+    prompt. The continuations run as requests of their own, which share the
+    prompt through the prefix cache, and wait in the queue as those of
+    Generate. The first error ends the call and cancels the others.
+
+    Errors: those of Generate.
+    """
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Returns a vector of each input: its pooled hidden states behind the
+    model's last norm. The inputs run as requests of their own, in the same
+    steps as generation, and wait in the queue as those of Generate. The first
+    error ends the call and cancels the others.
+
+    Errors: those of Generate.
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Returns the token ids of a text or conversation, as Generate computes
     them.
@@ -151,6 +167,22 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancels a request of the same client, from Generate, Session or Submit.
     A submitted request that has ended is deleted.
+    """
+    Score: _aio.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Returns the log-probability of each token of several continuations of one
+    prompt. The continuations run as requests of their own, which share the
+    prompt through the prefix cache, and wait in the queue as those of
+    Generate. The first error ends the call and cancels the others.
+
+    Errors: those of Generate.
+    """
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Returns a vector of each input: its pooled hidden states behind the
+    model's last norm. The inputs run as requests of their own, in the same
+    steps as generation, and wait in the queue as those of Generate. The first
+    error ends the call and cancels the others.
+
+    Errors: those of Generate.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Returns the token ids of a text or conversation, as Generate computes
@@ -248,6 +280,34 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_inference_pb2.CancelResponse, _abc.Awaitable[_inference_pb2.CancelResponse]]:
         """Cancels a request of the same client, from Generate, Session or Submit.
         A submitted request that has ended is deleted.
+        """
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _inference_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ScoreResponse, _abc.Awaitable[_inference_pb2.ScoreResponse]]:
+        """Returns the log-probability of each token of several continuations of one
+        prompt. The continuations run as requests of their own, which share the
+        prompt through the prefix cache, and wait in the queue as those of
+        Generate. The first error ends the call and cancels the others.
+
+        Errors: those of Generate.
+        """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """Returns a vector of each input: its pooled hidden states behind the
+        model's last norm. The inputs run as requests of their own, in the same
+        steps as generation, and wait in the queue as those of Generate. The first
+        error ends the call and cancels the others.
+
+        Errors: those of Generate.
         """
 
     @_abc_1.abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack, cast
 
 import grpc
 
@@ -18,6 +18,17 @@ from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config
 from ..channel import Options, Pairs, default_target
 from ..concurrency import async_sleep
 from ..futures import AsyncAnswerFuture, AsyncFutures
+from ..prompt_calls import (
+    Embeddings,
+    PoolingName,
+    PromptParams,
+    Scores,
+    TextOrIds,
+    embed_request,
+    embeddings_from,
+    score_request,
+    scores_from,
+)
 from ..requests import (
     UNSET,
     ChatMessage,
@@ -233,6 +244,42 @@ class AsyncClient(AsyncBatches):
         request that has ended is deleted. With `index` that output alone is cancelled, and the others continue.
         """
         return await self._cancel(request_id, index, timeout_seconds, self._config.metadata)
+
+    async def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[TextOrIds],
+        *,
+        top_logprobs: int | None = None,
+        **params: Unpack[PromptParams],
+    ) -> Scores:
+        """Return the log-probability of each token of each continuation of `prompt`.
+
+        A text that continues the prompt is tokenized by itself. `top_logprobs`: also those of this many most likely
+        tokens in the place of each token. `params` are fields of `Request`.
+        """
+        options = self._config.outgoing(prompt, **cast("Params", params))
+        request = score_request(cast("pb.GenerateRequest", options.message), continuations, top_logprobs)
+        return scores_from(await self._unary(rpc_methods.SCORE, request, options.timeout_seconds, options.metadata))
+
+    async def embed(
+        self,
+        inputs: Sequence[TextOrIds],
+        *,
+        pooling: PoolingName = "last_token",
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        **params: Unpack[PromptParams],
+    ) -> Embeddings:
+        """Return a vector for each of `inputs`, texts or lists of token ids: its pooled last hidden states.
+
+        `normalize`: scale vectors to length 1, by default true. `dimensions`: keep the leading ones. `params` are
+        fields of `Request`.
+        """
+        options = self._config.outgoing("", **cast("Params", params))
+        fields = cast("pb.GenerateRequest", options.message)
+        request = embed_request(inputs, fields, pooling, normalize, dimensions)
+        return embeddings_from(await self._unary(rpc_methods.EMBED, request, options.timeout_seconds, options.metadata))
 
     async def tokenize(
         self,

@@ -25,7 +25,7 @@ from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerStatus
 from lineclear.scheduler.grpc_api.error_interceptor import incident
 from lineclear.scheduler.grpc_api.response_writer import Context, ResponseWriter
 from lineclear.scheduler.metrics import families
-from lineclear.scheduler.requests import settings_limits, status_messages, validation
+from lineclear.scheduler.requests import prompt_requests, settings_limits, status_messages, validation
 from lineclear.scheduler.requests.adapters import AdapterEngine, Adapters
 from lineclear.scheduler.requests.admission import Admission, was_admitted
 from lineclear.scheduler.requests.answer_reader import read_answer
@@ -352,6 +352,27 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _response_writer(self, context: Context) -> ResponseWriter:
         return ResponseWriter(context, self._settings.stall_timeout_seconds)
+
+    # --- scores and vectors ------------------------------------------------------------------------------------------
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        """Return the log-probabilities of continuations of a prompt. A hang-up cancels their requests."""
+        call = await self._prompt_call(request, context)
+        return await prompt_requests.score(request, self.requests, self.tokenizers, call)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """Return the vectors of inputs. A hang-up cancels their requests."""
+        call = await self._prompt_call(request, context)
+        return await prompt_requests.embed(request, self.requests, self.tokenizers, call)
+
+    async def _prompt_call(self, request: pb.ScoreRequest | pb.EmbedRequest, context: Context) -> prompt_requests.Call:
+        remaining = context.time_remaining()
+        caller = identity.caller(context)
+        tenant = identity.tenant(caller, context)
+        identity.set_flow(tenant, context)
+        if request.ByteSize() > SMALL_BYTES:
+            await self._pacer.wait()
+        return prompt_requests.Call(self._model.require(), caller, tenant, remaining)
 
     # --- text and tokens ---------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from lineclear.scheduler.requests.output_length import OutputLengths
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import OutputStream
 from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueuePlace
-from lineclear.scheduler.requests.request_context import RequestContext, RequestServices, Submitter
+from lineclear.scheduler.requests.request_context import Asks, RequestContext, RequestServices, Submitter
 from lineclear.scheduler.requests.request_stats import ServerStats
 from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
 from lineclear.scheduler.requests.validation import ModelBounds, ValidatedRequest
@@ -67,9 +67,18 @@ class Admission:
         return iter(list(self._services.live.values()))
 
     def admit(
-        self, message: pb.GenerateRequest, bounds: ModelBounds, caller: Identity, tenant: str, seconds: float | None
+        self,
+        message: pb.GenerateRequest,
+        bounds: ModelBounds,
+        caller: Identity,
+        tenant: str,
+        seconds: float | None,
+        asks: Asks | None = None,
     ) -> RequestContext:
-        """Admit a request whose deadline is in `seconds` (None: the default). Raises the reason for a rejection."""
+        """Admit a request whose deadline is in `seconds` (None: the default). Raises the reason for a rejection.
+
+        With `asks` it has no output.
+        """
         now = self._services.clock()
         num_bytes = message.ByteSize()
         if num_bytes > self._settings.max_request_bytes:
@@ -85,7 +94,8 @@ class Admission:
             adapter = self._adapters.acquire(message.adapter) if message.HasField("adapter") else None
             try:
                 model_identity.check_model(message, validated, bounds, adapter)
-                request = self._open(message, validated, place, bounds, caller, tenant, now, now + seconds, adapter)
+                times = now, now + seconds
+                request = self._open(message, validated, place, bounds, caller, tenant, *times, adapter, asks)
             except BaseException:
                 if adapter is not None:
                     self._adapters.release(adapter)
@@ -130,6 +140,7 @@ class Admission:
         arrival: float,
         deadline: float,
         adapter: LoadedAdapter | None,
+        asks: Asks | None,
     ) -> RequestContext:
         services, key = self._services, (caller, validated.request_id)
         if key in services.live:
@@ -138,7 +149,7 @@ class Admission:
         cache_owner = identity.ANONYMOUS if self._settings.share_prefix_cache_across_tenants else caller
         salt = identity.cache_salt(cache_owner, message.cache_salt)
         request = RequestContext(
-            services, validated, outputs, place, bounds, caller, tenant, salt, arrival, deadline, adapter
+            *(services, validated, outputs, place, bounds, caller, tenant, salt, arrival, deadline, adapter, asks)
         )
         services.live[key] = request
         self.fairness.start()

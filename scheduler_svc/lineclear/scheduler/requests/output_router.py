@@ -128,7 +128,11 @@ class OutputRouter:
             stream.on_finished(event)
         elif isinstance(event, Failed):
             stream.on_failed(event)
+        elif isinstance(event, Scored):
+            stream.on_scored(event)
+        elif isinstance(event, Pooled):
+            stream.on_pooled(event)
         elif isinstance(event, Admitted):
             stream.on_admitted(event.position)
         else:
-            assert isinstance(event, Preempted | Scored | Pooled)
+            assert isinstance(event, Preempted)

@@ -12,10 +12,19 @@ from typing import NamedTuple, Protocol
 
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import LineclearError, SlowConsumer
-from lineclear.scheduler.core.events import Failed, Finished, FinishReason, QueuePosition, RequestStats, Started
+from lineclear.scheduler.core.events import (
+    Failed,
+    Finished,
+    FinishReason,
+    Pooled,
+    QueuePosition,
+    RequestStats,
+    Scored,
+    Started,
+)
 from lineclear.scheduler.requests.queue_limits import PlaceShare, QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText
-from lineclear.wire.messages import Logprobs
+from lineclear.wire.messages import Logprobs, Scores
 
 # Upper bounds of the encoded size in a message.
 TOKEN_BYTES = 24  # id, index, handle, time
@@ -63,6 +72,7 @@ class OutputChunk(NamedTuple):
     end: Completion | None
     queued: QueuePosition | None = None
     error: LineclearError | None = None
+    prompt_scores: Sequence[Scores] = ()
 
     @property
     def text(self) -> str:
@@ -98,6 +108,7 @@ class OutputStream:
         "_times",
         "_tokens",
         "_unsent_position",
+        "_unsent_scores",
         "_unsent_start",
         "_waiter",
         "_wants_times",
@@ -108,9 +119,11 @@ class OutputStream:
         "is_read",
         "num_received",
         "num_resumed",
+        "scores",
         "siblings",
         "started",
         "stats",
+        "vector",
     )
 
     def __init__(
@@ -132,6 +145,10 @@ class OutputStream:
         self.started: Started | None = None
         self.stats: RequestStats | None = None
         self.num_received = self.num_resumed = num_received
+        self.scores: list[Scores] = []
+        """Scores of the prompt's positions, in order."""
+        self.vector = b""
+        self._unsent_scores = False
         self.is_engine_done = False
         """The engine has sent its last event of the request."""
         self.is_notified = False
@@ -210,6 +227,8 @@ class OutputStream:
             self._end if is_all else None,
             self._unsent_position,
         )
+        if self._unsent_scores and (count or chunk.end is not None):
+            chunk, self._unsent_scores = chunk._replace(prompt_scores=self.scores), False
         self._first_unread += count
         self._tokens = [] if is_all else tokens[count:]
         self._texts = [] if is_all else self._texts[count:]
@@ -226,6 +245,8 @@ class OutputStream:
         """
         tokens = self._tokens
         if self._unsent_start or self._end or self._error or self._logprobs or self._times or not tokens:
+            return None
+        if self._unsent_scores:
             return None
         first_index, texts, count = self._first_unread, self._texts, self._num_fitting(max_bytes)
         self._first_unread = first_index + count
@@ -330,6 +351,14 @@ class OutputStream:
             self._check_unread()
         if not self.is_notified:
             self._wake()
+
+    def on_scored(self, event: Scored) -> None:
+        if self._error is None:
+            self.scores.append(event.scores)
+            self._unsent_scores = True
+
+    def on_pooled(self, event: Pooled) -> None:
+        self.vector = event.vector
 
     def on_finished(self, event: Finished) -> None:
         self.is_engine_done, self.stats = True, event.stats

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import structlog
 
@@ -14,7 +14,7 @@ from lineclear.api_limits import output_seed
 from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, LineclearError
 from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReason, RequestStats, Started
-from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.scheduler.requests import model_identity, sampling_validation, validation
 from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.requests.output_length import AnswerShape, OutputLengths
@@ -29,9 +29,16 @@ from lineclear.scheduler.security.identity import Identity
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.scheduler.text.template_renderer import wall_clock_us
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.messages import Sampling
+from lineclear.wire.messages import Pooling, Sampling
 
 log = structlog.get_logger()
+
+
+class Asks(NamedTuple):
+    """What a request without output asks for."""
+
+    scoring: Scoring | None = None
+    pooling: Pooling | None = None
 
 
 class Submitter(Protocol):
@@ -65,7 +72,7 @@ class RequestContext:
 
     __slots__ = (
         *("arrival", "bounds", "cache_salt", "caller", "chat_time_us", "deadline", "error", "is_closed", "max_tokens"),
-        *("adapter", "outputs", "prompt_digest", "prompt_tokens", "tenant", "validated"),
+        *("adapter", "outputs", "prompt_digest", "prompt_tokens", "tenant", "validated", "_asks"),
         *("_is_submitted", "_num_counted", "_num_unread", "_queue_place", "_services", "_wakeup"),
     )
 
@@ -82,7 +89,9 @@ class RequestContext:
         arrival: float,
         deadline: float,
         adapter: LoadedAdapter | None = None,
+        asks: Asks | None = None,
     ) -> None:
+        self._asks = asks
         self.validated = validated
         self.outputs = outputs
         self.error: LineclearError | None = None
@@ -192,6 +201,9 @@ class RequestContext:
         self, request: Request, output: OutputStream, received: tuple[int, ...], *, is_sibling: bool
     ) -> Request:
         """Return the core's request for one output."""
+        if self._asks is not None:
+            own = replace(request, request_id=output.engine_id, max_tokens=0, **self._asks._asdict())
+            return replace(own, is_sibling=False, wants_position=False)
         return replace(
             request,
             request_id=output.engine_id,
@@ -199,6 +211,7 @@ class RequestContext:
             output=received,
             expected_tokens=self._services.lengths.expect(self._shape(), len(received)),
             wants_position=request.wants_position and not is_sibling,
+            scoring=request.scoring if output.index == 0 and not received else None,
             is_sibling=is_sibling,
         )
 
@@ -276,6 +289,10 @@ class RequestContext:
             self._services.stats.add_finished(timings)
             self._services.lengths.learn(self._shape(), end.completion_tokens)
         return timings
+
+    def record_without_output(self, end: Completion) -> None:
+        """Add a complete request without output to the statistics."""
+        self._services.stats.add_finished(request_timings(end.stats, self.arrival, 0, self._services.clock()))
 
     def incident(self, error: BaseException) -> LineclearError:
         """Log a bug and return the error that the client gets for it."""

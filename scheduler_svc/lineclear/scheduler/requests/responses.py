@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from google.protobuf.duration_pb2 import Duration
 
 from lineclear.scheduler.core.events import FinishReason
@@ -9,7 +11,7 @@ from lineclear.scheduler.requests.output_stream import Completion, OutputChunk, 
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.request_stats import RequestTimings
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.messages import Logprobs
+from lineclear.wire.messages import Logprobs, Scores
 
 _REASONS = {
     FinishReason.STOP_EOS: pb.FINISH_REASON_STOP_EOS,
@@ -32,6 +34,8 @@ def response(
         message.text = chunk.text
     if chunk.logprobs:
         message.logprobs.extend(map(_logprobs, chunk.logprobs))
+    if chunk.prompt_scores:
+        message.prompt_logprobs.extend(token_logprobs(chunk.prompt_scores))
     if validated.token_timings:
         message.token_times_us.extend(max(0, round((at - request.arrival) * 1e6)) for at in chunk.times)
     if chunk.queued is not None:
@@ -54,6 +58,18 @@ def response(
         assert timings is not None
         message.finished.CopyFrom(_finished(chunk.end, timings, output.index))
     return message
+
+
+def token_logprobs(scores: Iterable[Scores]) -> list[pb.TokenLogprobs]:
+    """Return the scores of consecutive prompt positions, one entry for each."""
+    entries = []
+    for row in scores:
+        count = row.num_top
+        for index, logprob in enumerate(row.logprobs):
+            place = slice(index * count, (index + 1) * count)
+            top = zip(row.top_ids[place], row.top_logprobs[place], strict=True)
+            entries.append(_logprobs(Logprobs(logprob, tuple(top))))
+    return entries
 
 
 def _logprobs(logprobs: Logprobs) -> pb.TokenLogprobs:

@@ -127,6 +127,7 @@ class SubmittedOutput:
         self._texts: list[str] = []
         self._tail = ""  # text that the end released
         self._logprobs: list[bytes] = []  # for each token, an encoded GenerateResponse with this field alone
+        self._prompt_logprobs = b""  # the same
         self._times_us = array("q")
         self._object_bytes = 0
 
@@ -163,6 +164,10 @@ class SubmittedOutput:
             packed = pb.GenerateResponse(logprobs=[entry]).SerializeToString()
             self._logprobs.append(packed)
             self._object_bytes += sys.getsizeof(packed)
+        if message.prompt_logprobs:
+            packed = pb.GenerateResponse(prompt_logprobs=message.prompt_logprobs).SerializeToString()
+            self._prompt_logprobs = packed
+            self._object_bytes += sys.getsizeof(packed)
         if message.HasField("started"):
             self.started = message.started
         if message.HasField("finished"):
@@ -183,6 +188,8 @@ class SubmittedOutput:
         if not brief:
             message.token_times_us.extend(self._times_us[a:b])
             message.MergeFromString(b"".join(self._logprobs[a:b]))
+            if a == 0 and (b or is_last):
+                message.MergeFromString(self._prompt_logprobs)
         if brief and self.started is not None:
             message.started.CopyFrom(self.started)
         elif brief and self.index == 0 and self._answer.queued is not None:

@@ -102,6 +102,10 @@ class TokenizerPool:
         """Return the tokens of a text. Special tokens in it count as plain text."""
         return await self._encode(self.tokenizer.encode, text)
 
+    async def encode_continuation(self, text: str) -> list[int]:
+        """Return the tokens of a text that continues another one: without a beginning-of-sequence token."""
+        return await self._encode(self.tokenizer.encode_sealed, text)
+
     async def encode_chat(self, chat: pb.ChatMessages, time_us: int = 0) -> list[int]:
         """Return the tokens of a conversation; `time_us` is the template's time, 0 for now.
 

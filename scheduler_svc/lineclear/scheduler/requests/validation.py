@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from google.protobuf.duration_pb2 import Duration
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary, Violation
-from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.scheduler.requests import tool_validation
 from lineclear.scheduler.requests.sampling_validation import check_allowed, read_sampling
 from lineclear.scheduler.requests.violations import Violations, check_vocabulary, checked_ids, checked_texts
@@ -32,6 +32,7 @@ MAX_BAD_WORD_BYTES = 128
 MAX_BREAKERS = 16
 MAX_BREAKER_BYTES = 64
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 65536
 MAX_PRIORITY = 255
 MAX_SALT_CHARACTERS = 64
 MAX_ROLE = 32
@@ -90,6 +91,8 @@ class ValidatedRequest:
     """Tokens of each output that a resumed answer begins with; None for an output that is complete."""
     model_fingerprint: str = ""
     """Fingerprint of the required model; empty for any."""
+    prompt_logprobs: int = -1
+    """-1: none. k >= 0: those of the prompt's tokens, and of the k most likely in their places."""
     prompt_digest: str = ""
     """Prompt digest of a resumed answer; empty to skip the comparison."""
     bad_words: tuple[str, ...] = ()
@@ -105,7 +108,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     """
     violations = Violations()
     request_id = _request_id(request, violations)
-    _check_prompt(request, bounds, violations)
+    check_prompt(request, bounds, violations)
     sampling, max_tokens = read_sampling(
         request.sampling, bounds.vocab_size, bounds.context_length, bounds.defaults, violations
     )
@@ -121,6 +124,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         violations,
     )
     logprobs = _logprobs(request.output, violations)
+    prompt_logprobs = _prompt_logprobs(request, violations)
     received = _received(request, sampling, eos_ids | stop_ids, bounds, violations)
     model_fingerprint = _model_fingerprint(request, violations)
     priority = request.priority if request.HasField("priority") else 128
@@ -149,6 +153,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         expected_tokens=request.expected_tokens,
         received=received,
         model_fingerprint=model_fingerprint,
+        prompt_logprobs=prompt_logprobs,
         prompt_digest=request.resume.prompt_digest,
         bad_words=bad_words,
         dry_breakers=dry_breakers,
@@ -193,6 +198,7 @@ def resolve(
         wants_position=validated.wants_position,
         model_fingerprint=validated.model_fingerprint,
         vocabulary=bounds.vocabulary,
+        scoring=_scoring(validated, prompt),
     )
 
 
@@ -203,7 +209,7 @@ def check_tokenize(request: pb.TokenizeRequest, max_prompt_bytes: int, max_chat_
     if kind is None:
         violations.add("input", "is missing: set text or chat")
     elif kind == "text":
-        _check_text_size("text", [request.text], max_prompt_bytes, violations)
+        check_text_size("text", [request.text], max_prompt_bytes, violations)
     else:
         _check_chat("chat", request.chat, max_prompt_bytes, max_chat_messages, violations)
     violations.raise_if_any()
@@ -257,14 +263,15 @@ def _request_id(request: pb.GenerateRequest, violations: Violations) -> str:
     return request.request_id
 
 
-def _check_prompt(request: pb.GenerateRequest, bounds: ModelBounds, violations: Violations) -> None:
+def check_prompt(request: pb.GenerateRequest, bounds: ModelBounds, violations: Violations) -> None:
+    """Add the violations of the prompt."""
     kind = request.WhichOneof("prompt")
     if kind is None:
         violations.add("prompt", "is missing: set text, token_ids or chat")
     elif kind == "text":
         if not request.text:
             violations.add("text", "is empty")
-        _check_text_size("text", [request.text], bounds.max_prompt_bytes, violations)
+        check_text_size("text", [request.text], bounds.max_prompt_bytes, violations)
     elif kind == "chat":
         _check_chat("chat", request.chat, bounds.max_prompt_bytes, bounds.max_chat_messages, violations)
     else:
@@ -290,11 +297,12 @@ def _check_chat(path: str, chat: pb.ChatMessages, max_bytes: int, max_messages: 
     for index, role in enumerate(roles) if invalid else ():
         if role in invalid:
             violations.add(f"{path}.messages[{index}].role", f"must be 1 to {MAX_ROLE} of [A-Za-z0-9_.-]")
-    _check_text_size(f"{path}.messages", tool_validation.texts(chat), max_bytes, violations)
+    check_text_size(f"{path}.messages", tool_validation.texts(chat), max_bytes, violations)
     tool_validation.check_tools(path, chat, violations)
 
 
-def _check_text_size(path: str, texts: Iterable[str], max_bytes: int, violations: Violations) -> None:
+def check_text_size(path: str, texts: Iterable[str], max_bytes: int, violations: Violations) -> None:
+    """Add a violation if the texts together have more than `max_bytes`."""
     size = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
     if size > max_bytes:
         description = f"has {size} bytes, the limit is {max_bytes}"
@@ -376,6 +384,25 @@ def _logprobs(output: pb.OutputOptions, violations: Violations) -> int:
     if output.top_logprobs > 0 and output.HasField("logprobs") and not output.logprobs:
         violations.add("output.top_logprobs", "must be 0 when logprobs is false")
     return output.top_logprobs if output.logprobs or output.top_logprobs > 0 else -1
+
+
+def _prompt_logprobs(request: pb.GenerateRequest, violations: Violations) -> int:
+    output = request.output
+    if not output.HasField("prompt_logprobs"):
+        return -1
+    if output.prompt_logprobs > MAX_TOP_LOGPROBS:
+        violations.add("output.prompt_logprobs", f"must be in [0, {MAX_TOP_LOGPROBS}]")
+    return output.prompt_logprobs
+
+
+def _scoring(validated: ValidatedRequest, prompt: Sequence[int]) -> Scoring | None:
+    if validated.prompt_logprobs < 0 or len(prompt) < 2:
+        return None
+    entries = len(prompt) * (validated.prompt_logprobs + 1)
+    if entries > MAX_PROMPT_LOGPROBS:
+        description = f"asks for {entries} log-probabilities, the limit is {MAX_PROMPT_LOGPROBS}; ask for fewer"
+        raise InvalidRequest.at("output.prompt_logprobs", description)
+    return Scoring(0, validated.prompt_logprobs)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

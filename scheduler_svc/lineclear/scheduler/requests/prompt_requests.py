@@ -1,0 +1,209 @@
+"""Requests without output: the scores and vectors that Score and Embed return.
+
+Each continuation or input is a request of its own, admitted, queued and cancelled as those of Generate.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from lineclear.errors import InvalidRequest, PromptTooLong, Violation
+from lineclear.scheduler.core.sequence import Scoring
+from lineclear.scheduler.requests import responses, validation
+from lineclear.scheduler.requests.admission import Admission
+from lineclear.scheduler.requests.output_stream import OutputStream
+from lineclear.scheduler.requests.request_context import Asks, RequestContext
+from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
+from lineclear.scheduler.requests.validation import MAX_TOP_LOGPROBS, ModelBounds
+from lineclear.scheduler.requests.violations import Violations, check_vocabulary
+from lineclear.scheduler.security.identity import Identity
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.wire.messages import Pooling, PoolingKind
+
+MAX_PARTS = 128
+"""Continuations or inputs of one call."""
+_POOLING = {
+    pb.POOLING_UNSPECIFIED: PoolingKind.LAST,
+    pb.POOLING_LAST_TOKEN: PoolingKind.LAST,
+    pb.POOLING_MEAN: PoolingKind.MEAN,
+}
+
+
+class Call(NamedTuple):
+    """Who calls, and what the call is checked against. `seconds` is its remaining time, None: the default."""
+
+    bounds: ModelBounds
+    caller: Identity
+    tenant: str
+    seconds: float | None
+
+
+class _Part(NamedTuple):
+    """The tokens of one request, what is asked of them, and the path of its input in the message."""
+
+    tokens: Sequence[int]
+    asks: Asks
+    path: str
+
+
+async def score(
+    request: pb.ScoreRequest, admission: Admission, tokenizers: TokenizerPool, call: Call
+) -> pb.ScoreResponse:
+    """Return the scores of the continuations of a prompt."""
+    _check_score(request, call.bounds)
+    prompt = list(await tokenizers.ids(_prompt_of(request)))
+    if not prompt:
+        raise InvalidRequest.at(request.WhichOneof("prompt") or "prompt", "has no tokens")
+    num_top = request.top_logprobs
+    parts = []
+    for index, continuation in enumerate(request.continuations):
+        tokens = await _tokens(continuation, tokenizers.encode_continuation)
+        asks = Asks(scoring=Scoring(len(prompt) - 1, num_top))
+        parts.append(_Part([*prompt, *tokens], asks, f"continuations[{index}]"))
+        if not tokens:
+            raise InvalidRequest.at(f"continuations[{index}]", "has no tokens")
+    outputs = await _run(parts, request, admission, call)
+    response = pb.ScoreResponse(prompt_tokens=len(prompt))
+    for part, output in zip(parts, outputs, strict=True):
+        scores = responses.token_logprobs(output.scores)
+        total = sum(x.logprob for x in scores)
+        response.scores.add(token_ids=part.tokens[len(prompt) :], logprobs=scores, total_logprob=total)
+        assert output.started is not None
+        response.cached_tokens += output.started.cached_tokens
+        response.model_fingerprint = output.started.model_fingerprint
+    return response
+
+
+async def embed(
+    request: pb.EmbedRequest, admission: Admission, tokenizers: TokenizerPool, call: Call
+) -> pb.EmbedResponse:
+    """Return the vectors of inputs."""
+    _check_embed(request, call.bounds)
+    normalize = request.normalize if request.HasField("normalize") else True
+    asks = Asks(pooling=Pooling(_POOLING[request.pooling], request.dimensions, normalize))
+    parts = []
+    for index, entry in enumerate(request.inputs):
+        tokens = await _tokens(entry, tokenizers.encode)
+        parts.append(_Part(tokens, asks, f"inputs[{index}]"))
+        if not tokens:
+            raise InvalidRequest.at(f"inputs[{index}]", "has no tokens")
+    outputs = await _run(parts, request, admission, call)
+    response = pb.EmbedResponse()
+    for part, output in zip(parts, outputs, strict=True):
+        values = array("f", output.vector)
+        if len(values) < request.dimensions:
+            raise InvalidRequest.at("dimensions", f"must be in [1, {len(values)}], the model's hidden size")
+        response.embeddings.add(values=values, prompt_tokens=len(part.tokens))
+        response.prompt_tokens += len(part.tokens)
+        assert output.started is not None
+        response.model_fingerprint = output.started.model_fingerprint
+    return response
+
+
+async def _run(
+    parts: Sequence[_Part], request: pb.ScoreRequest | pb.EmbedRequest, admission: Admission, call: Call
+) -> list[OutputStream]:
+    """Run a request for each part and return their complete outputs. Cancels all if one fails, or the call ends."""
+    for part in parts:
+        if len(part.tokens) >= call.bounds.context_length:
+            raise _too_long(part, call.bounds.context_length)
+    with ExitStack() as stack:
+        live: list[tuple[RequestContext, pb.GenerateRequest]] = []
+        for part in parts:
+            message = _message(part, request)
+            await admission.pace(message)
+            context = admission.admit(message, call.bounds, call.caller, call.tenant, call.seconds, part.asks)
+            live.append((stack.enter_context(context), message))
+        for context, message in live:
+            await context.submit(message)
+        for context, _ in live:
+            await _complete(context)
+        return [context.outputs[0] for context, _ in live]
+
+
+async def _complete(context: RequestContext) -> None:
+    """Wait for the end of a request without output. Raises its error."""
+    while True:
+        await context.wait()
+        chunk = context.outputs[0].read_nowait()
+        if chunk.error is not None:
+            raise chunk.error
+        if chunk.end is not None:
+            context.record_without_output(chunk.end)
+            context.close(chunk.end.reason.name.lower())
+            return
+
+
+def _message(part: _Part, request: pb.ScoreRequest | pb.EmbedRequest) -> pb.GenerateRequest:
+    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=part.tokens), output=pb.OutputOptions(omit_text=True))
+    for name in ("priority", "cache_salt", "model", "model_fingerprint"):
+        if request.HasField(name):
+            setattr(message, name, getattr(request, name))
+    return message
+
+
+def _prompt_of(request: pb.ScoreRequest) -> pb.GenerateRequest:
+    """Return a message with the same prompt."""
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        return pb.GenerateRequest(text=request.text)
+    if kind == "chat":
+        return pb.GenerateRequest(chat=request.chat)
+    return pb.GenerateRequest(token_ids=request.token_ids) if kind == "token_ids" else pb.GenerateRequest()
+
+
+async def _tokens(
+    entry: pb.Continuation | pb.EmbedInput, encode: Callable[[str], Awaitable[list[int]]]
+) -> Sequence[int]:
+    return entry.token_ids.ids if entry.HasField("token_ids") else await encode(entry.text)
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_score(request: pb.ScoreRequest, bounds: ModelBounds) -> None:
+    violations = Violations()
+    validation.check_prompt(_prompt_of(request), bounds, violations)
+    if request.top_logprobs > MAX_TOP_LOGPROBS:
+        violations.add("top_logprobs", f"must be in [0, {MAX_TOP_LOGPROBS}]")
+    _check_parts("continuations", request.continuations, "continuation", bounds, violations)
+    violations.raise_if_any()
+
+
+def _check_embed(request: pb.EmbedRequest, bounds: ModelBounds) -> None:
+    violations = Violations()
+    if request.pooling not in _POOLING:
+        violations.add("pooling", "is not one of the known values")
+    if request.HasField("dimensions") and request.dimensions == 0:
+        violations.add("dimensions", "must be at least 1")
+    if request.dimensions > 2**31 - 1:
+        violations.add("dimensions", "is larger than any model's hidden size")
+    _check_parts("inputs", request.inputs, "input", bounds, violations)
+    violations.raise_if_any()
+
+
+def _check_parts(path: str, parts: Sequence[Any], name: str, bounds: ModelBounds, violations: Violations) -> None:
+    if not 1 <= len(parts) <= MAX_PARTS:
+        violations.add(path, f"must have 1 to {MAX_PARTS} entries")
+        return
+    texts = []
+    for index, part in enumerate(parts):
+        kind = part.WhichOneof(name)
+        if kind is None or (kind == "text" and not part.text):
+            violations.add(f"{path}[{index}]", "is empty: set text or token_ids")
+        elif kind == "text":
+            texts.append(part.text)
+        elif not part.token_ids.ids:
+            violations.add(f"{path}[{index}].token_ids.ids", "is empty")
+        else:
+            check_vocabulary(f"{path}[{index}].token_ids.ids", part.token_ids.ids, bounds.vocab_size, violations)
+    validation.check_text_size(path, texts, bounds.max_prompt_bytes, violations)
+
+
+def _too_long(part: _Part, context_length: int) -> PromptTooLong:
+    description = f"has {len(part.tokens)} tokens, with its prompt; the limit is {context_length - 1}"
+    figures = {"prompt_tokens": str(len(part.tokens)), "context_length": str(context_length)}
+    return PromptTooLong(f"{part.path} {description}", violations=[Violation(part.path, description)], metadata=figures)

@@ -1,0 +1,197 @@
+"""Score, Embed and prompt_logprobs through the real scheduler, client and sockets, with a toy worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.service import wait_for
+from support.toy import expected_scores, expected_vector
+from support.toy_service import TOKENIZER, VOCABULARY, ToyService, answer, toy_service
+
+from lineclear import errors
+from lineclear.client import AsyncClient, Client
+from lineclear.client.retry import RetryPolicy
+from lineclear.scheduler.requests import validation
+from lineclear.scheduler.requests.validation import ModelBounds
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.wire.messages import Pooling, PoolingKind
+
+PROMPT = list(range(1, 40))
+LONG = list(range(1, 200))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyService]:
+    options = {"max_model_len": 256, "num_blocks": 512, "block_size": 16}
+    flags = "--target-batch-tokens", "32", "--max-queue-size", "200"
+    with toy_service(tmp_path_factory.mktemp("toy"), *flags, **options) as service:
+        yield service
+
+
+@pytest.fixture(name="client")
+def make_client(service: ToyService) -> Iterator[Client]:
+    with Client(service.target) as client:
+        yield client
+
+
+def right(prompt: list[int], first: int, num_top: int = 0) -> list[tuple[float, list[tuple[int, float]]]]:
+    """Return the logprob of each token behind position `first`, with the most likely ones."""
+    rows = expected_scores(prompt, first, num_top, VOCABULARY)
+    return [(x.logprobs[0], list(zip(x.top_ids, x.top_logprobs, strict=True))) for x in rows]
+
+
+def plain(logprobs: Any) -> list[tuple[float, list[tuple[int, float]]]]:
+    return [(x.logprob, [(top.token_id, top.logprob) for top in x.top_logprobs]) for x in logprobs]
+
+
+def test_scores_of_continuations(client: Client) -> None:
+    continuations = [[7, 8, 9], [7], [500, 2]]
+    found = client.score(PROMPT, continuations, top_logprobs=2)
+    assert [list(x.token_ids) for x in found.scores] == continuations
+    for score, tokens in zip(found.scores, continuations, strict=True):
+        assert plain(score.logprobs) == right([*PROMPT, *tokens], len(PROMPT) - 1, 2)
+        assert score.total_logprob == sum(x.logprob for x in score.logprobs)
+    assert found.prompt_tokens == len(PROMPT)
+    assert found.scores[found.best].total_logprob == max(x.total_logprob for x in found.scores)
+    again = client.score(PROMPT, continuations)
+    assert 3 * 32 <= again.cached_tokens <= 3 * (len(PROMPT) - 1), "the last prompt position has the first score"
+
+
+def test_scores_of_text(client: Client) -> None:
+    found = client.score("Once upon a", [" time", " hill"])
+    prompt = TOKENIZER.encode("Once upon a")
+    tokens = list(found.scores[0].token_ids)
+    assert TOKENIZER.encode("Once upon a time") == [*prompt, *tokens]
+    assert plain(found.scores[0].logprobs) == right([*prompt, *tokens], len(prompt) - 1)
+
+
+async def test_asyncio_client(service: ToyService) -> None:
+    async with AsyncClient(service.target) as client:
+        found = await client.score(PROMPT, [[3]])
+        assert plain(found.scores[0].logprobs) == right([*PROMPT, 3], len(PROMPT) - 1)
+        assert len((await client.embed(["a", "b"])).vectors) == 2
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, LONG, [5]], ids=len)
+def test_prompt_logprobs_come_once(client: Client, prompt: list[int]) -> None:
+    with client.stream(prompt, max_tokens=4, temperature=1.0, seed=3, ignore_eos=True, prompt_logprobs=1) as stream:
+        deltas = list(stream)
+    having = [delta for delta in deltas if delta.prompt_logprobs]
+    assert len(having) == (len(prompt) > 1)
+    assert [delta.first_index for delta in having] == [0] * len(having)
+    assert plain(stream.result.prompt_logprobs) == right(prompt, 0, 1)
+    assert list(stream.result.token_ids) == answer(prompt, 4, seed=3)
+
+
+def test_prompt_logprobs_in_session(service: ToyService) -> None:
+    """Requests that run at the same time share a Session."""
+    with Client(service.target, sessions=True) as client:
+        options: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True, "prompt_logprobs": 0}
+        futures = [client.submit_future([i, *PROMPT], **options) for i in range(1, 9)]
+        for i, future in enumerate(futures, 1):
+            assert plain(future.result().prompt_logprobs) == right([i, *PROMPT], 0)
+        submitted = client.submit(PROMPT, **options)
+        assert plain(submitted.result().prompt_logprobs) == right(PROMPT, 0)
+        assert plain(submitted.attach().read_all().prompt_logprobs) == right(PROMPT, 0), "each reader gets them"
+
+
+@pytest.mark.parametrize("pooling", ["last_token", "mean"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_vectors(client: Client, pooling: Any, normalize: bool) -> None:
+    inputs = [PROMPT, "some text", LONG, [3]]
+    found = client.embed(inputs, pooling=pooling, normalize=normalize, dimensions=2)
+    kind = PoolingKind.MEAN if pooling == "mean" else PoolingKind.LAST
+    tokens = [TOKENIZER.encode(x) if isinstance(x, str) else x for x in inputs]
+    wanted = [struct.unpack("<2f", expected_vector(x, Pooling(kind, 2, normalize))) for x in tokens]
+    assert [str(x) for x in found.vectors] == [str(x) for x in wanted]
+    assert found.prompt_tokens == sum(map(len, tokens))
+
+
+@pytest.mark.parametrize(
+    ("call", "path"),
+    [
+        (lambda c: c.score(PROMPT, []), "continuations"),
+        (lambda c: c.score(PROMPT, [[]]), "continuations[0].token_ids.ids"),
+        (lambda c: c.score(PROMPT, [[1], [VOCABULARY]]), "continuations[1].token_ids.ids[0]"),
+        (lambda c: c.score([], [[1]]), "token_ids.ids"),
+        (lambda c: c.score("", [[1]]), "text"),
+        (lambda c: c.score(PROMPT, [[1]], top_logprobs=21), "top_logprobs"),
+        (lambda c: c.score(PROMPT, [[1] * 217]), "continuations[0]"),
+        (lambda c: c.score(PROMPT, [[1]] * 129), "continuations"),
+        (lambda c: c.score(PROMPT, [[1]], priority=256), "priority"),
+        (lambda c: c.embed([]), "inputs"),
+        (lambda c: c.embed([""]), "inputs[0]"),
+        (lambda c: c.embed([[1] * 256]), "inputs[0]"),
+        (lambda c: c.embed([[1]], dimensions=0), "dimensions"),
+        (lambda c: c.embed([[1]], dimensions=3), "dimensions"),
+        (lambda c: c.generate(PROMPT, prompt_logprobs=21), "output.prompt_logprobs"),
+    ],
+)
+def test_invalid_fields_are_named(client: Client, call: Any, path: str) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        call(client)
+    assert path in [violation.field for violation in caught.value.violations], caught.value
+
+
+def test_full_queue_refuses_the_call(tmp_path: Path) -> None:
+    with toy_service(tmp_path, "--max-queue-size", "4", "--max-batch-size", "1") as service:
+        with Client(service.target, retry=RetryPolicy(max_attempts=1)) as client, pytest.raises(errors.QueueFull):
+            client.embed([[i] for i in range(1, 100)])
+        with Client(service.target) as client:
+            assert len(client.embed([[1], [2]]).vectors) == 2, "no place of the refused call stays taken"
+
+
+def test_deadline_and_cancel(tmp_path: Path) -> None:
+    with toy_service(tmp_path, min_step_seconds=0.2, max_step_seconds=0.2) as service, Client(service.target) as client:
+        with pytest.raises(errors.DeadlineExceeded):
+            client.score(PROMPT, [[1], [2]], timeout_seconds=0.1)
+        client.generate(PROMPT, max_tokens=2)
+        assert client.stats().gauges.num_requests_running == 0
+
+
+def test_scores_survive_the_death_of_the_worker(tmp_path: Path) -> None:
+    slow = {"min_step_seconds": 0.05, "max_step_seconds": 0.05}
+    with (
+        toy_service(tmp_path, "--target-batch-tokens", "8", **slow) as service,
+        Client(service.target) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        scores = pool.submit(client.score, LONG, [[5, 6], [7]])
+        wait_for(lambda: client.stats().counters.steps > 3, "some steps")
+        os.kill(client.stats().worker.pid, signal.SIGKILL)
+        for score in scores.result().scores:
+            assert plain(score.logprobs) == right([*LONG, *score.token_ids], len(LONG) - 1)
+
+
+def test_commands(service: ToyService) -> None:
+    def run(*arguments: str) -> list[Any]:
+        command = [sys.executable, "-m", "lineclear.cli", *arguments, "--target", service.target]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    scores = run("score", "Once upon a", " time", " hill", "--json")
+    assert [entry["continuation"] for entry in scores] == [" time", " hill"]
+    prompt = TOKENIZER.encode("Once upon a")
+    tokens = [token for token, _ in scores[0]["tokens"]]
+    assert [x for _, x in scores[0]["tokens"]] == [x for x, _ in right([*prompt, *tokens], len(prompt) - 1)]
+    vectors = run("embed", "a ship", "a boat", "--pooling", "mean", "--dimensions", "2")
+    assert [len(entry["embedding"]) for entry in vectors] == [2, 2]
+
+
+def test_number_of_prompt_logprobs_is_bounded() -> None:
+    bounds = ModelBounds(100_000, 1000, 1 << 20, 16)
+    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), output=pb.OutputOptions(prompt_logprobs=1))
+    validated = validation.check(message, bounds)
+    assert validation.resolve(validated, "key", [1] * 32768, None, bounds).scoring is not None
+    with pytest.raises(errors.InvalidRequest, match="65538 log-probabilities"):
+        validation.resolve(validated, "key", [1] * 32769, None, bounds)
