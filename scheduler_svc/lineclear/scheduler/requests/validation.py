@@ -356,7 +356,7 @@ def _received(
 def _num_outputs(params: sampling_pb2.SamplingParams, bounds: ModelBounds, violations: Violations) -> int:
     count = params.n if params.HasField("n") else 1
     if not 1 <= count <= bounds.max_outputs:
-        violations.add("sampling.n", f"must be in [1, max_outputs], which is {bounds.max_outputs}")
+        violations.add("sampling.n", f"must be in [1, {bounds.max_outputs}], as --max-outputs says")
         return 1
     return count
 
