@@ -22,6 +22,7 @@ from lineclear.errors import tree
 from lineclear.process.flag_aliases import names_of
 from lineclear.process.setting_fields import flag_of
 from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.v1 import sampling_pb2
 from lineclear.worker.settings import WorkerSettings
 
 REPOSITORY = Path(__file__).parents[1]
@@ -205,3 +206,18 @@ def test_readme_grpcurl_example_works() -> None:
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "FINISH_REASON_LENGTH" in done.stdout
+
+
+def test_sampling_page_has_every_parameter() -> None:
+    page = (REPOSITORY / "docs/sampling.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = {name.split(".")[-1] for row in rows for name in re.findall(r"`([a-z_.]+)`", row)}
+    schema = {*sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name}
+    schema |= {*sampling_pb2.StopConditions.DESCRIPTOR.fields_by_name}
+    assert schema - named == set()
+    tests = set(re.findall(r"`([a-z0-9_]+/[a-z0-9_]+\.py)`", page)) - {
+        "worker/logit_changes.py",
+        "worker/truncation.py",
+    }
+    assert len(tests) > 8
+    assert [test for test in tests if not (REPOSITORY / "tests" / test).exists()] == []

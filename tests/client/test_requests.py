@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from lineclear.client import ChatMessage, Request, Sampling
+from lineclear.client import ChatMessage, RepetitionDetection, Request, Sampling
 from lineclear.client.requests import REQUEST_FIELDS, SAMPLING_FIELDS, Params, pairs, tokenize_request
 from lineclear.errors import InvalidRequest, MalformedMessage
 from lineclear.v1 import inference_pb2 as pb
@@ -24,6 +24,7 @@ EVERYTHING: dict[str, Any] = {
     "dry_multiplier": 0.5, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": -1,
     "dry_sequence_breakers": [":"],
     "stop_token_ids": [7], "eos_token_ids": [8], "include_stop_string": True,
+    "repetition_detection": RepetitionDetection(20, 4),
 }  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def fields(message: Any) -> set[str]:
 
 def test_every_schema_field_is_a_parameter() -> None:
     stops = {"strings": "stop", "token_ids": "stop_token_ids"}
-    stops |= {name: name for name in ("include_stop_string", "eos_token_ids")}
+    stops |= {name: name for name in ("include_stop_string", "eos_token_ids", "repetition_detection")}
     assert fields(sampling_pb2.StopConditions) == stops.keys()
     assert fields(sampling_pb2.SamplingParams) | set(stops.values()) == SAMPLING_FIELDS == EVERYTHING.keys()
     own = {"timeout_seconds", "metadata", "add_generation_prompt", "on_model_change", "tenant"}
@@ -65,7 +66,11 @@ def test_every_parameter_sets_its_field() -> None:
         dry_penalty_last_n=-1, dry_sequence_breakers=[":"],
     )  # fmt: skip
     assert message.stop == sampling_pb2.StopConditions(
-        strings=["x", "y"], token_ids=[7], eos_token_ids=[8], include_stop_string=True
+        strings=["x", "y"],
+        token_ids=[7],
+        eos_token_ids=[8],
+        include_stop_string=True,
+        repetition_detection={"max_pattern_size": 20, "min_count": 4, "min_pattern_size": 1},
     )
     assert message.output == pb.OutputOptions(logprobs=True, top_logprobs=2)
 
@@ -119,6 +124,10 @@ def test_sampling_precedence() -> None:
         ({"dry_penalty_last_n": "all"}, "sampling.dry_penalty_last_n"),
         ({"bad_words": "word"}, "sampling.bad_words"),
         ({"stop": 5}, "stop.strings"),
+        ({"repetition_detection": {"size": 4}}, "stop.repetition_detection"),
+        ({"repetition_detection": 4}, "stop.repetition_detection"),
+        ({"repetition_detection": {"min_count": -1}}, "stop.repetition_detection.min_count"),
+        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
         ({"request_id": 5}, "request_id"),
         ({"prompt": [1, -77]}, "token_ids.ids"),
         ({"prompt": [{"role": "user"}]}, "chat.messages[0]"),

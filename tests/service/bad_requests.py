@@ -168,6 +168,14 @@ def _cases() -> Iterator[Bad]:
     yield Bad("expected_tokens=0", request(expected_tokens=0), INVALID, ("expected_tokens",))
     for count in (9, 10_000):
         yield Bad(f"{count} stops", request(stop={"strings": ["x"] * count}), INVALID, ("stop.strings",))
+    for size, least, count, field in (
+        (0, 1, 2, "max_pattern_size"), (129, 1, 2, "max_pattern_size"), (4, 0, 2, "min_pattern_size"),
+        (4, 5, 2, "min_pattern_size"), (4, 1, 1, "min_count"), (4, 1, 1001, "min_count"),
+    ):  # fmt: skip
+        found = {"max_pattern_size": size, "min_pattern_size": least, "min_count": count}
+        fields = (f"stop.repetition_detection.{field}",)
+        yield Bad(f"repetition {found}", request(stop={"repetition_detection": found}), INVALID, fields)
+    yield Bad("truncate to 0", request(truncate_prompt_tokens=0), INVALID, ("truncate_prompt_tokens",))
     for string in ("", "x" * 65, "é" * 33, "😀" * 17, "x" * 100_000):
         fields = ("stop.strings[1]",)
         yield Bad(f"stop of {len(string)}", request(stop={"strings": ["ok", string]}), INVALID, fields)

@@ -127,6 +127,7 @@ def test_requests_are_counted_by_how_they_ended() -> None:
         "vllm:request_success_total finished_reason=stop": 2,
         "vllm:request_success_total finished_reason=length": 2,
         "vllm:request_success_total finished_reason=abort": 0,
+        "vllm:request_success_total finished_reason=repetition": 0,
     }
 
 

@@ -199,3 +199,22 @@ async def test_resumed_answer_is_expected_to_grow(tmp_path: Path) -> None:
         greedy = {"max_tokens": 9, "temperature": 0.0}
         await read_all(s.generate(text_request(expected_tokens=2, sampling=greedy, resume=resume)), 3)
         assert s.engine.submitted[0].expected_tokens == 4
+
+
+async def test_prompt_is_truncated_from_the_left(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: []
+        whole = TOKENIZER.encode("The quick brown fox")
+        long_ids = [i % 500 for i in range(1000)]  # beyond the context
+        for count in (1, 3, len(whole), 100):
+            await read_all(s.generate(text_request("The quick brown fox", truncate_prompt_tokens=count)))
+        await read_all(s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=long_ids), truncate_prompt_tokens=9)))
+        chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
+        await read_all(s.generate(pb.GenerateRequest(chat=chat, truncate_prompt_tokens=2)))
+        prompts = [list(request.prompt) for request in s.engine.submitted]
+        assert prompts[:5] == [whole[-1:], whole[-3:], whole, whole, long_ids[-9:]]
+        assert len(prompts[5]) == 2
+        error = await error_of(
+            s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=long_ids), truncate_prompt_tokens=500))
+        )
+        assert error.reason == "PROMPT_TOO_LONG"

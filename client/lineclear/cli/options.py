@@ -19,7 +19,7 @@ import typer
 
 from lineclear.client import Client
 from lineclear.client.channel import DEFAULT_TARGET
-from lineclear.client.requests import Params, Request, Sampling, pairs
+from lineclear.client.requests import Params, RepetitionDetection, Request, Sampling, pairs
 from lineclear.client.results import Queued
 from lineclear.errors import InvalidRequest
 
@@ -48,6 +48,14 @@ def numbers(text: str | None, flag: str) -> list[int] | None:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
         raise typer.BadParameter("token ids are whole numbers separated by commas", param_hint=flag) from None
+
+
+def _repetition(text: str | None) -> RepetitionDetection | None:
+    flag = "--repetition-detection"
+    found = numbers(text, flag)
+    if found is not None and len(found) not in (2, 3):
+        raise typer.BadParameter("is SIZE,COUNT or SIZE,COUNT,LEAST_SIZE, for instance 20,4", param_hint=flag)
+    return None if found is None else RepetitionDetection(*found)
 
 
 class ModelChange(StrEnum):
@@ -246,6 +254,11 @@ class SamplingFlags:
         _option(STOPPING, "Keep the stop text in the answer.", "--include-stop-string/--no-include-stop-string"),
     ] = None
 
+    repetition_detection: Annotated[
+        str | None,
+        _option(STOPPING, "End where a pattern of at most SIZE tokens appears COUNT times.", metavar="SIZE,COUNT"),
+    ] = None
+
     def sampling(self) -> Sampling:
         """Return the sampling parameters. Raises typer.BadParameter."""
         bias: dict[int, float] = {}
@@ -259,6 +272,7 @@ class SamplingFlags:
         given |= {
             "logit_bias": bias or None,
             "stop": self.stop or None,
+            "repetition_detection": _repetition(self.repetition_detection),
             "bad_words": self.bad_words or None,
             "dry_sequence_breakers": self.dry_sequence_breakers or None,
             "begin_banned_token_ids": numbers(self.begin_banned_token_ids, "--begin-banned-token-ids"),
@@ -279,6 +293,9 @@ class RequestFlags:
         None
     )
     adapter: Annotated[str | None, _option(SAMPLING, "Name of a loaded LoRA adapter.")] = None
+    truncate_prompt_tokens: Annotated[int | None, _option(SAMPLING, "Keep at most this many last prompt tokens.")] = (
+        None
+    )
     logprobs: Annotated[bool, _option(OUTPUT, "With --json: log probability of each token.", "--logprobs")] = False
     top_logprobs: Annotated[
         int | None, _option(OUTPUT, "With --json: and of this many of the most likely tokens. [0, 20]")
@@ -292,6 +309,7 @@ class RequestFlags:
     def params(self) -> Params:
         given = {field.name: getattr(self, field.name) or None for field in dataclasses.fields(self)}
         given["priority"] = self.priority  # 0 is a priority
+        given["truncate_prompt_tokens"] = self.truncate_prompt_tokens  # the server rejects 0
         return cast("Params", given)
 
     def request(self, prompt: Any, sampling: Sampling) -> Request:

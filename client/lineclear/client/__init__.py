@@ -25,7 +25,7 @@ from ._sync.request_manager import RequestManager
 from .futures import AnswerFuture, AsyncAnswerFuture
 from .local_server import LocalServer, ServerStartError
 from .prompt_calls import ContinuationScore, Embeddings, Scores
-from .requests import ChatMessage, OnModelChange, Request, Sampling
+from .requests import ChatMessage, OnModelChange, RepetitionDetection, Request, Sampling
 from .results import (
     Delta,
     FinishReason,
@@ -82,6 +82,7 @@ __all__ = [
     "Output",
     "Quantiles",
     "Queued",
+    "RepetitionDetection",
     "Request",
     "RequestManager",
     "RetryPolicy",

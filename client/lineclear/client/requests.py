@@ -53,6 +53,15 @@ class ChatMessage:
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
 
 
+@dataclass(frozen=True, slots=True)
+class RepetitionDetection:
+    """Ends an answer whose last tokens are one pattern of at most `max_pattern_size` tokens, `min_count` times."""
+
+    max_pattern_size: int
+    min_count: int
+    min_pattern_size: int = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Sampling parameters and stop conditions. Reusable for many requests.
@@ -96,6 +105,7 @@ class Sampling:
     stop_token_ids: Sequence[int] | None = None
     eos_token_ids: Sequence[int] | None = None
     include_stop_string: bool | None = None
+    repetition_detection: RepetitionDetection | Mapping[str, int] | None = None
     n: int | None = None
 
     def replace(self, **changes: Any) -> Sampling:
@@ -141,7 +151,9 @@ class Params(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     eos_token_ids: Sequence[int] | None
     include_stop_string: bool | None
+    repetition_detection: RepetitionDetection | Mapping[str, int] | None
     n: int | None
+    truncate_prompt_tokens: int | None
     request_id: str | None
     priority: int | None
     expected_tokens: int | None
@@ -173,6 +185,7 @@ SAMPLING_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Sa
 class Request:
     """A prompt and its parameters, in place of a prompt in any call.
 
+    `truncate_prompt_tokens`: the prompt keeps at most so many of its last tokens.
     `expected_tokens`: how long the answer will probably be; the server orders waiting requests by it.
     `timeout_seconds`: the deadline of the answer, by default that of the client. With None the server applies its own
     (`Limits.default_deadline_seconds`, 600 s by default). `model` (a name) and `model_fingerprint`: the model that must
@@ -186,6 +199,7 @@ class Request:
 
     prompt: Prompt
     sampling: Sampling | None = None
+    truncate_prompt_tokens: int | None = None
     request_id: str | None = None
     priority: int | None = None
     expected_tokens: int | None = None
@@ -241,6 +255,7 @@ class Request:
         _set(message, "expected_tokens", self.expected_tokens)
         _set(message, "cache_salt", self.cache_salt)
         _set(message, "adapter", self.adapter)
+        _set(message, "truncate_prompt_tokens", self.truncate_prompt_tokens)
         _set(message, "model", self.model)
         _set(message, "model_fingerprint", self.model_fingerprint)
         for name in _OUTPUT_OPTIONS:
@@ -376,6 +391,19 @@ def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
     if sampling.eos_token_ids is not None:
         _extend(stop.eos_token_ids, sampling.eos_token_ids, "stop.eos_token_ids")
     _set(stop, "include_stop_string", sampling.include_stop_string, path="stop.include_stop_string")
+    if sampling.repetition_detection is not None:
+        _set_repetition(stop.repetition_detection, sampling.repetition_detection)
+
+
+def _set_repetition(message: Any, value: RepetitionDetection | Mapping[str, int]) -> None:
+    path = "stop.repetition_detection"
+    given = dataclasses.asdict(value) if isinstance(value, RepetitionDetection) else value
+    known = set(message.DESCRIPTOR.fields_by_name)
+    if not isinstance(given, Mapping) or not given.keys() <= known:
+        raise InvalidRequest.at(path, f"must be a RepetitionDetection or a mapping with {', '.join(sorted(known))}")
+    message.SetInParent()
+    for name, number in given.items():
+        _set_given(message, name, number, f"{path}.{name}")
 
 
 def _set(message: Any, name: str, value: Any, path: str | None = None) -> None:

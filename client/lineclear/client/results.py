@@ -29,6 +29,7 @@ class FinishReason(StrEnum):
     STOP_STRING = "stop_string"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    REPETITION = "repetition"
     """This output was cancelled, and others of the request were not."""
 
 

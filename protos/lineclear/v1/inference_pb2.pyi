@@ -101,6 +101,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The answer has max_tokens tokens, or the context is full."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 5
     """This output was cancelled, and others of the request were not."""
+    FINISH_REASON_REPETITION: _FinishReason.ValueType  # 6
+    """The last tokens repeat a pattern, by StopConditions.repetition_detection."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why an answer ended."""
@@ -119,6 +121,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 4
 """The answer has max_tokens tokens, or the context is full."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 5
 """This output was cancelled, and others of the request were not."""
+FINISH_REASON_REPETITION: FinishReason.ValueType  # 6
+"""The last tokens repeat a pattern, by StopConditions.repetition_detection."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _ResultState:
@@ -173,6 +177,7 @@ class GenerateRequest(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request, 1 to 64 characters of [A-Za-z0-9._:-]. Must not be
     in use by another live request, or kept answer, of the same client
@@ -209,6 +214,11 @@ class GenerateRequest(_message.Message):
     """Name of a loaded LoRA adapter, as in GetModelResponse.adapters. Another
     name fails the request with ADAPTER_NOT_FOUND. The model fingerprint of
     the answer is that of the model with the adapter. Unset: the model alone.
+    """
+    truncate_prompt_tokens: _builtins.int
+    """Keeps the last tokens of the prompt, at most this many, and drops those
+    before; at least 1. Also of a conversation. Unset: a prompt that is too
+    long fails with PROMPT_TOO_LONG.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -253,10 +263,11 @@ class GenerateRequest(_message.Message):
         model_fingerprint: _builtins.str | None = ...,
         expected_tokens: _builtins.int | None = ...,
         adapter: _builtins.str | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
     _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
@@ -272,6 +283,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -288,6 +301,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__request_id) -> _WhichOneofReturnType__request_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 

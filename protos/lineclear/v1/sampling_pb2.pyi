@@ -369,6 +369,7 @@ class StopConditions(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    REPETITION_DETECTION_FIELD_NUMBER: _builtins.int
     include_stop_string: _builtins.bool
     """Keeps the matched stop string in the text. Default false."""
     @_builtins.property
@@ -391,6 +392,10 @@ class StopConditions(_message.Message):
         Empty: the model's.
         """
 
+    @_builtins.property
+    def repetition_detection(self) -> Global___RepetitionDetection:
+        """Ends an answer that repeats itself, with FINISH_REASON_REPETITION."""
+
     def __init__(
         self,
         *,
@@ -398,13 +403,53 @@ class StopConditions(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         include_stop_string: _builtins.bool | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        repetition_detection: Global___RepetitionDetection | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string", "include_stop_string", b"include_stop_string"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string", "_repetition_detection", b"_repetition_detection", "include_stop_string", b"include_stop_string", "repetition_detection", b"repetition_detection"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string", "eos_token_ids", b"eos_token_ids", "include_stop_string", b"include_stop_string", "strings", b"strings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string", "_repetition_detection", b"_repetition_detection", "eos_token_ids", b"eos_token_ids", "include_stop_string", b"include_stop_string", "repetition_detection", b"repetition_detection", "strings", b"strings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__include_stop_string: _TypeAlias = _typing.Literal["include_stop_string"]  # noqa: Y015
     _WhichOneofArgType__include_stop_string: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_detection: _TypeAlias = _typing.Literal["repetition_detection"]  # noqa: Y015
+    _WhichOneofArgType__repetition_detection: _TypeAlias = _typing.Literal["_repetition_detection", b"_repetition_detection"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__include_stop_string) -> _WhichOneofReturnType__include_stop_string | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_detection) -> _WhichOneofReturnType__repetition_detection | None: ...
 
 Global___StopConditions: _TypeAlias = StopConditions  # noqa: Y015
+
+@_typing.final
+class RepetitionDetection(_message.Message):
+    """The answer ends when its last tokens are one pattern, min_count times in a
+    row. Not before min_tokens.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_PATTERN_SIZE_FIELD_NUMBER: _builtins.int
+    MIN_PATTERN_SIZE_FIELD_NUMBER: _builtins.int
+    MIN_COUNT_FIELD_NUMBER: _builtins.int
+    max_pattern_size: _builtins.int
+    """Longest pattern in tokens, [1, 128]. Required."""
+    min_pattern_size: _builtins.int
+    """Shortest pattern in tokens, [1, max_pattern_size]. Default 1."""
+    min_count: _builtins.int
+    """How often the pattern appears, [2, 1000]. Required."""
+    def __init__(
+        self,
+        *,
+        max_pattern_size: _builtins.int = ...,
+        min_pattern_size: _builtins.int | None = ...,
+        min_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_pattern_size", b"_min_pattern_size", "min_pattern_size", b"min_pattern_size"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_pattern_size", b"_min_pattern_size", "max_pattern_size", b"max_pattern_size", "min_count", b"min_count", "min_pattern_size", b"min_pattern_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__min_pattern_size: _TypeAlias = _typing.Literal["min_pattern_size"]  # noqa: Y015
+    _WhichOneofArgType__min_pattern_size: _TypeAlias = _typing.Literal["_min_pattern_size", b"_min_pattern_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_pattern_size) -> _WhichOneofReturnType__min_pattern_size | None: ...
+
+Global___RepetitionDetection: _TypeAlias = RepetitionDetection  # noqa: Y015

@@ -46,6 +46,7 @@ _VLLM_FINISH_REASONS = {
     "stop_token": "stop",
     "stop_string": "stop",
     "length": "length",
+    "repetition": "repetition",
     "cancelled": "abort",
 }
 

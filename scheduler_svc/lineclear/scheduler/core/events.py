@@ -16,7 +16,7 @@ from lineclear.wire.messages import Logprobs, Scores
 class FinishReason(Enum):
     """Why an answer is complete. The core finds STOP_EOS, STOP_TOKEN and LENGTH.
 
-    The shell, which has the text, finds STOP_STRING. CANCELLED is one output of several.
+    The shell, which has the text, finds STOP_STRING and REPETITION. CANCELLED is one output of several.
     """
 
     STOP_EOS = 1
@@ -26,6 +26,7 @@ class FinishReason(Enum):
     NO_OUTPUT = 5
     """All scores, or the vector, of a request without output have been reported."""
     CANCELLED = 6
+    REPETITION = 7
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,8 @@ class Admission:
             self._adapters.release(request.adapter)
 
     def _answer_text(self, validated: ValidatedRequest) -> AnswerText | None:
-        if not validated.wants_text and validated.stops is None:
+        ends_by_text = validated.stops is not None or validated.repetition is not None
+        if not validated.wants_text and not ends_by_text:
             return None
         return AnswerText(
             self._services.tokenizers.tokenizer,
@@ -188,6 +189,7 @@ class Admission:
             min_tokens=validated.sampling.min_tokens,
             silent_ids=validated.silent_ids,
             keep_special=validated.keep_special,
+            repetition=validated.repetition,
         )
 
 

@@ -386,7 +386,8 @@ class OutputStream:
         match = self._text.match if self._text is not None else None
         if match is not None:
             # The stop string wins over a later end by the engine.
-            self._end = Completion(FinishReason.STOP_STRING, match.string, None, self.num_received, stats)
+            why = FinishReason.REPETITION if match.string is None else FinishReason.STOP_STRING
+            self._end = Completion(why, match.string, None, self.num_received, stats)
         else:
             self._end = Completion(reason, None, matched_token_id, self.num_received, stats)
         self._wake()

@@ -173,6 +173,8 @@ class RequestContext:
         try:
             async with asyncio.timeout(self.deadline - self._services.clock()):
                 prompt = await self._services.tokenizers.ids(message, self.chat_time_us)
+                if message.truncate_prompt_tokens:
+                    prompt = prompt[-message.truncate_prompt_tokens :]
                 await self._resolve_texts()
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the prompt was tokenized") from None
@@ -366,8 +368,8 @@ def _end_of_resumed(request: Request, text: AnswerText | None) -> tuple[FinishRe
     count, last = len(request.output), request.output[-1]
     if text is not None and text.match is not None:
         if text.match.num_tokens < count:
-            raise InvalidRequest.at("resume.token_ids", "has tokens after a stop string")
-        return FinishReason.STOP_STRING, None
+            raise InvalidRequest.at("resume.token_ids", "has tokens after a stop string or a repetition")
+        return (FinishReason.REPETITION if text.match.string is None else FinishReason.STOP_STRING), None
     if last in request.sampling.stop_ids and count > request.sampling.min_tokens:
         return (FinishReason.STOP_EOS if last in request.eos_ids else FinishReason.STOP_TOKEN), last
     return (FinishReason.LENGTH, None) if count == request.max_tokens else None

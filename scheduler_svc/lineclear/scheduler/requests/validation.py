@@ -18,6 +18,7 @@ from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.scheduler.requests import tool_validation
 from lineclear.scheduler.requests.sampling_validation import check_allowed, read_sampling
 from lineclear.scheduler.requests.violations import Violations, check_vocabulary, checked_ids, checked_texts
+from lineclear.scheduler.text.repetition import RepetitionLimits
 from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
@@ -30,6 +31,8 @@ MAX_STOP_IDS = 16
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_BYTES = 128
 MAX_BREAKERS = 16
+MAX_PATTERN_SIZE = 128
+MAX_PATTERN_COUNT = 1000
 MAX_BREAKER_BYTES = 64
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 65536
@@ -77,6 +80,7 @@ class ValidatedRequest:
     eos_ids: frozenset[int]
     stop_ids: frozenset[int]
     stops: StopStrings | None
+    repetition: RepetitionLimits | None
     include_stop_string: bool
     priority: int
     wants_text: bool
@@ -119,6 +123,9 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     bad_words = checked_texts(
         "sampling.bad_words", request.sampling.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_BYTES, violations
     )
+    repetition = _repetition(request.stop, violations)
+    if request.HasField("truncate_prompt_tokens") and request.truncate_prompt_tokens == 0:
+        violations.add("truncate_prompt_tokens", "must be at least 1")
     dry_breakers = checked_texts(
         *("sampling.dry_sequence_breakers", request.sampling.dry_sequence_breakers, MAX_BREAKERS, MAX_BREAKER_BYTES),
         violations,
@@ -143,6 +150,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         eos_ids=eos_ids,
         stop_ids=stop_ids,
         stops=StopStrings(strings) if strings else None,
+        repetition=repetition,
         include_stop_string=request.stop.include_stop_string,
         priority=priority,
         wants_text=not request.output.omit_text,
@@ -278,7 +286,7 @@ def check_prompt(request: pb.GenerateRequest, bounds: ModelBounds, violations: V
         ids = request.token_ids.ids
         if not ids:
             violations.add("token_ids.ids", "is empty")
-        elif len(ids) >= bounds.context_length:
+        elif min(len(ids), request.truncate_prompt_tokens or len(ids)) >= bounds.context_length:
             description = f"has {len(ids)} tokens; the context is {bounds.context_length}, and output needs one"
             figures = {"prompt_tokens": len(ids), "context_length": bounds.context_length}
             violations.add("token_ids.ids", description, PromptTooLong, **figures)
@@ -376,6 +384,20 @@ def _model_fingerprint(request: pb.GenerateRequest, violations: Violations) -> s
     if len({value for _, value in named}) > 1:
         violations.add("model_fingerprint", "differs from resume.model_fingerprint")
     return named[-1][1] if named else ""
+
+
+def _repetition(stop: sampling_pb2.StopConditions, violations: Violations) -> RepetitionLimits | None:
+    if not stop.HasField("repetition_detection"):
+        return None
+    given, path = stop.repetition_detection, "stop.repetition_detection"
+    least = given.min_pattern_size if given.HasField("min_pattern_size") else 1
+    if not 1 <= given.max_pattern_size <= MAX_PATTERN_SIZE:
+        violations.add(f"{path}.max_pattern_size", f"must be in [1, {MAX_PATTERN_SIZE}]")
+    elif not 1 <= least <= given.max_pattern_size:
+        violations.add(f"{path}.min_pattern_size", "must be in [1, max_pattern_size]")
+    if not 2 <= given.min_count <= MAX_PATTERN_COUNT:
+        violations.add(f"{path}.min_count", f"must be in [2, {MAX_PATTERN_COUNT}]")
+    return RepetitionLimits(given.max_pattern_size, least, given.min_count)
 
 
 def _logprobs(output: pb.OutputOptions, violations: Violations) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from lineclear.scheduler.text.repetition import RepetitionDetector, RepetitionLimits
 from lineclear.scheduler.text.stop_strings import StopMatcher, StopStrings
 
 
@@ -97,19 +98,20 @@ def decode(pieces: Pieces, token_ids: Iterable[int], *, keep_special: bool) -> s
 
 @dataclass(slots=True)
 class StopMatch:
-    """A matched stop string, and the number of output tokens up to the one that completed it."""
+    """What ended an answer: a stop string, or None for a repetition. And the number of tokens up to its last one."""
 
-    string: str
+    string: str | None
     num_tokens: int
 
 
 class AnswerText:
     """Release the text of one answer token by token. Once `match` is set, `push` must not be called again.
 
-    `silent_ids` (stop tokens) have no text. Stop strings match from output token `min_tokens` on.
+    `silent_ids` (stop tokens) have no text. Stop strings match from output token `min_tokens` on, and so does a
+    repetition. Of both at one token, the stop string counts.
     """
 
-    __slots__ = ("_decoder", "_matcher", "_min_tokens", "_num_tokens", "_silent_ids", "match")
+    __slots__ = ("_decoder", "_matcher", "_min_tokens", "_num_tokens", "_repetition", "_silent_ids", "match")
 
     def __init__(
         self,
@@ -120,8 +122,10 @@ class AnswerText:
         min_tokens: int = 0,
         silent_ids: frozenset[int] = frozenset(),
         keep_special: bool = False,
+        repetition: RepetitionLimits | None = None,
     ) -> None:
         self._decoder = IncrementalDecoder(pieces, keep_special=keep_special)
+        self._repetition = RepetitionDetector(repetition) if repetition is not None else None
         self._matcher = StopMatcher(stops, include_stop_string=include_stop_string) if stops is not None else None
         self._min_tokens = min_tokens
         self._silent_ids = silent_ids
@@ -132,7 +136,18 @@ class AnswerText:
         """Return the text that one more token releases."""
         self._num_tokens += 1
         text = "" if token_id in self._silent_ids else self._decoder.push(token_id)
+        if self._repetition is not None:
+            return self._push_detecting(token_id, text, self._repetition)
         return text if self._matcher is None else self._release(text)
+
+    def _push_detecting(self, token_id: int, text: str, repetition: RepetitionDetector) -> str:
+        text = self._release(text)
+        is_repeating = repetition.push(token_id) and self._num_tokens >= self._min_tokens
+        if is_repeating and self.match is None:
+            text += self.finish()
+            if self.match is None:
+                self.match = StopMatch(None, self._num_tokens)
+        return text
 
     def finish(self) -> str:
         """Return the rest of the text after the last token. It may still complete a stop string."""
