@@ -142,6 +142,27 @@ def test_client_page_python_runs(
     assert "failed" not in printed
 
 
+def test_structured_output_page_runs(service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REPOSITORY / "docs" / "structured-output.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    code = compile(example.replace("127.0.0.1:50051", service.target), "page", "exec", dont_inherit=True)
+    exec(code, {"__name__": "__main__"})
+    *_, choice, year, total = capsys.readouterr().out.splitlines()
+    assert choice in ("yes", "no")
+    assert re.fullmatch("(19|20)[0-9]{2}", year)
+    assert re.fullmatch(r"[0-9]{1,3}(\+[0-9]{1,3})+", total)
+    (tmp_path / "schema.json").write_text(
+        '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}'
+    )
+    for command in re.findall(r"^lineclear (generate .*)$", page, re.MULTILINE):
+        words = shlex.split(command)
+        lineclear = [str(Path(sys.executable).with_name("lineclear")), *words, "--target", service.target]
+        done = subprocess.run(lineclear, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        answer = done.stdout.strip()
+        assert answer in ("yes", "no") or re.fullmatch('(19|20)[0-9]{2}|{"a":[12].*', answer)
+
+
 def test_client_page_names_every_error() -> None:
     page = (REPOSITORY / "docs" / "client.md").read_text(encoding="utf-8")
     table = page.partition("| errors | what to do |")[2].partition("\n\n")[0]

@@ -44,6 +44,15 @@ BOUNDED = {
     "gpu_worker/lineclear/worker/self_test.py:_generate:runner.launch(plan).result()": (
         "the device, before the worker joins; start_timeout_seconds"
     ),
+    "gpu_worker/lineclear/worker/sampler.py:sample:masks.result()": (
+        "llguidance's limits on one mask; the scheduler replaces a worker whose step takes too long"
+    ),
+    "gpu_worker/lineclear/worker/constraints.py:_Constraint.advance:self._matcher.result()": (
+        "the scheduler compiles a grammar within max_grammar_seconds before a worker gets it"
+    ),
+    "gpu_worker/lineclear/worker/grammar_compiler.py:GrammarCompiler.matcher.on_compiled:compiled.result()": (
+        "the future is done"
+    ),
     "gpu_worker/lineclear/worker/model_runner.py:_InflightStep._finish:self._timer.wait()": (
         "as ResultCollector._finish"
     ),

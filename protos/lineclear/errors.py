@@ -21,6 +21,8 @@
       ModelChanged           ABORTED
       KvCapacityExceeded     FAILED_PRECONDITION
       NoChatTemplate         FAILED_PRECONDITION
+      NoStructuredOutput     FAILED_PRECONDITION
+      NoTokenAllowed         FAILED_PRECONDITION
       WorkerRestartFailed    FAILED_PRECONDITION
       RecordingFailed        FAILED_PRECONDITION
       ServerStarting         UNAVAILABLE
@@ -206,6 +208,13 @@ class NoChatTemplate(LineclearError):
     reason = "NO_CHAT_TEMPLATE"
 
 
+class NoStructuredOutput(LineclearError):
+    """The request has a form, and the model's tokenizer does not work with grammars."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "NO_STRUCTURED_OUTPUT"
+
+
 class WorkerRestartFailed(LineclearError):
     """The scheduler cannot restart a worker: it did not start it, or it has given it up. The others serve on."""
 
@@ -315,6 +324,13 @@ class Cancelled(LineclearError):
 
     code = "CANCELLED"
     reason = "CANCELLED"
+
+
+class NoTokenAllowed(LineclearError):
+    """The structured output and the other parameters of the request together allow no further token."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "NO_TOKEN_ALLOWED"
 
 
 class NonFiniteLogits(LineclearError):

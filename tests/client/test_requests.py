@@ -25,6 +25,7 @@ EVERYTHING: dict[str, Any] = {
     "dry_sequence_breakers": [":"],
     "stop_token_ids": [7], "eos_token_ids": [8], "include_stop_string": True,
     "repetition_detection": RepetitionDetection(20, 4),
+    "json_schema": {"type": "integer"}, "json_whitespace": "any", "constraint_start": "</think>",
 }  # fmt: skip
 
 
@@ -36,8 +37,11 @@ def test_every_schema_field_is_a_parameter() -> None:
     stops = {"strings": "stop", "token_ids": "stop_token_ids"}
     stops |= {name: name for name in ("include_stop_string", "eos_token_ids", "repetition_detection")}
     assert fields(sampling_pb2.StopConditions) == stops.keys()
-    assert fields(sampling_pb2.SamplingParams) | set(stops.values()) == SAMPLING_FIELDS == EVERYTHING.keys()
-    own = {"timeout_seconds", "metadata", "add_generation_prompt", "on_model_change", "tenant"}
+    forms = {"json_object", "regex", "choice", "grammar"}  # of which a request has one
+    assert fields(sampling_pb2.StructuredOutput) == forms | {"json_schema", "json_whitespace", "constraint_start"}
+    params = fields(sampling_pb2.SamplingParams) - {"structured_output"} | fields(sampling_pb2.StructuredOutput)
+    assert params | set(stops.values()) == SAMPLING_FIELDS == EVERYTHING.keys() | forms
+    own = {"timeout_seconds", "metadata", "add_generation_prompt", "on_model_change", "tenant", "response_format"}
     own |= {"on_delta", "on_token", "on_queued"}
     elsewhere = {"text", "token_ids", "chat", "sampling", "stop", "output"}
     elsewhere.add("resume")  # the clients do that by themselves
@@ -64,6 +68,10 @@ def test_every_parameter_sets_its_field() -> None:
         exponential_decay_factor=1.5, typical_p=0.5, top_n_sigma=1.5, xtc_probability=0.5, xtc_threshold=0.25,
         dynatemp_range=0.5, dynatemp_exponent=2.0, dry_multiplier=0.5, dry_base=2.0, dry_allowed_length=3,
         dry_penalty_last_n=-1, dry_sequence_breakers=[":"],
+        structured_output=sampling_pb2.StructuredOutput(
+            json_schema='{"type": "integer"}', json_whitespace=sampling_pb2.JSON_WHITESPACE_ANY,
+            constraint_start="</think>",
+        ),
     )  # fmt: skip
     assert message.stop == sampling_pb2.StopConditions(
         strings=["x", "y"],

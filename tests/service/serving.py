@@ -95,6 +95,7 @@ class FakeEngine:
     def __init__(self, publish: Callable[[Sequence[Event]], None]) -> None:
         self.requests: dict[str, Request] = {}
         self.submitted: list[Request] = []
+        self.prepared: list[str] = []
         self.cancelled: list[str] = []
         self.stopped: list[tuple[str, int]] = []
         self.is_draining = False
@@ -128,6 +129,10 @@ class FakeEngine:
             for token in tokens:
                 self.tokens(request.request_id, [token])
             self.finish_by(request.request_id, *_end(request, tokens))
+
+    def prepare_grammar(self, grammar: str, done: Callable[[], None]) -> None:
+        self.prepared.append(grammar)
+        done()
 
     def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
         self.cancelled.append(request_id)
@@ -297,13 +302,14 @@ async def serving(
     template: str | None = TEMPLATE,
     model_defaults: dict[str, Any] | None = None,
     tokenizer: Any = TOKENIZER,
+    model: Path | None = None,
     plaintext: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     """Run a server with a joined worker on a Unix socket below `path`, with a channel to it if that is `plaintext`."""
     chosen = SchedulerSettings(**{"model": "m", "listen": f"unix:{path}/s", **settings})
     chat = None if template is None else ChatTemplate(template, tokenizer, {})
-    service = InferenceService(chosen, tokenizer, chat, model_defaults)
+    service = InferenceService(chosen, tokenizer, chat, model_defaults, model)
     engine = FakeEngine(service.publish)
     service.attach(engine)
     admin = AdminService(chosen, service)

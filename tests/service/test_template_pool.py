@@ -55,7 +55,7 @@ async def test_looping_template_is_killed_and_blocks_no_request(tmp_path: Path) 
             error = await error_of(looping)
         assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["chat.messages"])
         assert "0.3 s" in str(error)
-        ended = [line for line in logs if line["event"] == "template_process_ended"]
+        ended = [line for line in logs if line["event"] == "limited_process_ended"]
         assert [line["exit_code"] for line in ended] == [-signal.SIGPROF]
         assert "secret" not in str(logs)
         # The next conversation is rendered as before.

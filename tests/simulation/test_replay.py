@@ -58,7 +58,7 @@ def test_changed_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found > 20
 
 
-@pytest.mark.parametrize("lines", [[], ["7"], ['{"format": "x"}'], ['{"format": "lineclear flight recording 7"}']])
+@pytest.mark.parametrize("lines", [[], ["7"], ['{"format": "x"}'], ['{"format": "lineclear flight recording 8"}']])
 def test_other_input_is_refused(lines: list[str]) -> None:
     with pytest.raises(NotARecording):
         replay(map(json.loads, lines))

@@ -20,6 +20,7 @@ from lineclear.wire.messages import (
     Message,
     Pooling,
     PoolingKind,
+    PrepareGrammar,
     Rejoin,
     Row,
     RowOutput,
@@ -41,6 +42,7 @@ _BY_TYPE: dict[Any, Any] = {
     tuple[int, ...]: (1, 2, 3),
     tuple[tuple[int, float], ...]: ((3, 1.5),),
     tuple[tuple[int, ...], ...]: ((7,), (), (8, 9)),
+    str: "start: /a/",
 }
 _HINTS = get_type_hints(Sampling)
 SAMPLING = Sampling(
@@ -67,6 +69,7 @@ EXAMPLES: tuple[Message, ...] = (
         counts=(0, 2),
         scores=(Scores((-1.5, -2.0), (7, 8, 9, 1), (-0.5, -1.0, -0.25, -4.0)), Scores((-3.0,))),
         vectors=(b"", b"\0\0\x80\x3f\0\0\0\0"),
+        stuck_rows=frozenset({0}),
     ),
     Hello(
         *(3, 4096, 16, 64, 2048, 32000, (2, 3), 256),
@@ -84,7 +87,7 @@ EXAMPLES: tuple[Message, ...] = (
             "85c2f1e536bd6dd3",
         ),
     ),
-    Heartbeat(3, 812, 1.5),
+    Heartbeat(3, 812, 1.5, (4, 5)),
     StepError(3, 812, StepErrorKind.OUT_OF_MEMORY, "OutOfMemoryError in attention"),
     Rejoin(3),
     Goodbye(3, "drained"),
@@ -92,5 +95,6 @@ EXAMPLES: tuple[Message, ...] = (
     LoadAdapter(3, 2, b"\1" * 32, "/adapters/french"),
     UnloadAdapter(3, 2),
     AdapterLoaded(3, 2, b"\1" * 32, "rank 64 is above the limit"),
+    PrepareGrammar(3, 4, "start: /a/"),
     SetLogLevel(3, LogLevel.WARNING),
 )

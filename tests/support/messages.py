@@ -20,6 +20,7 @@ from lineclear.wire.messages import (
     Message,
     Pooling,
     PoolingKind,
+    PrepareGrammar,
     Rejoin,
     Row,
     RowOutput,
@@ -54,6 +55,7 @@ BY_TYPE_OF_LIST: dict[Any, st.SearchStrategy[Any]] = {
     tuple[int, ...]: tuples(naturals),
     tuple[tuple[int, float], ...]: tuples(st.tuples(naturals, floats)),
     tuple[tuple[int, ...], ...]: tuples(tuples(naturals)),
+    str: st.text(),
 }
 HINTS = get_type_hints(Sampling)
 samplings = st.builds(
@@ -121,6 +123,7 @@ def results(draw: st.DrawFn) -> StepResult:
         counts=counts,
         scores=scored,
         vectors=pooled,
+        stuck_rows=draw(st.frozensets(st.integers(0, num_outputs - 1))) if num_outputs else frozenset(),
     )
 
 
@@ -144,7 +147,7 @@ hellos = st.builds(
     transformers_version=st.text(),
     instance=uint64,
 )
-heartbeats = st.builds(Heartbeat, uint64, uint64, seconds)
+heartbeats = st.builds(Heartbeat, uint64, uint64, seconds, tuples(naturals))
 errors = st.builds(StepError, uint64, uint64, st.sampled_from(StepErrorKind), st.text())
 rejoins = st.builds(Rejoin, uint64)
 goodbyes = st.builds(Goodbye, uint64, st.text())
@@ -163,4 +166,5 @@ BY_TYPE: dict[type, st.SearchStrategy[Message]] = {
     LoadAdapter: st.builds(LoadAdapter, uint64, positives, st.binary(max_size=40), st.text(max_size=20)),
     UnloadAdapter: st.builds(UnloadAdapter, uint64, positives),
     AdapterLoaded: st.builds(AdapterLoaded, uint64, positives, st.binary(max_size=40), st.text(max_size=20)),
+    PrepareGrammar: st.builds(PrepareGrammar, uint64, naturals, st.text()),
 }

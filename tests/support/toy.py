@@ -143,6 +143,8 @@ _DEFAULT = ("temperature", 1.0)
 
 
 def _encoded(value: Any) -> bytes:
+    if isinstance(value, str):
+        return value.encode() + b"\0"
     if isinstance(value, tuple):
         return b"(" + b"".join(map(_encoded, value)) + b")"
     return struct.pack("<f", value) if isinstance(value, float) else struct.pack("<q", value)
@@ -236,6 +238,10 @@ class ToyRunner:
     def unload_adapter(self, index: int) -> None:
         """Drop an adapter."""
         self.adapters.pop(index, None)
+
+    def prepare(self, grammar: str, done: Callable[[], None]) -> None:
+        """Call `done()`: nothing is compiled."""
+        done()
 
     def launch(self, plan: StepPlan) -> ToyStep:
         """Compute the plan immediately."""

@@ -258,9 +258,12 @@ def test_stop_tokens_are_banned_until_min_tokens() -> None:
     assert run(logits, [s] * 3, history).tokens.tolist() == [1, 1, 2]
 
 
-def test_row_without_allowed_tokens_is_bad() -> None:
+def test_row_without_allowed_tokens_is_stuck() -> None:
     found = run(torch.zeros(2, 4), [Sampling(allowed_ids=(1,), banned_ids=(1,), temperature=1.0), Sampling()])
-    assert found.bad.tolist() == [True, False]
+    assert found.bad is not None
+    assert not found.bad.any()
+    assert found.stuck is not None
+    assert found.stuck.tolist() == [True, False]
 
 
 # --- not finite ----------------------------------------------------------------------------------------------------

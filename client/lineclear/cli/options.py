@@ -30,6 +30,7 @@ CONNECTION = "Connection"
 SAMPLING = "Sampling"
 STOPPING = "Stopping"
 OUTPUT = "Output"
+FORM = "Form of the answer"
 
 
 def _option(panel: str, help: str, *names: str, **settings: Any) -> Any:
@@ -56,6 +57,21 @@ def _repetition(text: str | None) -> RepetitionDetection | None:
     if found is not None and len(found) not in (2, 3):
         raise typer.BadParameter("is SIZE,COUNT or SIZE,COUNT,LEAST_SIZE, for instance 20,4", param_hint=flag)
     return None if found is None else RepetitionDetection(*found)
+
+
+def _content(file: Path | None, flag: str) -> str | None:
+    """Return the text of a file. Raises typer.BadParameter."""
+    try:
+        return None if file is None else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise typer.BadParameter("is a readable text file", param_hint=flag) from None
+
+
+class Whitespace(StrEnum):
+    """The values of --json-whitespace."""
+
+    COMPACT = "compact"
+    ANY = "any"
 
 
 class ModelChange(StrEnum):
@@ -253,6 +269,21 @@ class SamplingFlags:
         bool | None,
         _option(STOPPING, "Keep the stop text in the answer.", "--include-stop-string/--no-include-stop-string"),
     ] = None
+    json_schema: Annotated[
+        Path | None, _option(FORM, "Answer with JSON of the schema in this file.", exists=True, dir_okay=False)
+    ] = None
+    json_object: Annotated[bool | None, _option(FORM, "Answer with a JSON object.", "--json-object")] = None
+    regex: Annotated[str | None, _option(FORM, "Answer with a text that this regular expression matches.")] = None
+    choice: Annotated[str | None, _option(FORM, "Answer with one of these texts.", metavar="TEXT,TEXT,...")] = None
+    grammar: Annotated[
+        Path | None, _option(FORM, "Answer with a text of the Lark grammar in this file.", exists=True, dir_okay=False)
+    ] = None
+    json_whitespace: Annotated[
+        Whitespace | None, _option(FORM, "Whitespace in JSON: none, or any. Default compact.")
+    ] = None
+    constraint_start: Annotated[
+        str | None, _option(FORM, "The form begins behind this text, such as </think>.", metavar="TEXT")
+    ] = None
 
     repetition_detection: Annotated[
         str | None,
@@ -280,6 +311,10 @@ class SamplingFlags:
             "banned_token_ids": numbers(self.banned_token_ids, "--banned-token-ids"),
             "stop_token_ids": numbers(self.stop_token_ids, "--stop-token-ids"),
             "eos_token_ids": numbers(self.eos_token_ids, "--eos-token-ids"),
+            "json_schema": _content(self.json_schema, "--json-schema"),
+            "choice": None if self.choice is None else self.choice.split(","),
+            "grammar": _content(self.grammar, "--grammar"),
+            "json_whitespace": None if self.json_whitespace is None else self.json_whitespace.value,
         }
         return Sampling(**given)
 

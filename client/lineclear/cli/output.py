@@ -207,6 +207,7 @@ def model_view(model: Model) -> Table:
         ("dtype, device", f"{model.dtype}, {model.device}"),
         ("attention", model.attention_backend),
         ("chat template", "yes" if model.has_chat_template else "no"),
+        ("structured output", "yes" if model.has_structured_output else "no"),
         ("server", strip_control_chars(model.server_version)),
         *((name.replace("_", " "), getattr(model.limits, name)) for name in type(model.limits).__slots__),
     )

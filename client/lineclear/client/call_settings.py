@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack, get_args
+from typing import Any, Unpack, get_args
 
 from lineclear.v1 import inference_pb2 as pb
 
@@ -42,6 +42,13 @@ class CallOptions:
     on_delta: OnDelta | None = None
     on_token: OnToken | None = None
     on_queued: OnQueued | None = None
+    response_format: Any = None
+
+    @property
+    def constraint_start(self) -> str:
+        """The text behind which the answer has its form; empty: the whole answer has it."""
+        message = self.message
+        return "" if isinstance(message, pb.AttachRequest) else message.sampling.structured_output.constraint_start
 
     @property
     def may_restart(self) -> bool:
@@ -101,6 +108,7 @@ class ClientConfig:
             on_delta=request.on_delta,
             on_token=request.on_token,
             on_queued=request.on_queued,
+            response_format=request.response_format,
         )
 
     def attaching(

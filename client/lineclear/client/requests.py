@@ -7,6 +7,7 @@ value is rejected only if the protobuf field cannot hold it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from lineclear.errors import InvalidRequest, MalformedMessage
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
+from .response_format import schema_of
 from .results import Delta, Queued
 
 Metadata: TypeAlias = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
@@ -32,6 +34,9 @@ UNSET: Final = Unset.UNSET
 
 OnModelChange: TypeAlias = Literal["error", "restart"]
 """What happens to an answer whose model is replaced: it raises ModelChanged, or it starts over."""
+
+JsonWhitespace: TypeAlias = Literal["compact", "any"]
+"""Whitespace between the tokens of JSON: none, or any."""
 
 OnDelta: TypeAlias = Callable[[Delta], object]
 """Called with each piece of an answer, by its reader. An AsyncClient awaits what it returns if that is awaitable."""
@@ -67,7 +72,8 @@ class Sampling:
     """Sampling parameters and stop conditions. Reusable for many requests.
 
     `SamplingParams` and `StopConditions` in `lineclear/v1/sampling.proto` have the meaning, bounds and default of
-    each field.
+    each field. `json_schema`, `json_object`, `regex`, `choice`, `grammar`, `json_whitespace` and `constraint_start` are
+    the fields of its `StructuredOutput`; give at most one of the first five.
     """
 
     temperature: float | None = None
@@ -107,6 +113,13 @@ class Sampling:
     include_stop_string: bool | None = None
     repetition_detection: RepetitionDetection | Mapping[str, int] | None = None
     n: int | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_whitespace: JsonWhitespace | None = None
+    constraint_start: str | None = None
 
     def replace(self, **changes: Any) -> Sampling:
         """Return a copy with some fields changed."""
@@ -154,6 +167,13 @@ class Params(TypedDict, total=False):
     repetition_detection: RepetitionDetection | Mapping[str, int] | None
     n: int | None
     truncate_prompt_tokens: int | None
+    json_schema: str | Mapping[str, Any] | None
+    json_object: bool | None
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
+    json_whitespace: JsonWhitespace | None
+    constraint_start: str | None
     request_id: str | None
     priority: int | None
     expected_tokens: int | None
@@ -161,6 +181,7 @@ class Params(TypedDict, total=False):
     adapter: str | None
     model: str | None
     model_fingerprint: str | None
+    response_format: Any
     on_model_change: OnModelChange | None
     add_generation_prompt: bool | None
     omit_text: bool | None
@@ -190,6 +211,8 @@ class Request:
     `timeout_seconds`: the deadline of the answer, by default that of the client. With None the server applies its own
     (`Limits.default_deadline_seconds`, 600 s by default). `model` (a name) and `model_fingerprint`: the model that must
     answer. `adapter`: the name of a loaded LoRA adapter. `on_model_change`: by default that of the client.
+    `response_format`: pydantic model, dataclass, TypedDict or JSON Schema of the answer; `Generation.parsed` is then
+    a value of it.
     `tenant`: whose share of the server the request takes, unless the token or certificate of the client names one.
 
     `on_delta` is called with each Delta, then `on_token` with each of its token ids, on the thread or task that reads
@@ -207,6 +230,7 @@ class Request:
     adapter: str | None = None
     model: str | None = None
     model_fingerprint: str | None = None
+    response_format: Any = None
     on_model_change: OnModelChange | None = None
     add_generation_prompt: bool | None = None
     omit_text: bool | None = None
@@ -249,7 +273,10 @@ class Request:
         """
         message = pb.GenerateRequest()
         _set_prompt(message, self.prompt, self.add_generation_prompt)
-        _set_sampling(message, _merged(self.sampling, default_sampling))
+        sampling = _merged(self.sampling, default_sampling)
+        if self.response_format is not None:
+            sampling = sampling.replace(json_schema=schema_of(self.response_format))
+        _set_sampling(message, sampling)
         _set(message, "request_id", self.request_id)
         _set(message, "priority", self.priority)
         _set(message, "expected_tokens", self.expected_tokens)
@@ -331,7 +358,9 @@ _VALUE = re.compile(r"[\x20-\x7e]*")
 def _merged(sampling: Sampling | None, default: Sampling | None) -> Sampling:
     if sampling is None or default is None:
         return sampling or default or Sampling()
-    gaps = {name: getattr(default, name) for name in SAMPLING_FIELDS if getattr(sampling, name) is None}
+    has_form = any(getattr(sampling, name) is not None for name in _FORMS)
+    names = SAMPLING_FIELDS - set(_FORMS) if has_form else SAMPLING_FIELDS
+    gaps = {name: getattr(default, name) for name in names if getattr(sampling, name) is None}
     return sampling.replace(**gaps)
 
 
@@ -368,7 +397,7 @@ def _set_chat(chat: pb.ChatMessages, messages: Iterable[Any]) -> None:
 def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
     params, stop = message.sampling, message.stop
     for name, field in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items():
-        value = getattr(sampling, name)
+        value = getattr(sampling, name) if name != "structured_output" else None
         if value is None:
             continue
         path = f"sampling.{name}"
@@ -393,6 +422,7 @@ def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
     _set(stop, "include_stop_string", sampling.include_stop_string, path="stop.include_stop_string")
     if sampling.repetition_detection is not None:
         _set_repetition(stop.repetition_detection, sampling.repetition_detection)
+    _set_form(params, sampling)
 
 
 def _set_repetition(message: Any, value: RepetitionDetection | Mapping[str, int]) -> None:
@@ -404,6 +434,33 @@ def _set_repetition(message: Any, value: RepetitionDetection | Mapping[str, int]
     message.SetInParent()
     for name, number in given.items():
         _set_given(message, name, number, f"{path}.{name}")
+
+
+_FORMS = ("json_schema", "json_object", "regex", "choice", "grammar")
+_WHITESPACE = {"compact": sampling_pb2.JSON_WHITESPACE_COMPACT, "any": sampling_pb2.JSON_WHITESPACE_ANY}
+
+
+def _set_form(params: sampling_pb2.SamplingParams, sampling: Sampling) -> None:
+    path = "sampling.structured_output"
+    given = [name for name in _FORMS if getattr(sampling, name) is not None]
+    if len(given) > 1:
+        raise InvalidRequest.at(path, f"has {' and '.join(given)}; give one")
+    if not given:
+        if sampling.constraint_start is not None:
+            raise InvalidRequest.at(f"{path}.constraint_start", f"needs one of {', '.join(_FORMS)}")
+        return
+    form, name = params.structured_output, given[0]
+    value = getattr(sampling, name)
+    if name == "choice":
+        form.choice.SetInParent()
+        _extend(form.choice.texts, value, f"{path}.choice.texts")
+    else:
+        _set(form, name, json.dumps(value) if isinstance(value, Mapping) else value, path=f"{path}.{name}")
+    if sampling.json_whitespace is not None:
+        if sampling.json_whitespace not in _WHITESPACE:
+            raise InvalidRequest.at(f"{path}.json_whitespace", "must be compact or any")
+        form.json_whitespace = _WHITESPACE[sampling.json_whitespace]
+    _set(form, "constraint_start", sampling.constraint_start, path=f"{path}.constraint_start")
 
 
 def _set(message: Any, name: str, value: Any, path: str | None = None) -> None:
@@ -436,7 +493,7 @@ def _extend(field: Any, values: Any, path: str) -> None:
         raise InvalidRequest.at(path, f"must be {wanted}") from None
 
 
-_TEXT_LISTS = {"stop.strings"} | {
+_TEXT_LISTS = {"stop.strings", "sampling.structured_output.choice.texts"} | {
     f"sampling.{field.name}"
     for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
     if field.type == field.TYPE_STRING

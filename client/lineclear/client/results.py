@@ -17,6 +17,8 @@ from google.protobuf.message import Message
 
 from lineclear.v1 import inference_pb2 as pb
 
+from .response_format import value_of
+
 T = TypeVar("T")
 
 
@@ -188,6 +190,17 @@ class Generation:
     outputs: tuple[Output, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt tokens from the second on, if requested."""
+    response_format: Any = dataclasses.field(default=None, repr=False, compare=False)
+    constraint_start: str = dataclasses.field(default="", repr=False, compare=False)
+
+    @property
+    def parsed(self) -> Any:
+        """The JSON of the answer as a value of the request's `response_format`, without one as a plain value.
+
+        Raises ValueError if the text is no JSON: the answer was cut off, or had no form.
+        """
+        _, _, text = self.text.rpartition(self.constraint_start) if self.constraint_start else ("", "", self.text)
+        return value_of(self.response_format, text)
 
     @property
     def request_id(self) -> str:
@@ -209,7 +222,8 @@ class Generation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for json.dumps, without the fields that were not requested."""
-        plain = {"request_id": self.request_id, **dataclasses.asdict(self)}
+        plain = {"request_id": self.request_id, **dataclasses.asdict(dataclasses.replace(self, response_format=None))}
+        del plain["response_format"], plain["constraint_start"]
         plain["tokens_per_second"] = self.tokens_per_second
         for name in ("logprobs", "prompt_logprobs", "token_times_seconds"):
             if not plain[name]:
@@ -264,6 +278,7 @@ class Model:
     limits: Limits
     server_version: str
     model_fingerprint: str
+    has_structured_output: bool
     adapters: tuple[Adapter, ...] = ()
     """Loaded LoRA adapters, by name."""
 

@@ -33,6 +33,7 @@ from lineclear.wire.messages import (
     Message,
     Pooling,
     PoolingKind,
+    PrepareGrammar,
     Rejoin,
     Row,
     RowOutput,
@@ -242,6 +243,8 @@ def _result_to(result: StepResult) -> pb.Result:
     message = pb.Result(
         tokens=_ints(result.tokens), bad_rows=_ints(sorted(result.bad_rows)), step_seconds=result.step_seconds
     )
+    if result.stuck_rows:
+        message.stuck_rows = _ints(sorted(result.stuck_rows))
     if result.logprobs:
         # A row that did not ask is marked by -1 top entries.
         message.logprobs = _floats(0.0 if x is None else x.logprob for x in result.logprobs)
@@ -269,17 +272,19 @@ def _outputs_to(result: StepResult) -> pb.Outputs:
 def _result_from(epoch: int, step: int, payload: bytes) -> StepResult:
     m = pb.Result.FromString(payload)
     tokens, chosen, num_top = _read_ints(m.tokens), _read_floats(m.logprobs), _read_ints(m.num_top)
-    bad = frozenset(_read_ints(m.bad_rows))
+    bad, stuck = frozenset(_read_ints(m.bad_rows)), frozenset(_read_ints(m.stuck_rows))
     if len(chosen) != len(num_top) or len(chosen) not in (0, len(tokens)):
         raise ValueError("columns disagree")
     tops = list(zip(_read_ints(m.top_ids), _read_floats(m.top_logprobs), strict=True))
     pieces = _split(tops, [max(n, 0) for n in num_top])
     logprobs = tuple(None if n < 0 else Logprobs(v, top) for v, n, top in zip(chosen, num_top, pieces, strict=True))
-    result = StepResult(epoch, step, tuple(tokens), logprobs, bad, m.step_seconds)
+    result = StepResult(epoch, step, tuple(tokens), logprobs, bad, m.step_seconds, stuck_rows=stuck)
     if m.HasField("outputs"):
         result = _with_outputs(result, m.outputs)
     if bad and not 0 <= min(bad) <= max(bad) < result.num_outputs:
         raise ValueError("a bad row outside the plan")
+    if stuck and not 0 <= min(stuck) <= max(stuck) < result.num_outputs:
+        raise ValueError("a stuck row outside the plan")
     return result
 
 
@@ -312,9 +317,13 @@ def _hello_from(epoch: int, step: int, payload: bytes) -> Hello:
     return hello
 
 
+def _heartbeat_to(h: Heartbeat) -> pb.Heartbeat:
+    return pb.Heartbeat(step=h.step, busy_seconds=h.busy_seconds, prepared=_ints(h.prepared))
+
+
 def _heartbeat_from(epoch: int, step: int, payload: bytes) -> Heartbeat:
     m = pb.Heartbeat.FromString(payload)
-    return Heartbeat(epoch, m.step, m.busy_seconds)
+    return Heartbeat(epoch, m.step, m.busy_seconds, tuple(_read_indices(m.prepared)))
 
 
 def _error_from(epoch: int, step: int, payload: bytes) -> StepError:
@@ -355,6 +364,11 @@ def _adapter_index(index: int) -> int:
     return index
 
 
+def _grammar_from(epoch: int, step: int, payload: bytes) -> PrepareGrammar:
+    m = pb.PrepareGrammar.FromString(payload)
+    return PrepareGrammar(epoch, m.number, m.grammar)
+
+
 def _stopping_from(epoch: int, step: int, payload: bytes) -> Stopping:
     pb.Stopping.FromString(payload)
     return Stopping(epoch)
@@ -366,7 +380,7 @@ _KINDS: dict[type, tuple[int, _Encoder, _Decoder]] = {
     StepPlan: (1, _plan_to, _plan_from),
     StepResult: (2, _result_to, _result_from),
     Hello: (3, _hello_to, _hello_from),
-    Heartbeat: (4, lambda h: pb.Heartbeat(step=h.step, busy_seconds=h.busy_seconds), _heartbeat_from),
+    Heartbeat: (4, _heartbeat_to, _heartbeat_from),
     StepError: (5, lambda e: pb.StepError(kind=e.kind.value, summary=e.summary), _error_from),
     Rejoin: (6, lambda r: pb.Rejoin(), _rejoin_from),
     Goodbye: (7, lambda g: pb.Goodbye(reason=g.reason), _goodbye_from),
@@ -375,5 +389,6 @@ _KINDS: dict[type, tuple[int, _Encoder, _Decoder]] = {
     LoadAdapter: (10, lambda a: pb.LoadAdapter(index=a.index, key=a.key, path=a.path), _load_adapter_from),
     UnloadAdapter: (11, lambda a: pb.UnloadAdapter(index=a.index), _unload_adapter_from),
     AdapterLoaded: (12, lambda a: pb.AdapterLoaded(index=a.index, key=a.key, problem=a.problem), _adapter_loaded_from),
+    PrepareGrammar: (13, lambda g: pb.PrepareGrammar(number=g.number, grammar=g.grammar), _grammar_from),
 }
 _DECODERS: dict[int, _Decoder] = {kind: from_payload for kind, _, from_payload in _KINDS.values()}

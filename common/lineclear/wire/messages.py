@@ -202,6 +202,8 @@ class StepResult:
     """Of the SCORE rows."""
     vectors: tuple[bytes, ...] = ()
     """Of the POOL rows: little-endian float32; empty unless the row has the last token of its sequence."""
+    stuck_rows: frozenset[int] = frozenset()
+    """Indices, as in `bad_rows`, of sampling rows whose parameters allow no token; their token means nothing."""
 
     @property
     def num_outputs(self) -> int:
@@ -247,6 +249,8 @@ class Heartbeat:
     epoch: int
     step: int
     busy_seconds: float = 0.0
+    prepared: tuple[int, ...] = ()
+    """Numbers of the PrepareGrammar messages that are done since the heartbeat before."""
 
 
 class StepErrorKind(Enum):
@@ -347,6 +351,15 @@ class AdapterLoaded:
     problem: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class PrepareGrammar:
+    """Scheduler to worker: compile `grammar` ahead of the plans that use it. A heartbeat returns `number`."""
+
+    epoch: int
+    number: int
+    grammar: str
+
+
 Message = (
     StepPlan
     | StepResult
@@ -360,4 +373,5 @@ Message = (
     | LoadAdapter
     | UnloadAdapter
     | AdapterLoaded
+    | PrepareGrammar
 )

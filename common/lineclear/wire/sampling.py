@@ -138,10 +138,15 @@ class Sampling:
     """End-of-sequence and stop tokens: banned by the worker until `min_tokens` outputs are there."""
     logprobs: int = _scalar(-1, Use.HOST)
     """-1: none. k >= 0: the sampled token's, and those of the k most likely."""
+    grammar: str = ""
+    """Grammar that the output matches, in the format of llguidance; empty: any output. It ends with one of `stop_ids`.
+    """
+    grammar_start: str = ""
+    """The grammar holds behind the first occurrence of this text in the output; empty: from the first token on."""
 
 
 SCALARS: Mapping[str, Scalar] = {
     field.name: field.metadata["scalar"] for field in dataclasses.fields(Sampling) if "scalar" in field.metadata
 }
 LISTS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Sampling) if field.name not in SCALARS)
-"""The other fields of `Sampling`: tuples, empty by default."""
+"""The other fields of `Sampling`: tuples and strings, empty by default."""

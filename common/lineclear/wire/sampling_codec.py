@@ -78,6 +78,7 @@ _BY_TYPE = {
     tuple[int, ...]: _Kind(_encode_ids, _decode_ids),
     tuple[tuple[int, float], ...]: _Kind(_encode_biases, _decode_biases),
     tuple[tuple[int, ...], ...]: _Kind(_encode_sequences, _decode_sequences),
+    str: _Kind(str.encode, bytes.decode),
 }
 _HINTS = get_type_hints(Sampling)
 _KINDS = [_BY_TYPE[_HINTS[name]] for name in LISTS]

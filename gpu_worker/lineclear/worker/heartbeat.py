@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 
 import structlog
 
@@ -27,6 +28,9 @@ class StepProgress:
         self._launched = 0
         self._finished = 0
         self._started_at = 0.0  # of the running step
+        self._prepared: deque[tuple[int, int]] = deque()  # epoch and number of grammars to report
+        self.changed = threading.Event()
+        """Set when a heartbeat should be sent at once."""
 
     def start_epoch(self, epoch: int) -> None:
         """Start an epoch. Its steps count from 1."""
@@ -48,11 +52,20 @@ class StepProgress:
         self._started_at = time.monotonic()
         self._finished = step
 
+    def on_prepared(self, epoch: int, number: int) -> None:
+        """Report with a heartbeat that a grammar is compiled. Any thread."""
+        self._prepared.append((epoch, number))
+        self.changed.set()
+
     def heartbeat(self) -> Heartbeat:
-        """Return the running step and its age as a message."""
+        """Return the running step and its age as a message, with the grammars that were compiled."""
+        epoch, prepared = self.epoch, list[int]()
+        while self._prepared:
+            of_epoch, number = self._prepared.popleft()
+            prepared += [number] if of_epoch == epoch else []
         if self._finished >= self._launched:
-            return Heartbeat(self.epoch, 0)
-        return Heartbeat(self.epoch, self._finished + 1, time.monotonic() - self._started_at)
+            return Heartbeat(epoch, 0, prepared=tuple(prepared))
+        return Heartbeat(epoch, self._finished + 1, time.monotonic() - self._started_at, tuple(prepared))
 
 
 class HeartbeatThread:
@@ -62,13 +75,14 @@ class HeartbeatThread:
         self._socket = socket
         self._progress = progress
         self._interval_seconds = interval_seconds
-        self._stopped = threading.Event()
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> bool:
         """Stop the thread, which closes the socket. Returns False if it does not stop in time."""
-        self._stopped.set()
+        self._is_stopped = True
+        self._progress.changed.set()
         self._thread.join(_JOIN_SECONDS)
         if self._thread.is_alive():
             log.warning("heartbeat_thread_stuck", hint="the process exits without it")
@@ -77,11 +91,13 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         last_epoch = 0
-        while not self._stopped.wait(self._interval_seconds):
+        changed = self._progress.changed
+        while not (changed.wait(self._interval_seconds) and self._is_stopped):
+            changed.clear()
             heartbeat = self._progress.heartbeat()
             # Skip the interval of the Hello: it uses another socket, and a heartbeat that overtakes it has an epoch
-            # that the scheduler does not know yet.
-            if heartbeat.epoch and heartbeat.epoch == last_epoch:
+            # that the scheduler does not know yet. It knows one that it sent a grammar to.
+            if heartbeat.epoch and (heartbeat.epoch == last_epoch or heartbeat.prepared):
                 self._socket.send(heartbeat)
             last_epoch = heartbeat.epoch
         self._socket.close()

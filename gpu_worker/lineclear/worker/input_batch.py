@@ -7,7 +7,7 @@ before anything changes.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -130,6 +130,28 @@ class InputBatch:
         for row in plan.chunks:
             self._append(row)
         return self._pack(plan)
+
+    def fetch_last_tokens(self, packed: PackedInputs, rows: list[int]) -> Callable[[], list[int]]:
+        """Return a function that waits for the token before the sampled position of these sampling rows.
+
+        Queue no work of the step before this call: on CUDA it would be waited for.
+        """
+        indices = [packed.write_indices[row] - 1 for row in rows]
+        table = self._host_token_table
+        if table is not None:
+            return lambda: [table[index] for index in indices]
+        tokens = self.flat_tokens.index_select(0, to_device(np.array(indices, np.int64), self.device))
+        if self.device.type != "cuda":
+            return tokens.tolist
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(self.device))
+
+        def wait() -> list[int]:
+            copied.synchronize()
+            return [int(token) for token in host.tolist()]
+
+        return wait
 
     def write_sampled(self, packed: PackedInputs, tokens: Tensor | list[int]) -> None:
         """Write the step's sampled tokens, in the plan's order, to the token table: a list on a CPU, else a tensor."""

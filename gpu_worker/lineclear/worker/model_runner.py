@@ -7,7 +7,9 @@ the token table on the device; the host waits only in `InflightStep.result`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +23,9 @@ from lineclear.wire.messages import Hello, Logprobs, StepErrorKind, StepPlan, St
 
 from .attention.base import block_bytes
 from .attention.registry import BACKENDS, choose
+from .constraints import ConstraintTable
 from .cpu.thread_tuner import ThreadTuner
+from .grammar_compiler import GrammarCompiler
 from .input_batch import Capacity, InputBatch, PackedInputs
 from .kv_prefault import KvPrefaulter
 from .logits import Logits
@@ -88,6 +92,8 @@ class ModelRunner:
         self._batch = InputBatch(self.capacity, loaded.device, self._adapters)
         self._sampling = SamplingTable(num_slots, loaded.vocab_size, loaded.device)
         self._row_outputs = RowOutputs(self._batch.flat_tokens, loaded.device)
+        self._grammars = GrammarCompiler(loaded.directory, loaded.vocab_size, loaded.eos_token_ids)
+        self._constraints = ConstraintTable(self._grammars, loaded.vocab_size)
         self._thread_tuner: ThreadTuner | None = None
 
     def tune_threads(self, tuner: ThreadTuner) -> None:
@@ -131,7 +137,12 @@ class ModelRunner:
         """
         self._batch.reset()
         self._row_outputs.reset()
+        self._constraints.reset()
         self._adapters.clear()
+
+    def prepare(self, grammar: str, done: Callable[[], None]) -> None:
+        """Compile a grammar on another thread, which then calls `done()`."""
+        self._grammars.prepare(grammar, done)
 
     def load_adapter(self, index: int, key: bytes, path: str) -> None:
         """Hold the adapter in directory `path` as `index`. Raises AdapterFilesRefused."""
@@ -174,18 +185,21 @@ class ModelRunner:
             self._backend.zero(plan.zero_blocks)
         for init in plan.inits:
             self._sampling.set_slot(init.slot, init.sampling)
+            self._constraints.set_slot(init)
         if plan.inits:
             self._row_outputs.set_slots(plan.inits)
         packed = self._batch.apply(plan)
         metadata = self._sampling.select(packed.sample_slots, packed.sample_positions, self._batch.prompt_len)
         if not len(packed.read_indices):
             return metadata, None, None
+        fetch = partial(self._batch.fetch_last_tokens, packed)
+        masks = self._constraints.start(packed.sample_slots, packed.sample_positions, fetch)
         self._backend.start_step(packed.batch)
         self._adapters.start_step(packed.adapters)
         logits, reported = self._logits(packed)
         if logits is None:
             return metadata, None, reported
-        sampled = sample(logits, metadata, self._batch.tokens)
+        sampled = sample(logits, metadata, self._batch.tokens, masks)
         self._batch.write_sampled(packed, sampled.tokens if sampled.host_tokens is None else sampled.host_tokens)
         return metadata, sampled, reported
 
@@ -291,6 +305,7 @@ class _InflightStep:
             logprobs=self._logprobs(self._outputs),
             bad_rows=_rows_where(self._outputs.bad),
             step_seconds=seconds,
+            stuck_rows=_rows_where(self._outputs.stuck),
         )
 
     def _logprobs(self, outputs: Sampled) -> tuple[Logprobs | None, ...]:
@@ -311,7 +326,8 @@ def _with_reported(result: StepResult, plan: StepPlan, reported: ReportedRows) -
     sampling = [*range(len(plan.decodes.slots)), *(i for i, x in enumerate(outputs, len(plan.decodes.slots)) if x)]
     others = [i for i, x in enumerate(outputs, len(plan.decodes.slots)) if not x]
     bad_rows = frozenset([*(sampling[i] for i in result.bad_rows), *(others[i] for i in bad)])
-    return replace(result, bad_rows=bad_rows, scores=scores, vectors=vectors)
+    stuck_rows = frozenset(sampling[i] for i in result.stuck_rows)
+    return replace(result, bad_rows=bad_rows, stuck_rows=stuck_rows, scores=scores, vectors=vectors)
 
 
 def _reported_to_host(reported: ReportedRows) -> ReportedRows:
@@ -325,9 +341,9 @@ def _rows_where(bad: Tensor | None) -> frozenset[int]:
 
 
 def _all_to_host(sampled: Sampled) -> Sampled:
-    optional = sampled.bad, sampled.logprobs, sampled.top_ids, sampled.top_logprobs
-    bad, logprobs, top_ids, top_logprobs = (None if x is None else _to_host(x) for x in optional)
-    return Sampled(_to_host(sampled.tokens), bad, logprobs, top_ids, top_logprobs)
+    optional = sampled.bad, sampled.logprobs, sampled.top_ids, sampled.top_logprobs, sampled.stuck
+    bad, logprobs, top_ids, top_logprobs, stuck = (None if x is None else _to_host(x) for x in optional)
+    return Sampled(_to_host(sampled.tokens), bad, logprobs, top_ids, top_logprobs, stuck=stuck)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ is free of torch, so that tests can replace the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from lineclear.wire.messages import Hello, StepErrorKind, StepPlan, StepResult
@@ -42,6 +43,10 @@ class Runner(Protocol):
 
     def reset(self) -> None:
         """Free every slot and block for a new epoch. Weights stay."""
+        ...
+
+    def prepare(self, grammar: str, done: Callable[[], None]) -> None:
+        """Compile a grammar for later plans without delaying them, and call `done()` from any thread."""
         ...
 
     def launch(self, plan: StepPlan) -> InflightStep:

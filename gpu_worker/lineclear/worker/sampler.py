@@ -10,14 +10,17 @@ Gumbel-max, which needs one per token).
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .constraints import Masks
 from .logit_changes import change_logits
 from .logits import Logits, with_argmax
 from .sampling_metadata import Draws, SamplingMetadata
+from .token_masks import apply_masks
 from .truncation import truncated_weights, wide_dtype
 
 _CHUNK_WIDTH = 512
@@ -29,7 +32,7 @@ class Sampled(NamedTuple):
     tokens: Tensor
     """[num_rows] int64; 0 in bad rows."""
     bad: Tensor | None
-    """[num_rows] bool: the logits are not finite, or no token is allowed. None: no row is bad."""
+    """[num_rows] bool: the model's logits are not finite. None: no row is bad."""
     logprobs: Tensor | None = None
     """[num_logprob_rows]: of the sampled token, in the order of `SamplingMetadata.logprob_rows`."""
     top_ids: Tensor | None = None
@@ -37,38 +40,60 @@ class Sampled(NamedTuple):
     top_logprobs: Tensor | None = None
     host_tokens: list[int] | None = None
     """`tokens` as a list, on a CPU for greedy steps."""
+    stuck: Tensor | None = None
+    """[num_rows] bool: the logits are finite, but no token is allowed. None: no row is stuck."""
 
 
-def sample(logits: Logits, metadata: SamplingMetadata, token_table: Tensor) -> Sampled:
+def sample(
+    logits: Logits, metadata: SamplingMetadata, token_table: Tensor, masks: Future[Masks] | None = None
+) -> Sampled:
     """Return one token per row. May overwrite `logits` and return tensors in its memory.
 
-    `token_table` [num_slots, positions] holds the tokens of every sequence, for penalties.
+    `token_table` [num_slots, positions] holds the tokens of every sequence, for penalties. `masks` are the allowed
+    tokens of rows with structured output.
     """
-    if logits.host_max is not None and metadata.is_greedy and all(map(math.isfinite, logits.host_max[0])):
+    model_max = logits.max_values
+    if masks is not None:
+        is_finite = _is_finite(logits)
+        logits = apply_masks(logits, masks.result())
+        if not is_finite:  # a mask may hide a value that is not finite
+            return _sample(logits, metadata, token_table, model_max)
+    if logits.host_max is not None and metadata.is_greedy and _is_finite(logits):
         return Sampled(logits.max_ids, None, host_tokens=logits.host_max[1])
-    return _sample(logits, metadata, token_table)
+    return _sample(logits, metadata, token_table, model_max)
+
+
+def _is_finite(logits: Logits) -> bool:
+    """Return whether the maximum of each row is known to be finite."""
+    return logits.host_max is not None and all(map(math.isfinite, logits.host_max[0]))
 
 
 @torch.inference_mode()
-def _sample(model_logits: Logits, metadata: SamplingMetadata, token_table: Tensor) -> Sampled:
+def _sample(model_logits: Logits, metadata: SamplingMetadata, token_table: Tensor, model_max: Tensor) -> Sampled:
     logits, max_values, tokens, _ = model_logits
     # Models may return -inf for ids that they never produce. So a row is bad when its maximum is not finite.
-    bad = ~torch.isfinite(max_values)
+    bad = ~torch.isfinite(model_max)
+    failed = bad if max_values is model_max else bad | ~torch.isfinite(max_values)
     if metadata.is_greedy:
-        return Sampled(tokens.masked_fill_(bad, 0), bad)
+        return Sampled(tokens.masked_fill_(failed, 0), bad, stuck=_stuck(failed, bad))
     logits = logits.float()
     if metadata.changes_logits:
         logits, max_values, tokens, _ = with_argmax(change_logits(logits, metadata, token_table))
-        bad |= ~torch.isfinite(max_values)
+        failed = failed | ~torch.isfinite(max_values)
     if metadata.draws is not None:
         tokens[metadata.draws.rows] = _draw(logits, metadata.draws)
     if metadata.truncated_draws is not None:
         tokens[metadata.truncated_draws.rows] = _draw_truncated(logits, metadata.truncated_draws)
-    tokens.masked_fill_(bad, 0)
+    tokens.masked_fill_(failed, 0)
+    stuck = _stuck(failed, bad)
     if metadata.logprob_rows is None:
-        return Sampled(tokens, bad)
+        return Sampled(tokens, bad, stuck=stuck)
     rows = metadata.logprob_rows
-    return Sampled(tokens, bad, *logprobs_of(logits[rows], tokens[rows], max(metadata.num_top)))
+    return Sampled(tokens, bad, *logprobs_of(logits[rows], tokens[rows], max(metadata.num_top)), stuck=stuck)
+
+
+def _stuck(failed: Tensor, bad: Tensor) -> Tensor | None:
+    return None if failed is bad else failed & ~bad
 
 
 # --- draws ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from lineclear.wire.messages import (
     Heartbeat,
     LoadAdapter,
     Message,
+    PrepareGrammar,
     Rejoin,
     SetLogLevel,
     StepPlan,
@@ -28,7 +29,7 @@ from lineclear.wire.messages import (
 
 log = structlog.get_logger()
 
-SchedulerMessage = StepPlan | Rejoin | Goodbye | SetLogLevel | LoadAdapter | UnloadAdapter
+SchedulerMessage = StepPlan | Rejoin | Goodbye | SetLogLevel | LoadAdapter | UnloadAdapter | PrepareGrammar
 """Messages of a scheduler that the step loop handles."""
 
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 500

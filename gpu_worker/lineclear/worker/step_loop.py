@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -37,6 +38,7 @@ from lineclear.wire.messages import (
     AdapterLoaded,
     Goodbye,
     LoadAdapter,
+    PrepareGrammar,
     Rejoin,
     SetLogLevel,
     StepErrorKind,
@@ -237,6 +239,9 @@ class _Loop:
                 self._load_adapter(message)
             elif isinstance(message, UnloadAdapter):
                 self._runner.unload_adapter(message.index)
+            elif isinstance(message, PrepareGrammar):
+                done = partial(self._progress.on_prepared, message.epoch, message.number)
+                self._runner.prepare(message.grammar, done)
             elif message is not None:
                 self._launch(message, last_step)
                 last_step, timeout_seconds = message.step, self._limits.idle_seconds

@@ -2069,6 +2069,7 @@ class GetModelResponse(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    HAS_STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name that requests may call the model by."""
     family: _builtins.str
@@ -2090,6 +2091,10 @@ class GetModelResponse(_message.Message):
     model_fingerprint: _builtins.str
     """Identifies weights, configuration, tokenizer, chat template and number
     formats: equal where an answer can be resumed, on any server.
+    """
+    has_structured_output: _builtins.bool
+    """Whether SamplingParams.structured_output can be set: the tokenizer's
+    tokens are bytes (byte-level BPE, or with byte fallback).
     """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -2119,10 +2124,11 @@ class GetModelResponse(_message.Message):
         server_version: _builtins.str = ...,
         model_fingerprint: _builtins.str = ...,
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
+        has_structured_output: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention_backend", b"attention_backend", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_chat_template", b"has_chat_template", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "server_version", b"server_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention_backend", b"attention_backend", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_chat_template", b"has_chat_template", "has_structured_output", b"has_structured_output", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "server_version", b"server_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,7 +58,8 @@ class InferenceServiceStub:
     Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (QUEUE_FULL, SLOW_CONSUMER),
     DEADLINE_EXCEEDED, ALREADY_EXISTS (DUPLICATE_REQUEST), NOT_FOUND
     (MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), ABORTED (MODEL_CHANGED), FAILED_PRECONDITION
-    (KV_CAPACITY_EXCEEDED, NO_CHAT_TEMPLATE), UNAVAILABLE.
+    (KV_CAPACITY_EXCEEDED, NO_CHAT_TEMPLATE, NO_STRUCTURED_OUTPUT,
+    NO_TOKEN_ALLOWED), UNAVAILABLE.
     """
     Session: _grpc.StreamStreamMultiCallable[_inference_pb2.SessionRequest, _inference_pb2.SessionResponse]
     """Generates many answers over one stream. One response has the new tokens
@@ -138,7 +139,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (QUEUE_FULL, SLOW_CONSUMER),
     DEADLINE_EXCEEDED, ALREADY_EXISTS (DUPLICATE_REQUEST), NOT_FOUND
     (MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), ABORTED (MODEL_CHANGED), FAILED_PRECONDITION
-    (KV_CAPACITY_EXCEEDED, NO_CHAT_TEMPLATE), UNAVAILABLE.
+    (KV_CAPACITY_EXCEEDED, NO_CHAT_TEMPLATE, NO_STRUCTURED_OUTPUT,
+    NO_TOKEN_ALLOWED), UNAVAILABLE.
     """
     Session: _aio.StreamStreamMultiCallable[_inference_pb2.SessionRequest, _inference_pb2.SessionResponse]  # type: ignore[assignment]
     """Generates many answers over one stream. One response has the new tokens
@@ -221,7 +223,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (QUEUE_FULL, SLOW_CONSUMER),
         DEADLINE_EXCEEDED, ALREADY_EXISTS (DUPLICATE_REQUEST), NOT_FOUND
         (MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), ABORTED (MODEL_CHANGED), FAILED_PRECONDITION
-        (KV_CAPACITY_EXCEEDED, NO_CHAT_TEMPLATE), UNAVAILABLE.
+        (KV_CAPACITY_EXCEEDED, NO_CHAT_TEMPLATE, NO_STRUCTURED_OUTPUT,
+        NO_TOKEN_ALLOWED), UNAVAILABLE.
         """
 
     @_abc_1.abstractmethod

@@ -68,7 +68,7 @@ async def serve(
     """
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     files = read_text_files(model)
-    service = InferenceService(settings, files.tokenizer, files.chat, files.generation_config)
+    service = InferenceService(settings, files.tokenizer, files.chat, files.generation_config, model)
     admin = AdminService(settings, service)
     server = Server(settings, service, admin)
     stack.callback(service.close)

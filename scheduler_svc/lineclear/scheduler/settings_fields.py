@@ -195,6 +195,16 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Processes that render conversations. One caller uses at most all but one of them."""
     max_chat_template_seconds: float = REQUESTS.field(2.0, ge=0.01, le=600)
     """Most CPU time to render one conversation. A conversation that takes longer is refused."""
+    grammar_processes: int = REQUESTS.field(2, ge=1, le=64)
+    """Processes that compile structured output. One caller uses at most all but one of them."""
+    max_grammar_seconds: float = REQUESTS.field(1.0, ge=0.01, le=60)
+    """Most CPU time to compile one schema, expression or grammar. One that takes longer is refused."""
+    max_grammar_bytes: int = REQUESTS.field(256 * 1024, ge=64, le=16 * 1024 * 1024)
+    """Largest schema, expression or grammar in bytes of UTF-8."""
+    max_grammar_depth: int = REQUESTS.field(64, ge=1, le=100)
+    """Most nested objects and arrays of a JSON Schema."""
+    max_cached_grammars: int = REQUESTS.field(256, ge=1, le=65_536)
+    """Compiled schemas, expressions and grammars kept for later requests, refused ones included."""
     max_unread_tokens: int = REQUESTS.field(4096, ge=1, le=2**20)
     """Most unread tokens of a stream. The stream fails beyond that."""
     max_unread_bytes: int = REQUESTS.field(4 * 1024 * 1024, ge=1024, le=2**40)

@@ -92,7 +92,11 @@ class AsyncStream:
         if not (self._ended and self._assembler.complete):
             raise RuntimeError("the answer is not complete: read the stream to its end first")
         if self._result is None:
-            self._result = self._assembler.generation()
+            form = {
+                "response_format": self._options.response_format,
+                "constraint_start": self._options.constraint_start,
+            }
+            self._result = replace(self._assembler.generation(), **form)
         return self._result
 
     async def __aenter__(self) -> Self:

@@ -251,6 +251,7 @@ class Result(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    STUCK_ROWS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     """int32: tokens of the sampling rows, in the order of the plan."""
     bad_rows: _builtins.bytes
@@ -265,6 +266,10 @@ class Result(_message.Message):
     top_logprobs: _builtins.bytes
     step_seconds: _builtins.float
     """Seconds of the forward pass and sampling on the worker."""
+    stuck_rows: _builtins.bytes
+    """int32: indices, as in `bad_rows`, of sampling rows whose parameters allow
+    no token.
+    """
     @_builtins.property
     def outputs(self) -> Global___Outputs:
         """Absent when each row with an output has one token."""
@@ -280,10 +285,11 @@ class Result(_message.Message):
         top_logprobs: _builtins.bytes = ...,
         step_seconds: _builtins.float = ...,
         outputs: Global___Outputs | None = ...,
+        stuck_rows: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_rows", b"bad_rows", "logprobs", b"logprobs", "num_top", b"num_top", "outputs", b"outputs", "step_seconds", b"step_seconds", "tokens", b"tokens", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_rows", b"bad_rows", "logprobs", b"logprobs", "num_top", b"num_top", "outputs", b"outputs", "step_seconds", b"step_seconds", "stuck_rows", b"stuck_rows", "tokens", b"tokens", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -424,18 +430,22 @@ class Heartbeat(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     BUSY_SECONDS_FIELD_NUMBER: _builtins.int
+    PREPARED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The plan at work, 0 when idle."""
     busy_seconds: _builtins.float
+    prepared: _builtins.bytes
+    """int32: numbers of the PrepareGrammar messages done since the last one."""
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         busy_seconds: _builtins.float = ...,
+        prepared: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "prepared", b"prepared", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -560,6 +570,30 @@ class SetLogLevel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetLogLevel: _TypeAlias = SetLogLevel  # noqa: Y015
+
+@_typing.final
+class PrepareGrammar(_message.Message):
+    """Scheduler to worker: compile a grammar ahead of the plans that use it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    grammar: _builtins.str
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        grammar: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareGrammar: _TypeAlias = PrepareGrammar  # noqa: Y015
 
 @_typing.final
 class Stopping(_message.Message):

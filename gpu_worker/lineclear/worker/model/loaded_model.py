@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ class LoadedModel:
     weights_fingerprint: str = ""
     """Fingerprint of the loaded files (lineclear.model_files.fingerprint); empty for a model from memory."""
     text_fingerprint: str = ""
+    directory: Path | None = None
+    """Model directory; None for a model from memory."""
 
     def attach(self, backend: AttentionBackend) -> None:
         """Use `backend` for attention in every layer."""

@@ -207,7 +207,7 @@ def _with_fingerprints(loaded: LoadedModel, directory: Path) -> LoadedModel:
         weights, text = fingerprint.weights_fingerprint(directory), fingerprint.text_fingerprint(directory)
     except OSError as error:
         raise ModelFilesChanged(f"the model directory cannot be read: {error.strerror}") from None
-    return replace(loaded, weights_fingerprint=weights, text_fingerprint=text)
+    return replace(loaded, weights_fingerprint=weights, text_fingerprint=text, directory=directory)
 
 
 def _why_no_config(directory: Path, error: Exception) -> str:

@@ -78,8 +78,8 @@ class InflightStep:
             n += len(self.chunks_with(RowOutput.SAMPLE))
         if len(result.tokens) != n or len(result.logprobs) not in (0, n):
             raise BadResult(f"{len(result.tokens)} tokens and {len(result.logprobs)} logprobs for {n} samples")
-        if not all(0 <= index < result.num_outputs for index in result.bad_rows):
-            raise BadResult(f"a bad row beyond the {result.num_outputs} outputs")
+        if not all(0 <= index < result.num_outputs for index in (*result.bad_rows, *result.stuck_rows)):
+            raise BadResult(f"a bad or stuck row beyond the {result.num_outputs} outputs")
         if not 0.0 <= result.step_seconds < float("inf"):  # also False for NaN
             raise BadResult(f"a step of {result.step_seconds} seconds")
         if self.chunk_rows or result.counts or result.scores or result.vectors:

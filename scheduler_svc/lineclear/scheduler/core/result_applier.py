@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lineclear.errors import InternalError, LineclearError, NonFiniteLogits
+from lineclear.errors import InternalError, LineclearError, NonFiniteLogits, NoTokenAllowed
 from lineclear.scheduler.core.events import Event, FinishReason, Pooled, Scored
 from lineclear.scheduler.core.inflight_step import BadResult, ChunkRow, InflightStep, ResultTokens
 from lineclear.scheduler.core.live_requests import LiveRequests
@@ -38,7 +38,8 @@ class ResultApplier:
             owners = (*inflight.decode_rows.sequences, *(row.sequence for row in inflight.outputs()))
             bad_owners = {s: s.admission_count for row, s in enumerate(owners) if row in bad}
             restarted = self._restart_readers(worker, bad_owners)
-        candidates = self._append_tokens(result, worker, inflight, bad, tokens, failures, now)
+        failed = bad | result.stuck_rows if result.stuck_rows else bad
+        candidates = self._append_tokens(result, worker, inflight, failed, tokens, failures, now)
         reports: list[Event] = []
         if result.scores or result.vectors:
             reports = self._report(result, inflight, bad, candidates, failures, now)
@@ -80,7 +81,7 @@ class ResultApplier:
         result: StepResult,
         worker: WorkerState,
         inflight: InflightStep,
-        bad: frozenset[int],
+        failed: frozenset[int],
         tokens: ResultTokens,
         failures: list[Event],
         now: float,
@@ -91,7 +92,7 @@ class ResultApplier:
         handled one by one, like prefill chunks. Tokens of sequences preempted in the meantime are valid.
         """
         rows, batch, counters = inflight.decode_rows.sequences, worker.batch, self._state.counters
-        for row in bad:
+        for row in failed:
             if row < len(rows) and rows[row].in_decode_batch:
                 batch.leave_decode(rows[row])  # before on_result: this sample is not one of its tokens
         left = batch.decode_batch.left_since(inflight.decode_rows, inflight.decode_step)
@@ -111,14 +112,19 @@ class ResultApplier:
                 sequence.num_void -= 1
                 sequence.num_known -= 1
                 counters.wasted_samples += 1
-            elif row in bad:
+            elif row in failed:
                 counters.requests_failed += 1
-                failures.append(self._live.fail(sequence, _bad_row(row in result.bad_rows), now, tainted=True))
+                failures.append(self._fail(sequence, row, result, now))
             else:
                 tokens.add(sequence, token)
                 self._append_one(sequence, inflight.step, now)
                 candidates.append(sequence)
         return candidates
+
+    def _fail(self, sequence: Sequence, row: int, result: StepResult, now: float) -> Event:
+        if row in result.stuck_rows and row not in result.bad_rows:
+            return self._live.fail(sequence, _stuck_row(), now)
+        return self._live.fail(sequence, _bad_row(row in result.bad_rows), now, tainted=True)
 
     def _append_one(self, sequence: Sequence, step: int, now: float) -> None:
         """Account for a token of a sequence that is not in the decode batch, or was not when the token was planned."""
@@ -216,6 +222,13 @@ def _scored(row: ChunkRow, scores: Scores) -> list[Event]:
 
 def _pooled(row: ChunkRow, vector: bytes) -> list[Event]:
     return [Pooled(row.sequence.request.request_id, vector)] if row.has_vector else []
+
+
+def _stuck_row() -> LineclearError:
+    return NoTokenAllowed(
+        "the structured output and the other parameters of the request allow no further token, or the grammar is too "
+        "complex at this point; relax the grammar, banned_token_ids, allowed_token_ids or min_tokens"
+    )
 
 
 def _bad_row(non_finite: bool) -> LineclearError:

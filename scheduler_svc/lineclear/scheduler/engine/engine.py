@@ -156,6 +156,10 @@ class Engine:
         """Complete a live request after `num_tokens` output tokens: its text has a stop string there."""
         self._inbox.add(partial(self._core.finish_at_stop_string, request_id, num_tokens))
 
+    def prepare_grammar(self, grammar: str, done: Callable[[], None]) -> None:
+        """Have each joined worker compile a grammar, then call `done()` on the engine's thread."""
+        self._inbox.add(partial(self._changes.prepare_grammar, grammar, done))
+
     def drain(self) -> None:
         """Refuse new requests from now on; live ones run to their end."""
         self._inbox.add(self._changes.drain)
@@ -247,6 +251,7 @@ class Engine:
         events += self._core.expire(now)
         self._changes.send_log_level()
         self._adapters.drop_unused(self._workers.joined_epochs)
+        self._changes.check_grammars()
         if self._workers.has_stopping:  # before the plans, so that its requests continue in this iteration
             self._changes.release_stopping(events, now)
         self._steps.request_events(events)

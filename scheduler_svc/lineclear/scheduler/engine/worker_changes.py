@@ -14,6 +14,7 @@ from lineclear.scheduler.core.events import Event, Failed
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.adapter_loads import AdapterLoads
+from lineclear.scheduler.engine.grammar_preparation import GrammarPreparation
 from lineclear.scheduler.engine.join_log import log_join
 from lineclear.scheduler.engine.supervisor_interface import Supervisor
 from lineclear.scheduler.engine.worker_events import Change, Joined, JoinRefused, JoinRejected, Lost, Output
@@ -24,6 +25,7 @@ from lineclear.scheduler.steps.step_history import StepHistory
 from lineclear.wire.messages import (
     AdapterLoaded,
     Goodbye,
+    Heartbeat,
     Hello,
     LogLevel,
     SetLogLevel,
@@ -53,6 +55,7 @@ class WorkerChanges:
         self._adapters = adapters
         self._supervisor, self._steps = supervisor, steps
         self._on_rejected, self._on_anomaly = on_rejected, on_anomaly
+        self._grammars = GrammarPreparation(link, workers)
         self._log_level: LogLevel | None = None  # that workers are sent; None: they keep the one they start with
         self._draining = False
         self._is_released = False  # a stopping worker may exit at once: its results are not needed any longer
@@ -71,6 +74,10 @@ class WorkerChanges:
     def set_log_level(self, level: LogLevel, now: float) -> None:
         """Have each worker log from `level` upwards, also those that join later."""
         self._log_level = level
+
+    def prepare_grammar(self, grammar: str, done: Callable[[], None], now: float) -> None:
+        """Call `done()` once each joined worker has compiled the grammar, or is lost."""
+        self._grammars.prepare(grammar, done)
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
@@ -92,6 +99,8 @@ class WorkerChanges:
                 self._on_joined(hello, events, now)
             case Lost():
                 self._on_lost(change, events, now)
+            case Heartbeat():
+                self._grammars.on_heartbeat(change)
             case Stopping():
                 log.info("worker_stopping", epoch=change.epoch, num_live=self._core.num_live)
             case JoinRefused(hello, reason):
@@ -107,6 +116,7 @@ class WorkerChanges:
         self._steps.worker_joined(hello)
         log_join(hello, self._core.limits)
         self._supervisor.worker_joined(hello)
+        self._grammars.worker_joined(hello.epoch)
 
     def _on_lost(self, lost: Lost, events: list[Event], now: float) -> None:
         """Put the requests of a lost worker back into the queue and have its process killed if necessary."""
@@ -136,6 +146,10 @@ class WorkerChanges:
         """Report to the supervisor that a worker makes progress, now and then."""
         if worker.take_progress(now) and worker.hello is not None:
             self._supervisor.worker_progressed(worker.hello)
+
+    def check_grammars(self) -> None:
+        """Do not wait for lost workers to compile grammars."""
+        self._grammars.check()
 
     def send_log_level(self) -> None:
         """Send the log level to each worker that does not have it."""

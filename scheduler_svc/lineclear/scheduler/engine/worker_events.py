@@ -140,7 +140,7 @@ class Lost(NamedTuple):
     was_stopping: bool
 
 
-Change = Joined | JoinRefused | JoinRejected | Lost | StepError | Stopping | AdapterLoaded
+Change = Heartbeat | Joined | JoinRefused | JoinRejected | Lost | StepError | Stopping | AdapterLoaded
 """Outputs that change what workers there are or what they run, among them messages as received."""
 Fact = Change | StepResult
 """Outputs for the engine."""

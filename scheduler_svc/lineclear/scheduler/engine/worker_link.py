@@ -35,6 +35,7 @@ from lineclear.wire.messages import (
     Heartbeat,
     Hello,
     LoadAdapter,
+    PrepareGrammar,
     Rejoin,
     SetLogLevel,
     StepPlan,
@@ -147,7 +148,9 @@ class WorkerLink:
         self.counters.plans += 1
         self.counters.bytes_sent += len(frame)
 
-    def send_control(self, message: SetLogLevel | Goodbye | Rejoin | LoadAdapter | UnloadAdapter) -> bool:
+    def send_control(
+        self, message: SetLogLevel | Goodbye | Rejoin | LoadAdapter | UnloadAdapter | PrepareGrammar
+    ) -> bool:
         """Send a message to the worker of its epoch; return False if that is not possible now."""
         return not self._post(message.epoch, encode(message))
 

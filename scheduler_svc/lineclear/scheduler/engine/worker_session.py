@@ -41,6 +41,7 @@ from lineclear.wire.messages import (
     CANNOT_JOIN,
     AdapterLoaded,
     Goodbye,
+    Heartbeat,
     Hello,
     LogLevel,
     Rejoin,
@@ -275,6 +276,8 @@ class WorkerSession:
         if self.state is S.JOINED:
             self._silence.restart(now)
             self.is_stopping = self.is_stopping or isinstance(message, Stopping)
+            if isinstance(message, Heartbeat):
+                return [message] if message.prepared else []
             return [message] if isinstance(message, StepResult | Stopping | AdapterLoaded) else []
         if self.state is S.CUT_OFF:
             return [message] if isinstance(message, StepResult) else []

@@ -176,7 +176,8 @@ class RecordingScheduler(Scheduler):
             for event in events
             if isinstance(event, Finished) and event.reason in (FinishReason.STOP_EOS, FinishReason.STOP_TOKEN)
         ]
-        facts = [result.epoch, result.step, result.step_seconds, sorted(result.bad_rows), void, stops]
+        bad, stuck = sorted(result.bad_rows), sorted(result.stuck_rows)
+        facts = [result.epoch, result.step, result.step_seconds, bad, void, stops, stuck]
         self._record("apply", now, facts, self._summary(events))
         return events
 

@@ -176,6 +176,7 @@ class _Replayer:
         bad: list[int],
         void: list[int],
         stops: list[list[int]],
+        stuck: list[int],
     ) -> Any:
         last = {str(n): BLANK_EOS if reason == FinishReason.STOP_EOS.value else BLANK_STOP for n, reason in stops}
         tokens = [last.get(request_id, BLANK_TOKEN) for request_id in self._core.expected_samples(epoch)]
@@ -184,7 +185,6 @@ class _Replayer:
         rows = self._core.expected_outputs(epoch)
         scores = tuple(Scores((0.0,) * (row.end - row.start)) for row in rows if row.output is RowOutput.SCORE)
         vectors = tuple(_VECTOR if row.has_vector else b"" for row in rows if row.output is RowOutput.POOL)
-        result = StepResult(
-            epoch, step, tuple(tokens), (), frozenset(bad), step_seconds, scores=scores, vectors=vectors
-        )
+        facts = tuple(tokens), (), frozenset(bad), step_seconds
+        result = StepResult(epoch, step, *facts, scores=scores, vectors=vectors, stuck_rows=frozenset(stuck))
         return event_summary(self._core.apply(result, now), int)

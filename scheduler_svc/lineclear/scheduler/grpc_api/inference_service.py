@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
@@ -29,6 +30,7 @@ from lineclear.scheduler.requests import prompt_requests, settings_limits, statu
 from lineclear.scheduler.requests.adapters import AdapterEngine, Adapters
 from lineclear.scheduler.requests.admission import Admission, was_admitted
 from lineclear.scheduler.requests.answer_reader import read_answer
+from lineclear.scheduler.requests.grammar_pool import GrammarPool
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.output_length import OutputLengths, load_estimator
 from lineclear.scheduler.requests.output_router import OutputRouter
@@ -90,6 +92,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         tokenizer: Tokenizer,
         chat: ChatTemplate | None = None,
         generation_config: Mapping[str, Any] | None = None,
+        model: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_worker: Callable[[WorkerStatus], None] = lambda status: None
@@ -99,6 +102,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._settings = settings
         self._pacer = LoopPacer(clock)
         self.tokenizers = TokenizerPool(tokenizer, chat, settings_limits.text_limits(settings), self._pacer)
+        grammar_model = model if tokenizer.has_byte_tokens else None
+        self.grammars = GrammarPool(grammar_model, settings_limits.grammar_limits(settings))
+        """Compiles structured output. `model` is the directory with the tokenizer."""
         self._defaults = model_defaults(generation_config or {}) if settings.use_generation_config else {}
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -126,6 +132,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.requests = Admission(
             self._settings,
             self.tokenizers,
+            self.grammars,
             self.streams,
             engine,
             self._lengths,
@@ -205,6 +212,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Stop threads and processes. No call may be in progress."""
         self._is_closed = True
         self.tokenizers.close()
+        self.grammars.close()
 
     def _dispatch(self, events: Sequence[Event], at: float) -> None:
         try:
@@ -410,6 +418,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._model.require_hello(),
             num_slots=self._engine.snapshot().core.num_slots,
             has_chat_template=self.tokenizers.has_chat_template,
+            has_structured_output=self.grammars.is_available,
             version=VERSION,
             adapters=self.adapters.all(),
         )

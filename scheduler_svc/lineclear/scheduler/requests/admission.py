@@ -12,6 +12,7 @@ from lineclear.errors import DuplicateRequest, LineclearError, RequestTooLarge
 from lineclear.scheduler.requests import model_identity, validation
 from lineclear.scheduler.requests.adapters import Adapters, LoadedAdapter
 from lineclear.scheduler.requests.fairness import FairnessWindow
+from lineclear.scheduler.requests.grammar_pool import GrammarPool
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.output_length import OutputLengths
 from lineclear.scheduler.requests.output_router import OutputRouter
@@ -42,6 +43,7 @@ class Admission:
         self,
         settings: SchedulerSettings,
         tokenizers: TokenizerPool,
+        grammars: GrammarPool,
         streams: OutputRouter,
         engine: Submitter,
         lengths: OutputLengths,
@@ -57,7 +59,7 @@ class Admission:
         self._pacer = pacer
         self._adapters = adapters
         self._services = RequestServices(
-            tokenizers, streams, engine, lengths, stats, incident, clock, {}, self._on_close
+            tokenizers, grammars, streams, engine, lengths, stats, incident, clock, {}, self._on_close
         )
         self.fairness = FairnessWindow(quota.tenants, self._services.live.values, settings.weights)
         """How equally tenants are served."""
@@ -190,6 +192,7 @@ class Admission:
             silent_ids=validated.silent_ids,
             keep_special=validated.keep_special,
             repetition=validated.repetition,
+            is_start=validated.starts_text,
         )
 
 

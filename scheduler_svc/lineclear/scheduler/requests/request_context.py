@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -17,6 +18,7 @@ from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReaso
 from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.scheduler.requests import model_identity, sampling_validation, validation
 from lineclear.scheduler.requests.adapters import LoadedAdapter
+from lineclear.scheduler.requests.grammar_pool import GrammarPool
 from lineclear.scheduler.requests.output_length import AnswerShape, OutputLengths
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import Completion, OutputStream
@@ -29,6 +31,7 @@ from lineclear.scheduler.security.identity import Identity
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.scheduler.text.template_renderer import wall_clock_us
 from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import sampling_pb2
 from lineclear.wire.messages import Pooling, Sampling
 
 log = structlog.get_logger()
@@ -48,12 +51,17 @@ class Submitter(Protocol):
         """Queue a request and its siblings, all or none; the outcome is an event of each."""
         ...
 
+    def prepare_grammar(self, grammar: str, done: Callable[[], None]) -> None:
+        """Have the workers compile a grammar, then call `done()` from another thread."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class RequestServices:
     """The services that all requests of a server use. `live` maps (caller, request_id) to the request."""
 
     tokenizers: TokenizerPool
+    grammars: GrammarPool
     streams: OutputRouter
     engine: Submitter
     lengths: OutputLengths
@@ -176,6 +184,8 @@ class RequestContext:
                 if message.truncate_prompt_tokens:
                     prompt = prompt[-message.truncate_prompt_tokens :]
                 await self._resolve_texts()
+                if message.sampling.HasField("structured_output"):
+                    await self._resolve_form(message.sampling.structured_output)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the prompt was tokenized") from None
         if self.has_ended:  # cancelled in the meantime
@@ -238,6 +248,19 @@ class RequestContext:
     def fingerprint(self, model_fingerprint: str) -> str:
         """Return the fingerprint of the answer's model: with an adapter, of both."""
         return model_fingerprint if self.adapter is None else self.adapter.fingerprint(model_fingerprint)
+
+    async def _resolve_form(self, form: sampling_pb2.StructuredOutput) -> None:
+        """Compile the form of the answer, here and on the workers."""
+        grammar = await self._services.grammars.grammar(form)
+        loop, prepared = asyncio.get_running_loop(), asyncio.Event()
+
+        def done() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(prepared.set)
+
+        self._services.engine.prepare_grammar(grammar, done)
+        await prepared.wait()
+        self.validated = replace(self.validated, sampling=replace(self.validated.sampling, grammar=grammar))
 
     def cancel(self, error: LineclearError | None = None) -> None:
         """Stop the engine's work on the request, and end its answer with `error` (default: Cancelled).

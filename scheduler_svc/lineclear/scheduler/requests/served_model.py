@@ -85,6 +85,7 @@ class ServedModel:
             max_prompt_bytes=self._settings.max_prompt_bytes,
             default_max_tokens=self._settings.default_max_tokens,
             max_chat_messages=self._settings.max_chat_messages,
+            max_grammar_bytes=self._settings.max_grammar_bytes,
             eos_ids=frozenset(hello.eos_token_ids),
             defaults=self._defaults,
             model=status_messages.served_model_name(self._settings, hello),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lineclear.scheduler.core.policies import PolicySettings
+from lineclear.scheduler.requests.grammar_pool import GrammarLimits
 from lineclear.scheduler.requests.queue_limits import QueueLimits
 from lineclear.scheduler.requests.submitted_requests import SubmittedLimits
 from lineclear.scheduler.requests.tokenizer_pool import TextLimits
@@ -59,6 +60,18 @@ def core_limits(settings: SchedulerSettings) -> dict[str, Any]:
 def fixed_size_timeout_seconds(settings: SchedulerSettings) -> float | None:
     """Return the timeout of fixed_size only if it is set: its default would turn fixed_size into another strategy."""
     return settings.batch_timeout_ms / 1000 if "batch_timeout_ms" in settings.model_fields_set else None
+
+
+def grammar_limits(settings: SchedulerSettings) -> GrammarLimits:
+    """Return the limits of structured output."""
+    return GrammarLimits(
+        processes=settings.grammar_processes,
+        cpu_seconds=settings.max_grammar_seconds,
+        max_bytes=settings.max_grammar_bytes,
+        max_depth=settings.max_grammar_depth,
+        max_cached=settings.max_cached_grammars,
+        max_waiting=settings.max_queue_size,
+    )
 
 
 def submitted_limits(settings: SchedulerSettings) -> SubmittedLimits:

@@ -29,6 +29,7 @@ def model(
     *,
     num_slots: int,
     has_chat_template: bool,
+    has_structured_output: bool,
     version: str,
     adapters: Sequence[LoadedAdapter] = (),
 ) -> pb.GetModelResponse:
@@ -58,6 +59,7 @@ def model(
         dtype=hello.dtype,
         device=hello.device,
         has_chat_template=has_chat_template,
+        has_structured_output=has_structured_output,
         attention_backend=hello.attention_backend,
         limits=limits,
         server_version=version,

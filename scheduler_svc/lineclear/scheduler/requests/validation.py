@@ -16,6 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary, Violation
 from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.scheduler.requests import tool_validation
+from lineclear.scheduler.requests.form_validation import check_form
 from lineclear.scheduler.requests.sampling_validation import check_allowed, read_sampling
 from lineclear.scheduler.requests.violations import Violations, check_vocabulary, checked_ids, checked_texts
 from lineclear.scheduler.text.repetition import RepetitionLimits
@@ -58,6 +59,7 @@ class ModelBounds:
     max_prompt_bytes: int
     default_max_tokens: int
     max_chat_messages: int = 1024
+    max_grammar_bytes: int = 256 * 1024
     eos_ids: frozenset[int] = frozenset()
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Defaults from the model's generation_config.json."""
@@ -103,6 +105,8 @@ class ValidatedRequest:
     """Texts, to be tokenized."""
     dry_breakers: tuple[str, ...] = ()
     """Texts, to be tokenized; empty: the default ones."""
+    starts_text: bool = True
+    """The text of the first token follows the tokenizer's rule for the start of a text; grammars do not know it."""
 
 
 def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
@@ -132,6 +136,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     )
     logprobs = _logprobs(request.output, violations)
     prompt_logprobs = _prompt_logprobs(request, violations)
+    grammar_start = check_form(request.sampling, bool(eos_ids | stop_ids), bounds.max_grammar_bytes, violations)
     received = _received(request, sampling, eos_ids | stop_ids, bounds, violations)
     model_fingerprint = _model_fingerprint(request, violations)
     priority = request.priority if request.HasField("priority") else 128
@@ -145,7 +150,9 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     return ValidatedRequest(
         request_id=request_id,
         prompt_path=_PROMPT_PATHS.get(request.WhichOneof("prompt") or "", "prompt"),
-        sampling=replace(sampling, stop_ids=tuple(sorted(eos_ids | stop_ids)), logprobs=logprobs),
+        sampling=replace(
+            sampling, stop_ids=tuple(sorted(eos_ids | stop_ids)), logprobs=logprobs, grammar_start=grammar_start
+        ),
         max_tokens=max_tokens,
         eos_ids=eos_ids,
         stop_ids=stop_ids,
@@ -165,6 +172,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         prompt_digest=request.resume.prompt_digest,
         bad_words=bad_words,
         dry_breakers=dry_breakers,
+        starts_text=not request.sampling.HasField("structured_output") or bool(grammar_start),
     )
 
 

@@ -54,10 +54,11 @@ class IncrementalDecoder:
 
     __slots__ = ("_decoder", "_first", "_is_plain", "_keep_special", "_known", "_pieces")
 
-    def __init__(self, pieces: Pieces, *, keep_special: bool) -> None:
+    def __init__(self, pieces: Pieces, *, keep_special: bool, is_start: bool = True) -> None:
+        """`is_start`: the tokens are the start of a text, where some tokenizers omit a space."""
         self._pieces = pieces
         self._keep_special = keep_special
-        self._first = True
+        self._first = is_start
         self._known = pieces.known[keep_special]
         self._is_plain = False  # past the first token, with no unfinished character
         self._decoder = codecs.getincrementaldecoder("utf-8")(pieces.errors)
@@ -123,8 +124,9 @@ class AnswerText:
         silent_ids: frozenset[int] = frozenset(),
         keep_special: bool = False,
         repetition: RepetitionLimits | None = None,
+        is_start: bool = True,
     ) -> None:
-        self._decoder = IncrementalDecoder(pieces, keep_special=keep_special)
+        self._decoder = IncrementalDecoder(pieces, keep_special=keep_special, is_start=is_start)
         self._repetition = RepetitionDetector(repetition) if repetition is not None else None
         self._matcher = StopMatcher(stops, include_stop_string=include_stop_string) if stops is not None else None
         self._min_tokens = min_tokens

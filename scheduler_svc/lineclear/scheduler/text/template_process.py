@@ -1,31 +1,20 @@
 """Render conversations in a separate process, which exits when a template takes too long.
 
-jinja2's sandbox limits `range` and attributes but not time. Python cannot stop a thread, so an endless loop in a
-template would keep a thread and the interpreter lock. The process limits its CPU time for each conversation; waiting on
-a busy machine does not count. It exits when its standard input closes.
-
-A frame is a length (four bytes, big-endian) and the content. Input: the definition of the template, then one frame for
-each conversation. Output: one frame for each conversation; its first byte is RENDERED or REFUSED.
+jinja2's sandbox limits `range` and attributes but not time: an endless loop in a template would keep a thread and the
+interpreter lock. `limited_child` has the loop and the limits of the process.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import struct
-import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from lineclear.errors import InvalidRequest
+from lineclear.scheduler.text.limited_child import ANSWERED, REFUSED, serve
 from lineclear.scheduler.text.special_token_seal import Seal
 from lineclear.scheduler.text.template_renderer import ChatMessage, Renderer
 from lineclear.scheduler.text.tool_context import ToolContext
-
-RENDERED, REFUSED = b"+", b"-"
-LENGTH = struct.Struct(">I")
-_MEMORY_BYTES = 1 << 30  # address space of the process, interpreter included
 
 
 class Conversation(NamedTuple):
@@ -89,12 +78,6 @@ def choose(renderers: Mapping[str, Renderer], conversation: Conversation) -> Ren
     return (renderers.get("tool_use") if conversation.context.tools else None) or renderers["default"]
 
 
-def _read(stream: BinaryIO) -> bytes | None:
-    """Return the content of the next frame; None at the end of the input."""
-    head = stream.read(LENGTH.size)
-    return stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
-
-
 def _answer(renderers: Mapping[str, Renderer], frame: bytes, max_bytes: int) -> bytes:
     conversation = unpack_conversation(frame)
     try:
@@ -105,31 +88,14 @@ def _answer(renderers: Mapping[str, Renderer], frame: bytes, max_bytes: int) -> 
         return REFUSED + b"the model's chat template fails on this conversation"
     if len(text) > max_bytes:
         return REFUSED + b"the model's chat template makes more than %d bytes of this conversation" % max_bytes
-    return RENDERED + text
+    return ANSWERED + text
 
 
-def main() -> None:
-    """Render until standard input ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the scheduler stops this process
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = _MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(_MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    first = _read(stdin)
-    if first is None:
-        return
-    definition = json.loads(first)
+def _prepare(definition: dict[str, Any]) -> Callable[[bytes], bytes]:
     seal, variables = Seal(definition["private"]), definition["variables"]
     renderers = {name: Renderer(source, seal, variables) for name, source in definition["sources"].items()}
-    while (frame := _read(stdin)) is not None:
-        # The default action of SIGPROF ends the process, also inside a loop of the template.
-        signal.setitimer(signal.ITIMER_PROF, definition["cpu_seconds"])
-        answer = _answer(renderers, frame, int(definition["max_bytes"]))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        stdout.write(LENGTH.pack(len(answer)) + answer)
-        stdout.flush()
+    return lambda frame: _answer(renderers, frame, int(definition["max_bytes"]))
 
 
 if __name__ == "__main__":
-    main()
+    serve(_prepare)

@@ -72,6 +72,11 @@ class Tokenizer:
         return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
+    def has_byte_tokens(self) -> bool:
+        """Whether the text of an answer is the bytes of its tokens, as structured output needs."""
+        return self._byte_piece in (_byte_level_piece, _byte_fallback_piece)
+
+    @property
     def special_tokens(self) -> tuple[str, ...]:
         """Every special token, as tokenizer.json spells it."""
         return self._sealing.special_tokens

@@ -1,0 +1,50 @@
+"""The bytes of each token of a model, for grammars (llguidance)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLParserLimits, LLTokenizer
+
+_MAX_LEXER_STATES = 50_000
+"""Of one grammar; a state takes one to two kilobytes."""
+
+
+def token_table(directory: Path, vocab_size: int | None = None, eos_ids: Sequence[int] = ()) -> LLTokenizer:
+    """Read the tokenizer of a model directory. `vocab_size` is the width of the logits; None: the tokenizer's own.
+
+    Raises OSError or ValueError if there is no tokenizer, or one that splits no text into bytes.
+    """
+    definition = json.loads((directory / "tokenizer.json").read_bytes())
+    _mark_special(definition, _named_special(directory / "tokenizer_config.json"))
+    return LLTokenizer(json.dumps(definition), n_vocab=vocab_size, eos_token=list(eos_ids) or None)
+
+
+def parser_limits() -> LLParserLimits:
+    """Return the limits of one grammar. A mask takes at most about 15 ms, compiling is limited by time as well."""
+    return LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+
+
+def _mark_special(definition: dict[str, Any], named: frozenset[str]) -> None:
+    for token in definition.get("added_tokens", []):
+        token["special"] = token.get("special", False) or token["content"] in named
+
+
+def _named_special(config: Path) -> frozenset[str]:
+    """Return the texts that tokenizer_config.json names as special tokens."""
+    try:
+        values = json.loads(config.read_bytes())
+    except (OSError, ValueError):
+        return frozenset()
+    found: set[str] = set()
+    for name, value in values.items() if isinstance(values, dict) else ():
+        if name.endswith("_token") or name in ("additional_special_tokens", "extra_special_tokens"):
+            entries = value.values() if isinstance(value, dict) and "content" not in value else value
+            for entry in entries if isinstance(entries, list) else [entries]:
+                content = entry.get("content") if isinstance(entry, dict) else entry
+                if isinstance(content, str):
+                    found.add(content)
+    return frozenset(found)

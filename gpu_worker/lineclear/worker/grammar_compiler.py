@@ -1,0 +1,129 @@
+"""Compiles grammars with llguidance (Moskal et al.) and computes the masks of its matchers.
+
+Compiling takes from a millisecond to the scheduler's limit of about a second. It runs on threads with the lowest
+priority, ahead of the step that needs the grammar: `prepare`. llguidance releases the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from lineclear.model_files.token_table import parser_limits, token_table
+from lineclear.worker.constraints import Bits, Matcher
+
+_MAX_CACHED = 128
+_COMPILE_THREADS = 2
+_NICENESS = 19
+
+
+class GrammarCompiler:
+    """A `Grammars` for the tokenizer of a model directory. Any thread may call `prepare`."""
+
+    def __init__(
+        self, directory: Path | None, vocab_size: int, eos_ids: Sequence[int], max_cached: int = _MAX_CACHED
+    ) -> None:
+        self._directory, self._vocab_size, self._eos_ids = directory, vocab_size, tuple(eos_ids)
+        self.end_ids: Sequence[int] = self._eos_ids
+        self._max_cached = max_cached
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._threads: ThreadPoolExecutor | None = None
+        self._executor: LLExecutor | None = None
+        self._table_lock = threading.Lock()
+        self._table: LLTokenizer | None = None
+
+    def prepare(self, grammar: str, done: Callable[[], None]) -> None:
+        """Compile a grammar ahead and call `done()` from another thread, also if it fails."""
+        self._future(grammar).add_done_callback(lambda future: done())
+
+    def matcher(self, grammar: str) -> Future[Matcher]:
+        """Return a new matcher at the start of the grammar."""
+        copy: Future[Matcher] = Future()
+
+        def on_compiled(compiled: Future[LLMatcher]) -> None:
+            try:
+                copy.set_result(_LibraryMatcher(compiled.result().deep_copy()))
+            except Exception as error:
+                copy.set_exception(error)
+
+        self._future(grammar).add_done_callback(on_compiled)
+        return copy
+
+    def fill(self, matchers: Sequence[tuple[Matcher, int]], bits: Bits) -> None:
+        """Write the allowed next tokens of each matcher to its row, several rows in parallel."""
+        if not matchers:
+            return
+        if self._executor is None:
+            self._executor = LLExecutor(max(1, len(os.sched_getaffinity(0))))
+        entries = [(matcher.library, row) for matcher, row in matchers if isinstance(matcher, _LibraryMatcher)]
+        self._executor.unsafe_compute_mask_ptr(entries, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token; empty for a special one."""
+        return self._tokens().decode_bytes([token])
+
+    def _future(self, grammar: str) -> Future[LLMatcher]:
+        with self._lock:
+            future = self._compiled.get(grammar)
+            if future is None:
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(
+                        _COMPILE_THREADS, thread_name_prefix="grammar", initializer=_lower_priority
+                    )
+                future = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
+                while len(self._compiled) > self._max_cached:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return future
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokens(), grammar, log_level=0, limits=parser_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # fills the caches that the copies share
+        if matcher.is_error():
+            raise ValueError("the grammar cannot be compiled")  # the library's text may have content
+        return matcher
+
+    def _tokens(self) -> LLTokenizer:
+        with self._table_lock:
+            if self._directory is None:
+                raise ValueError("a model from memory has no tokenizer")
+            if self._table is None:
+                self._table = token_table(self._directory, self._vocab_size, self._eos_ids)
+                self.end_ids = tuple(self._table.eos_tokens)
+            return self._table
+
+
+class _LibraryMatcher:
+    """A `Matcher` of llguidance."""
+
+    def __init__(self, library: LLMatcher) -> None:
+        self.library = library
+
+    def consume(self, token: int) -> None:
+        """Take the next token."""
+        self.library.consume_token(token)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the output so far is complete."""
+        return self.library.is_accepting()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the matcher is in an error state."""
+        return self.library.is_error()
+
+
+def _lower_priority() -> None:
+    """Give this thread the lowest priority, so that steps do not wait for a core."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,0 +1,81 @@
+"""Has workers compile grammars before the requests that need them are queued, so that no step waits for it.
+
+All methods run on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import count
+
+from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_registry import WorkerRegistry
+from lineclear.wire.messages import Heartbeat, PrepareGrammar
+
+_MAX_RECENT = 64
+"""Grammars that are not sent again. Workers keep at least as many."""
+
+
+class GrammarPreparation:
+    """Sends grammars to the joined workers and waits for their answers.
+
+    A worker that joins later is sent the recent grammars, because it may continue the requests of another one.
+    """
+
+    def __init__(self, link: WorkerLink, workers: WorkerRegistry) -> None:
+        self._link, self._workers = link, workers
+        self._numbers = count(1)
+        self._recent: OrderedDict[str, set[int]] = OrderedDict()  # and the epochs that have compiled it
+        self._waiting: dict[int, tuple[int, str]] = {}  # epoch and grammar by number
+        self._calls: dict[str, list[Callable[[], None]]] = {}
+
+    def prepare(self, grammar: str, done: Callable[[], None]) -> None:
+        """Call `done()` once each worker that is joined now has compiled the grammar, or is lost."""
+        epochs = self._recent.setdefault(grammar, set())
+        self._recent.move_to_end(grammar)
+        while len(self._recent) > _MAX_RECENT:
+            self._recent.popitem(last=False)
+        asked = {epoch for epoch, text in self._waiting.values() if text == grammar}
+        for worker in self._workers.joined:
+            if worker.epoch not in epochs and worker.epoch not in asked:
+                self._send(worker.epoch, grammar)
+        self._calls.setdefault(grammar, []).append(done)
+        self._call_done({grammar})
+
+    def worker_joined(self, epoch: int) -> None:
+        """Send a worker the recent grammars."""
+        for grammar in self._recent:
+            self._send(epoch, grammar)
+
+    def on_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Note which grammars a worker has compiled."""
+        done = set()
+        for number in heartbeat.prepared:
+            epoch, grammar = self._waiting.pop(number, (0, ""))
+            if epoch and grammar in self._recent:
+                self._recent[grammar].add(epoch)
+            done.add(grammar)
+        self._call_done(done)
+
+    def check(self) -> None:
+        """Forget workers that are lost."""
+        if not self._waiting:
+            return
+        joined = {worker.epoch for worker in self._workers.joined}
+        lost = [number for number, (epoch, _) in self._waiting.items() if epoch not in joined]
+        if lost:
+            self._call_done({self._waiting.pop(number)[1] for number in lost})
+
+    def _send(self, epoch: int, grammar: str) -> None:
+        number = next(self._numbers)
+        if self._link.send_control(PrepareGrammar(epoch, number, grammar)):
+            self._waiting[number] = epoch, grammar
+
+    def _call_done(self, grammars: set[str]) -> None:
+        if not self._calls:
+            return
+        waiting = {grammar for _, grammar in self._waiting.values()}
+        for grammar in grammars - waiting:
+            for done in self._calls.pop(grammar, ()):
+                done()

@@ -1,0 +1,55 @@
+"""Validate the form of structured output, except for what only its compilation can tell."""
+
+from __future__ import annotations
+
+from lineclear.scheduler.requests.violations import Violations
+from lineclear.v1 import sampling_pb2
+
+MAX_START_BYTES = 64
+MAX_CHOICES = 4096
+_PATH = "sampling.structured_output"
+
+
+def check_form(params: sampling_pb2.SamplingParams, has_ends: bool, max_bytes: int, violations: Violations) -> str:
+    """Return the text behind which the form begins. `has_ends`: some token can end the answer."""
+    if not params.HasField("structured_output"):
+        return ""
+    form = params.structured_output
+    kind = form.WhichOneof("form")
+    if kind is None:
+        violations.add(f"{_PATH}.form", "is missing: set json_schema, json_object, regex, choice or grammar")
+    elif kind == "choice":
+        _check_choice(form.choice, max_bytes, violations)
+    elif kind == "json_object":
+        if not form.json_object:
+            violations.add(f"{_PATH}.json_object", "must be true")
+    else:
+        text = getattr(form, kind)
+        if not text:
+            violations.add(f"{_PATH}.{kind}", "is empty")
+        _check_size(f"{_PATH}.{kind}", len(text.encode()), max_bytes, violations)
+    if form.json_whitespace not in sampling_pb2.JsonWhitespace.values():
+        violations.add(f"{_PATH}.json_whitespace", "must be JSON_WHITESPACE_COMPACT or JSON_WHITESPACE_ANY")
+    if len(form.constraint_start.encode()) > MAX_START_BYTES:
+        violations.add(f"{_PATH}.constraint_start", f"has more than {MAX_START_BYTES} bytes")
+    if not has_ends:
+        violations.add(_PATH, "needs a token that ends the answer: unset ignore_eos, or set stop.token_ids")
+    return form.constraint_start
+
+
+def _check_choice(choice: sampling_pb2.Choice, max_bytes: int, violations: Violations) -> None:
+    path = f"{_PATH}.choice.texts"
+    if not choice.texts:
+        violations.add(path, "is empty")
+    if len(choice.texts) > MAX_CHOICES:
+        violations.add(path, f"has more than {MAX_CHOICES} entries")
+        return
+    for index, text in enumerate(choice.texts):
+        if not text:
+            violations.add(f"{path}[{index}]", "is empty")
+    _check_size(path, sum(len(text.encode()) for text in choice.texts), max_bytes, violations)
+
+
+def _check_size(path: str, size: int, max_bytes: int, violations: Violations) -> None:
+    if size > max_bytes:
+        violations.add(path, f"has {size} bytes, the limit is {max_bytes} (--max-grammar-bytes)")

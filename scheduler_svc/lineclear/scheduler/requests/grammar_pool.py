@@ -1,0 +1,116 @@
+"""Validate structured output in child processes with limits, and keep the results."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import signal
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from lineclear.errors import InvalidRequest, NoStructuredOutput
+from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
+from lineclear.scheduler.requests.limited_processes import LimitedProcesses, ProcessKilled, Work
+from lineclear.scheduler.security import identity
+from lineclear.scheduler.text.grammar_process import pack_definition, pack_form
+from lineclear.scheduler.text.limited_child import ANSWERED
+from lineclear.v1 import sampling_pb2
+
+_FIELD = "sampling.structured_output"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """Limits of structured output."""
+
+    processes: int = 2
+    cpu_seconds: float = 1.0
+    max_bytes: int = 256 * 1024
+    max_depth: int = 64
+    max_cached: int = 256
+    max_waiting: int = 1024
+
+
+class GrammarPool:
+    """Compiles forms to grammars. On one event loop.
+
+    Results are kept by the digest of the form, those that were refused too. Requests with the same form wait for one
+    result. A busy tenant delays its own forms only.
+    """
+
+    def __init__(self, model: Path | None, limits: GrammarLimits) -> None:
+        """`model` is the directory with a tokenizer that works with grammars; None: forms are rejected."""
+        self._limits = limits
+        self._pool: LimitedProcesses | None = None
+        if model is not None:
+            definition = pack_definition(model, cpu_seconds=limits.cpu_seconds, max_depth=limits.max_depth)
+            module = "lineclear.scheduler.text.grammar_process"
+            work = Work("structured output", module, definition, limits.cpu_seconds, 8 * limits.max_bytes + 4096)
+            self._pool = LimitedProcesses(work)
+        self._turns = FairSemaphore(limits.processes, limits.max_waiting, "forms of structured output wait")
+        self._known: OrderedDict[bytes, asyncio.Task[str | InvalidRequest]] = OrderedDict()
+
+    @property
+    def is_available(self) -> bool:
+        """Whether requests may have structured output."""
+        return self._pool is not None
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of all processes."""
+        return self._pool.pids if self._pool is not None else []
+
+    def close(self) -> None:
+        """Kill all processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    async def grammar(self, form: sampling_pb2.StructuredOutput) -> str:
+        """Return the grammar of a validated form.
+
+        Raises InvalidRequest with the reason, NoStructuredOutput, or QueueFull if too many forms wait.
+        """
+        if self._pool is None:
+            raise NoStructuredOutput(
+                "structured output needs a tokenizer of bytes (byte-level BPE, or with byte fallback), which this "
+                "model does not have"
+            )
+        kind = form.WhichOneof("form") or ""
+        content = json.dumps(list(form.choice.texts)) if kind == "choice" else str(getattr(form, kind))
+        frame = pack_form(kind, content, any_whitespace=form.json_whitespace == sampling_pb2.JSON_WHITESPACE_ANY)
+        key = hashlib.sha256(frame).digest()
+        task = self._known.get(key)
+        if task is None:
+            task = self._known[key] = asyncio.ensure_future(self._compile(self._pool, kind, frame))
+            task.add_done_callback(lambda done: self._forget_failure(key, done))
+            while len(self._known) > self._limits.max_cached:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(key)
+        found = await asyncio.shield(task)  # another request may wait for it too
+        if isinstance(found, InvalidRequest):
+            raise found
+        return found
+
+    def _forget_failure(self, key: bytes, task: asyncio.Task[str | InvalidRequest]) -> None:
+        """Let a form that got no turn or no process be tried again."""
+        if (task.cancelled() or task.exception() is not None) and self._known.get(key) is task:
+            del self._known[key]
+
+    async def _compile(self, pool: LimitedProcesses, kind: str, frame: bytes) -> str | InvalidRequest:
+        path = f"{_FIELD}.{kind}"
+        async with self._turns.slot(identity.flow(), 1.0):
+            try:
+                answer = await pool.ask(frame)
+            except ProcessKilled as error:
+                return InvalidRequest.at(path, self._too_complex(error.signal))
+        text = answer[1:].decode(errors="replace")
+        return text if answer[:1] == ANSWERED else InvalidRequest.at(path, text)
+
+    def _too_complex(self, number: int) -> str:
+        if number == signal.SIGPROF:
+            seconds = self._limits.cpu_seconds
+            return f"takes more than {seconds:g} s of CPU time to compile; simplify it, or raise --max-grammar-seconds"
+        return "takes too much memory to compile; simplify it"

@@ -1,0 +1,193 @@
+"""Child processes for work that cannot be stopped otherwise: started on demand, killed when it takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import NamedTuple
+
+import structlog
+
+from lineclear.errors import LineclearError, QueueFull
+from lineclear.scheduler.text.limited_child import LENGTH
+
+log = structlog.get_logger()
+
+_MAX_SLOWDOWN = 10  # ratio of wall time to CPU time on a busy machine
+_START_SECONDS = 30.0
+_EXIT_POLLS, _POLL_SECONDS = 100, 0.01  # for the exit code of a process that closed its connection
+_NICENESS = 10  # a flood of work leaves the CPU to the worker and the event loop
+
+
+class ProcessKilled(Exception):
+    """The process ended during the work, by this signal of its own limits: SIGPROF for CPU time."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = number
+
+
+class Work(NamedTuple):
+    """What the processes run."""
+
+    name: str
+    """For errors and the log."""
+    module: str
+    definition: bytes
+    """The first frame of each process."""
+    cpu_seconds: float
+    """The limit that the process keeps itself."""
+    max_bytes: int
+    """Longest answer."""
+
+
+class LimitedProcesses:
+    """Processes that answer frames, one at a time in each. On one event loop."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+        self._is_closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of all processes."""
+        return [process.popen.pid for process in self._all]
+
+    @property
+    def num_idle(self) -> int:
+        """Number of idle processes."""
+        return len(self._idle)
+
+    def close(self) -> None:
+        """Kill all processes."""
+        self._is_closed = True
+        for process in list(self._all):
+            self._end(process)
+        self._idle.clear()
+
+    async def prepare(self, count: int) -> None:
+        """Start `count` processes before the first work."""
+        with contextlib.suppress(LineclearError):
+            for _ in range(count):
+                self._idle.append(await self._start())
+
+    async def ask(self, frame: bytes) -> bytes:
+        """Return the answer to a frame. Raises ProcessKilled if a limit of the process ended it.
+
+        Raises QueueFull if no process can be started, or if the process was killed from outside.
+        """
+        process = self._take_idle() or await self._start()
+        try:
+            async with asyncio.timeout(_START_SECONDS + _MAX_SLOWDOWN * self._work.cpu_seconds):
+                answer = await process.ask(frame, self._work.max_bytes)
+        except (TimeoutError, asyncio.IncompleteReadError, OSError):
+            raise await self._explanation(process) from None
+        except BaseException:  # its late answer would be taken for the next one
+            self._end(process)
+            raise
+        self._idle.append(process)
+        return answer
+
+    def _take_idle(self) -> _Process | None:
+        while self._idle:
+            process = self._idle.pop()
+            if process.popen.poll() is None:
+                return process
+            self._end(process)  # killed from outside
+        return None
+
+    async def _start(self) -> _Process:
+        assert not self._is_closed, "work after close"
+        try:
+            process = _Process(await _connection_and_process(self._work.module))
+        except OSError as error:
+            log.warning("limited_process_not_started", work=self._work.name, problem=error.strerror)
+            raise QueueFull(
+                f"no process could be started for the {self._work.name}; retry later", retry_after_seconds=1.0
+            ) from None
+        self._all.add(process)
+        process.send(self._work.definition)
+        return process
+
+    async def _explanation(self, process: _Process) -> Exception:
+        """Kill a process that ended or does not answer. Return the error for its work."""
+        exit_code = await process.exit_code()
+        self._end(process)
+        log.warning("limited_process_ended", work=self._work.name, pid=process.popen.pid, exit_code=exit_code)
+        if exit_code in (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV):
+            return ProcessKilled(-exit_code)
+        return QueueFull(f"the process of the {self._work.name} ended; retry", retry_after_seconds=1.0)
+
+    def _end(self, process: _Process) -> None:
+        self._all.discard(process)
+        process.end()
+
+
+_Connection = tuple["subprocess.Popen[bytes]", asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class _Process:
+    """One process and its connection."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self.popen, self._reader, self._writer = connection
+
+    def send(self, content: bytes) -> None:
+        self._writer.write(LENGTH.pack(len(content)) + content)
+
+    async def ask(self, content: bytes, max_bytes: int) -> bytes:
+        """Send a frame and return the answer. Raises OSError or IncompleteReadError."""
+        self.send(content)
+        await self._writer.drain()
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if not 0 < length <= max_bytes:
+            raise OSError("a frame of a wrong length")
+        return await self._reader.readexactly(length)
+
+    async def exit_code(self) -> int | None:
+        """Return the exit code; None if the process still runs."""
+        for _ in range(_EXIT_POLLS):
+            if self.popen.poll() is not None:
+                break
+            await asyncio.sleep(_POLL_SECONDS)
+        return self.popen.returncode
+
+    def end(self) -> None:
+        """Kill the process. The next Popen of this process reaps it."""
+        self._writer.close()
+        if self.popen.poll() is None:
+            self.popen.kill()
+            self.popen.poll()
+
+
+async def _connection_and_process(module: str) -> _Connection:
+    """Start a process that is connected through its standard input and output.
+
+    Popen uses vfork, which runs no fork handlers. asyncio's subprocess forks, and gRPC's fork handlers break its
+    threads.
+    """
+    parent_end, child_end = socket.socketpair()
+    try:
+        popen = subprocess.Popen(  # noqa: ASYNC220  # takes a millisecond
+            (sys.executable, "-P", "-m", module),
+            stdin=child_end.fileno(),
+            stdout=child_end.fileno(),
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except BaseException:
+        parent_end.close()
+        raise
+    finally:
+        child_end.close()
+    with contextlib.suppress(OSError):  # the process may have ended
+        os.setpriority(os.PRIO_PROCESS, popen.pid, _NICENESS)
+    reader, writer = await asyncio.open_connection(sock=parent_end)
+    return popen, reader, writer

@@ -1,0 +1,112 @@
+"""Structured output through scheduler and worker: valid, and the same tokens whatever is scheduled."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher
+from support.families import WIDE, tiny_model
+from support.inprocess import Failure, InProcess
+from support.service import DEMO_MODEL
+
+from lineclear.errors import NoTokenAllowed
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.text.detokenizer import decode
+from lineclear.scheduler.text.tokenizer import load_tokenizer
+from lineclear.wire.messages import Sampling
+from lineclear.worker.model.loaded_model import LoadedModel
+from lineclear.worker.model.loader import build_fused, wrap_model
+from lineclear.worker.model_runner import ModelRunner
+
+TOKENIZER = load_tokenizer(DEMO_MODEL)
+EOS = frozenset({2})
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["a", "bcd", "é"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "sizes"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), overrides={"whitespace_flexible": False}),
+    "regex": LLMatcher.grammar_from_regex("[a-f]{10,30}x"),
+    "lark": LLMatcher.grammar_from_lark('start: "(" start ")" | /[0-9]{4}/'),
+    "": "",
+}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    """Return a random model with the vocabulary of the demo model."""
+    fused = build_fused(wrap_model(tiny_model("llama", **{**WIDE, "vocab_size": 4096})))
+    assert fused is not None
+    return replace(fused, directory=DEMO_MODEL)
+
+
+def server(loaded: LoadedModel, num_blocks: int = 256, **limits: Any) -> InProcess:
+    runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=4, num_slots=8, max_step_tokens=128)
+    return InProcess(runner, CoreLimits(max_batch_size=8, target_batch_tokens=64, **limits))
+
+
+def asked(name: str, grammar: str, seed: int, **sampling: Any) -> Request:
+    parameters = Sampling(temperature=1.0, seed=seed, stop_ids=(2,), grammar=grammar, **sampling)
+    return Request(name, tuple(range(20 + seed, 32 + seed)), parameters, max_tokens=48, eos_ids=EOS)
+
+
+def requests() -> list[Request]:
+    return [asked(f"{name}{seed}", grammar, seed) for seed in range(2) for name, grammar in GRAMMARS.items()]
+
+
+def test_tokens_do_not_depend_on_scheduling(loaded: LoadedModel) -> None:
+    alone = {request.request_id: server(loaded).serve([request])[request.request_id] for request in requests()}
+    for name, output in alone.items():
+        if name.startswith("schema") and output[-1] == 2:
+            jsonschema.validate(json.loads(decode(TOKENIZER, output[:-1], keep_special=False)), SCHEMA)
+    assert server(loaded).serve(requests()) == alone
+    assert server(loaded, pipeline_depth=1).serve(requests()) == alone
+    assert server(loaded).serve(requests(), lose_worker_after_steps=9) == alone
+    short = server(loaded, num_blocks=28)
+    assert short.serve(requests()) == alone
+    assert short.counters.preemptions > 0
+
+
+def test_resumed_answer_continues(loaded: LoadedModel) -> None:
+    request = asked("a", GRAMMARS["schema"], 5)
+    whole = server(loaded).serve([request])["a"]
+    for received in (1, 7, len(whole) - 1):
+        resumed = replace(request, output=tuple(whole[:received]))
+        assert server(loaded).serve([resumed])["a"] == whole[received:]
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"min_tokens": 20}, {"banned_ids": tuple(range(4096))}], ids=["min_tokens", "banned"]
+)
+def test_request_without_an_allowed_token_fails_alone(loaded: LoadedModel, sampling: dict[str, Any]) -> None:
+    with pytest.raises(Failure) as failure:
+        server(loaded).serve([asked("bad", LLMatcher.grammar_from_regex("yes"), 1, **sampling), *requests()])
+    assert isinstance(failure.value.args[0], NoTokenAllowed)
+    both = server(loaded)
+    with pytest.raises(Failure):
+        both.serve([asked("bad", LLMatcher.grammar_from_regex("yes"), 1, **sampling), *requests()])
+    assert both.finished("schema0")
+
+
+def test_penalties_and_bias_keep_the_form(loaded: LoadedModel) -> None:
+    options: dict[str, Any] = {
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 1.0,
+        "logit_bias": ((50, 40.0),),
+        "logprobs": 2,
+        "top_p": 0.9,
+    }
+    output = server(loaded).serve([asked("a", GRAMMARS["regex"], 3, **options)])["a"]
+    text = decode(TOKENIZER, [token for token in output if token != 2], keep_special=False)
+    assert set(text) <= set("abcdefx")
