@@ -17,7 +17,9 @@ from lineclear.v1 import sampling_pb2
 EVERYTHING: dict[str, Any] = {
     "temperature": 0.5, "top_k": 40, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": 0.5,
     "frequency_penalty": -0.5, "logit_bias": {5: 1.5}, "allowed_token_ids": [1, 2], "banned_token_ids": [3],
-    "seed": 2**64 - 1, "min_tokens": 1, "max_tokens": 9, "ignore_eos": True, "stop": ["x", "y"], "n": 2,
+    "seed": 2**64 - 1, "min_tokens": 1, "max_tokens": 9, "ignore_eos": True, "stop": ["x", "y"],
+    "n": 2, "best_of": 3, "num_beams": 4, "length_penalty": 0.5,
+    "early_stopping": "never",
     "bad_words": ["x", "y z"], "begin_banned_token_ids": [4], "forced_first_token_id": 0, "no_repeat_ngram_size": 3,
     "exponential_decay_start": 2, "exponential_decay_factor": 1.5, "typical_p": 0.5, "top_n_sigma": 1.5,
     "xtc_probability": 0.5, "xtc_threshold": 0.25, "dynatemp_range": 0.5, "dynatemp_exponent": 2.0,
@@ -64,7 +66,6 @@ def test_every_parameter_sets_its_field() -> None:
         frequency_penalty=-0.5, logit_bias=[sampling_pb2.LogitBias(token_id=5, bias=1.5)], allowed_token_ids=[1, 2],
         banned_token_ids=[3], seed=2**64 - 1, min_tokens=1, max_tokens=9, ignore_eos=True, bad_words=["x", "y z"],
         begin_banned_token_ids=[4], forced_first_token_id=0, no_repeat_ngram_size=3, exponential_decay_start=2,
-        n=2,
         exponential_decay_factor=1.5, typical_p=0.5, top_n_sigma=1.5, xtc_probability=0.5, xtc_threshold=0.25,
         dynatemp_range=0.5, dynatemp_exponent=2.0, dry_multiplier=0.5, dry_base=2.0, dry_allowed_length=3,
         dry_penalty_last_n=-1, dry_sequence_breakers=[":"],
@@ -72,6 +73,8 @@ def test_every_parameter_sets_its_field() -> None:
             json_schema='{"type": "integer"}', json_whitespace=sampling_pb2.JSON_WHITESPACE_ANY,
             constraint_start="</think>",
         ),
+        n=2, best_of=3, num_beams=4, length_penalty=0.5,
+        early_stopping=sampling_pb2.EARLY_STOPPING_NEVER,
     )  # fmt: skip
     assert message.stop == sampling_pb2.StopConditions(
         strings=["x", "y"],

@@ -136,7 +136,17 @@ def test_largest_valid_request_is_valid(good: pb.GenerateRequest) -> None:
     check(good, BOUNDS)
 
 
-NOT_COPIED = {"n", "top_k", "forced_first_token_id", "seed", "min_tokens", "max_tokens", "ignore_eos"}
+NOT_COPIED = {
+    "n",
+    "best_of",
+    "num_beams",
+    "top_k",
+    "forced_first_token_id",
+    "seed",
+    "min_tokens",
+    "max_tokens",
+    "ignore_eos",
+}
 """Scalars of the schema whose range depends on the model or on each other; `bad_requests` has their bounds."""
 SCALARS = [
     field.name

@@ -81,6 +81,17 @@ class ModelChange(StrEnum):
     RESTART = "restart"
 
 
+class StopBeams(StrEnum):
+    """The values of --early-stopping."""
+
+    TRUE = "true"
+    FALSE = "false"
+    NEVER = "never"
+
+
+_STOP_BEAMS: dict[StopBeams, Any] = {StopBeams.TRUE: True, StopBeams.FALSE: False, StopBeams.NEVER: "never"}
+
+
 @dataclass(frozen=True)
 class Connection:
     """The server, its credentials and the retries."""
@@ -253,6 +264,16 @@ class SamplingFlags:
     dry_sequence_breakers: Annotated[
         list[str] | None, _option(SAMPLING, "A repetition ends at this text. May be repeated.", metavar="TEXT")
     ] = None
+    best_of: Annotated[
+        int | None, _option(SAMPLING, "Generate this many outputs and show the --n most likely ones.")
+    ] = None
+    num_beams: Annotated[int | None, _option(SAMPLING, "Beam search with this many beams. [1, 32]")] = None
+    length_penalty: Annotated[
+        float | None, _option(SAMPLING, "With --num-beams: above 0 prefers long outputs. Default 1. [-10, 10]")
+    ] = None
+    early_stopping: Annotated[
+        StopBeams | None, _option(SAMPLING, "With --num-beams: when to stop, as in transformers.")
+    ] = None
     seed: Annotated[int | None, _option(SAMPLING, "The same seed gives the same answer. [0, 2**64)")] = None
     min_tokens: Annotated[int | None, _option(STOPPING, "Do not stop before this many output tokens.")] = None
     ignore_eos: Annotated[
@@ -302,6 +323,7 @@ class SamplingFlags:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         given |= {
             "logit_bias": bias or None,
+            "early_stopping": None if self.early_stopping is None else _STOP_BEAMS[self.early_stopping],
             "stop": self.stop or None,
             "repetition_detection": _repetition(self.repetition_detection),
             "bad_words": self.bad_words or None,

@@ -181,6 +181,7 @@ class OutputAssembler:
             started=self.started or Started(),
             logprobs=tuple(self._logprobs),
             token_times_seconds=tuple(self._times_seconds),
+            score=self._finished.score if self._finished.HasField("score") else None,
         )
 
 

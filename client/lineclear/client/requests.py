@@ -120,6 +120,10 @@ class Sampling:
     grammar: str | None = None
     json_whitespace: JsonWhitespace | None = None
     constraint_start: str | None = None
+    best_of: int | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     def replace(self, **changes: Any) -> Sampling:
         """Return a copy with some fields changed."""
@@ -174,6 +178,10 @@ class Params(TypedDict, total=False):
     grammar: str | None
     json_whitespace: JsonWhitespace | None
     constraint_start: str | None
+    best_of: int | None
+    num_beams: int | None
+    length_penalty: float | None
+    early_stopping: bool | Literal["never"] | None
     request_id: str | None
     priority: int | None
     expected_tokens: int | None
@@ -295,6 +303,13 @@ class Request:
 
 
 _OUTPUT_OPTIONS: Final = tuple(pb.OutputOptions.DESCRIPTOR.fields_by_name)
+
+
+def arrives_whole(sampling: sampling_pb2.SamplingParams) -> bool:
+    """Return whether the outputs are chosen at the end. Such an answer is not resumed."""
+    return sampling.num_beams > 1 or sampling.best_of > max(sampling.n, 1)
+
+
 REQUEST_FIELDS: Final = frozenset(f.name for f in dataclasses.fields(Request)) - {"prompt", "sampling"}
 
 
@@ -351,6 +366,11 @@ def authorized(metadata: Metadata, token: str | None) -> Metadata:
     return metadata if token is None else (*pairs(metadata), ("authorization", f"Bearer {token}"))
 
 
+_EARLY_STOPPING: Final[dict[bool | str, sampling_pb2.EarlyStopping.ValueType]] = {
+    False: sampling_pb2.EARLY_STOPPING_HEURISTIC,
+    True: sampling_pb2.EARLY_STOPPING_WHEN_FULL,
+    "never": sampling_pb2.EARLY_STOPPING_NEVER,
+}
 _KEY = re.compile(r"[a-z0-9_.-]+")
 _VALUE = re.compile(r"[\x20-\x7e]*")
 
@@ -401,7 +421,11 @@ def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
         if value is None:
             continue
         path = f"sampling.{name}"
-        if name == "logit_bias":
+        if name == "early_stopping":
+            if value not in _EARLY_STOPPING:
+                raise InvalidRequest.at(path, 'must be True, False or "never"')
+            params.early_stopping = _EARLY_STOPPING[value]
+        elif name == "logit_bias":
             if not isinstance(value, Mapping):
                 raise InvalidRequest.at(path, "must be a mapping of token ids to numbers")
             for token_id, bias in value.items():

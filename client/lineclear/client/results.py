@@ -156,6 +156,8 @@ class Output:
     started: Started
     logprobs: tuple[TokenLogprobs, ...] = ()
     token_times_seconds: tuple[float, ...] = ()
+    score: float | None = None
+    """What `best_of` and beam search rank outputs by."""
 
     @property
     def seed(self) -> int:

@@ -1280,12 +1280,17 @@ class Finished(_message.Message):
     MATCHED_TOKEN_ID_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Why the answer ended."""
     matched_stop_string: _builtins.str
     """Stop string that matched, for FINISH_REASON_STOP_STRING."""
     matched_token_id: _builtins.int
     """End-of-sequence or stop token that matched."""
+    score: _builtins.float
+    """With best_of, the mean log-probability of the tokens. With num_beams, the
+    sum of their log-probabilities divided by length ^ length_penalty.
+    """
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Number of tokens."""
@@ -1302,19 +1307,24 @@ class Finished(_message.Message):
         matched_token_id: _builtins.int | None = ...,
         usage: Global___Usage | None = ...,
         timings: Global___Timings | None = ...,
+        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_string", b"_matched_stop_string", "_matched_token_id", b"_matched_token_id", "matched_stop_string", b"matched_stop_string", "matched_token_id", b"matched_token_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_string", b"_matched_stop_string", "_matched_token_id", b"_matched_token_id", "_score", b"_score", "matched_stop_string", b"matched_stop_string", "matched_token_id", b"matched_token_id", "score", b"score", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_string", b"_matched_stop_string", "_matched_token_id", b"_matched_token_id", "finish_reason", b"finish_reason", "matched_stop_string", b"matched_stop_string", "matched_token_id", b"matched_token_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_string", b"_matched_stop_string", "_matched_token_id", b"_matched_token_id", "_score", b"_score", "finish_reason", b"finish_reason", "matched_stop_string", b"matched_stop_string", "matched_token_id", b"matched_token_id", "score", b"score", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__matched_stop_string: _TypeAlias = _typing.Literal["matched_stop_string"]  # noqa: Y015
     _WhichOneofArgType__matched_stop_string: _TypeAlias = _typing.Literal["_matched_stop_string", b"_matched_stop_string"]  # noqa: Y015
     _WhichOneofReturnType__matched_token_id: _TypeAlias = _typing.Literal["matched_token_id"]  # noqa: Y015
     _WhichOneofArgType__matched_token_id: _TypeAlias = _typing.Literal["_matched_token_id", b"_matched_token_id"]  # noqa: Y015
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__matched_stop_string) -> _WhichOneofReturnType__matched_stop_string | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__matched_token_id) -> _WhichOneofReturnType__matched_token_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
 

@@ -43,6 +43,42 @@ JSON_WHITESPACE_ANY: JsonWhitespace.ValueType  # 2
 """Any amount that the model chooses."""
 Global___JsonWhitespace: _TypeAlias = JsonWhitespace  # noqa: Y015
 
+class _EarlyStopping:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """As HEURISTIC."""
+    EARLY_STOPPING_HEURISTIC: _EarlyStopping.ValueType  # 1
+    """`False` in transformers: when no beam has a better score at its present
+    length.
+    """
+    EARLY_STOPPING_WHEN_FULL: _EarlyStopping.ValueType  # 2
+    """`True` in transformers: at once."""
+    EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 3
+    """`"never"` in transformers: when no beam can have a better score at any
+    length.
+    """
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a beam search with num_beams finished beams stops."""
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""As HEURISTIC."""
+EARLY_STOPPING_HEURISTIC: EarlyStopping.ValueType  # 1
+"""`False` in transformers: when no beam has a better score at its present
+length.
+"""
+EARLY_STOPPING_WHEN_FULL: EarlyStopping.ValueType  # 2
+"""`True` in transformers: at once."""
+EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 3
+"""`"never"` in transformers: when no beam can have a better score at any
+length.
+"""
+Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
+
 @_typing.final
 class SamplingParams(_message.Message):
     """How the next token is chosen. Every scalar is `optional`: unset means the
@@ -63,6 +99,10 @@ class SamplingParams(_message.Message):
     BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    BEST_OF_FIELD_NUMBER: _builtins.int
+    NUM_BEAMS_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
@@ -119,6 +159,23 @@ class SamplingParams(_message.Message):
     answer of a request with n = 1 and the seed `seed` + i, modulo 2^64. The
     outputs share the prompt, one place in the queue and one deadline.
     """
+    best_of: _builtins.int
+    """Generates this many outputs and returns the n with the best mean
+    log-probability of their tokens, best first, all at the end. [n,
+    Limits.max_outputs]. Default n, which streams them.
+    """
+    num_beams: _builtins.int
+    """Beam search with this many beams, [n, 32], as in transformers: the n
+    outputs with the best score, best first, all at the end. Unset or 1: no
+    beam search. Excludes sampling parameters other than min_tokens,
+    max_tokens, ignore_eos and seed, and stop strings.
+    """
+    length_penalty: _builtins.float
+    """Exponent of the length that divides the score of a finished beam, [-10,
+    10]. Above 0 prefers long outputs. Default 1.
+    """
+    early_stopping: Global___EarlyStopping.ValueType
+    """When a search with num_beams finished beams stops."""
     min_tokens: _builtins.int
     """No end-of-sequence, stop token or stop string ends the answer before this
     many output tokens, [0, max_tokens]. Default 0.
@@ -233,6 +290,10 @@ class SamplingParams(_message.Message):
         banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         seed: _builtins.int | None = ...,
         n: _builtins.int | None = ...,
+        best_of: _builtins.int | None = ...,
+        num_beams: _builtins.int | None = ...,
+        length_penalty: _builtins.float | None = ...,
+        early_stopping: Global___EarlyStopping.ValueType = ...,
         min_tokens: _builtins.int | None = ...,
         max_tokens: _builtins.int | None = ...,
         ignore_eos: _builtins.bool | None = ...,
@@ -255,10 +316,12 @@ class SamplingParams(_message.Message):
         dry_sequence_breakers: _abc.Iterable[_builtins.str] | None = ...,
         structured_output: Global___StructuredOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dry_allowed_length", b"_dry_allowed_length", "_dry_base", b"_dry_base", "_dry_multiplier", b"_dry_multiplier", "_dry_penalty_last_n", b"_dry_penalty_last_n", "_dynatemp_exponent", b"_dynatemp_exponent", "_dynatemp_range", b"_dynatemp_range", "_exponential_decay_factor", b"_exponential_decay_factor", "_exponential_decay_start", b"_exponential_decay_start", "_forced_first_token_id", b"_forced_first_token_id", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "_xtc_probability", b"_xtc_probability", "_xtc_threshold", b"_xtc_threshold", "dry_allowed_length", b"dry_allowed_length", "dry_base", b"dry_base", "dry_multiplier", b"dry_multiplier", "dry_penalty_last_n", b"dry_penalty_last_n", "dynatemp_exponent", b"dynatemp_exponent", "dynatemp_range", b"dynatemp_range", "exponential_decay_factor", b"exponential_decay_factor", "exponential_decay_start", b"exponential_decay_start", "forced_first_token_id", b"forced_first_token_id", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "no_repeat_ngram_size", b"no_repeat_ngram_size", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p", "typical_p", b"typical_p", "xtc_probability", b"xtc_probability", "xtc_threshold", b"xtc_threshold"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_dry_allowed_length", b"_dry_allowed_length", "_dry_base", b"_dry_base", "_dry_multiplier", b"_dry_multiplier", "_dry_penalty_last_n", b"_dry_penalty_last_n", "_dynatemp_exponent", b"_dynatemp_exponent", "_dynatemp_range", b"_dynatemp_range", "_exponential_decay_factor", b"_exponential_decay_factor", "_exponential_decay_start", b"_exponential_decay_start", "_forced_first_token_id", b"_forced_first_token_id", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_length_penalty", b"_length_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_beams", b"_num_beams", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "_xtc_probability", b"_xtc_probability", "_xtc_threshold", b"_xtc_threshold", "best_of", b"best_of", "dry_allowed_length", b"dry_allowed_length", "dry_base", b"dry_base", "dry_multiplier", b"dry_multiplier", "dry_penalty_last_n", b"dry_penalty_last_n", "dynatemp_exponent", b"dynatemp_exponent", "dynatemp_range", b"dynatemp_range", "exponential_decay_factor", b"exponential_decay_factor", "exponential_decay_start", b"exponential_decay_start", "forced_first_token_id", b"forced_first_token_id", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "length_penalty", b"length_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_beams", b"num_beams", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p", "typical_p", b"typical_p", "xtc_probability", b"xtc_probability", "xtc_threshold", b"xtc_threshold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dry_allowed_length", b"_dry_allowed_length", "_dry_base", b"_dry_base", "_dry_multiplier", b"_dry_multiplier", "_dry_penalty_last_n", b"_dry_penalty_last_n", "_dynatemp_exponent", b"_dynatemp_exponent", "_dynatemp_range", b"_dynatemp_range", "_exponential_decay_factor", b"_exponential_decay_factor", "_exponential_decay_start", b"_exponential_decay_start", "_forced_first_token_id", b"_forced_first_token_id", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "_xtc_probability", b"_xtc_probability", "_xtc_threshold", b"_xtc_threshold", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "banned_token_ids", b"banned_token_ids", "begin_banned_token_ids", b"begin_banned_token_ids", "dry_allowed_length", b"dry_allowed_length", "dry_base", b"dry_base", "dry_multiplier", b"dry_multiplier", "dry_penalty_last_n", b"dry_penalty_last_n", "dry_sequence_breakers", b"dry_sequence_breakers", "dynatemp_exponent", b"dynatemp_exponent", "dynatemp_range", b"dynatemp_range", "exponential_decay_factor", b"exponential_decay_factor", "exponential_decay_start", b"exponential_decay_start", "forced_first_token_id", b"forced_first_token_id", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "no_repeat_ngram_size", b"no_repeat_ngram_size", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p", "typical_p", b"typical_p", "xtc_probability", b"xtc_probability", "xtc_threshold", b"xtc_threshold"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_dry_allowed_length", b"_dry_allowed_length", "_dry_base", b"_dry_base", "_dry_multiplier", b"_dry_multiplier", "_dry_penalty_last_n", b"_dry_penalty_last_n", "_dynatemp_exponent", b"_dynatemp_exponent", "_dynatemp_range", b"_dynatemp_range", "_exponential_decay_factor", b"_exponential_decay_factor", "_exponential_decay_start", b"_exponential_decay_start", "_forced_first_token_id", b"_forced_first_token_id", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_length_penalty", b"_length_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_beams", b"_num_beams", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "_xtc_probability", b"_xtc_probability", "_xtc_threshold", b"_xtc_threshold", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "banned_token_ids", b"banned_token_ids", "begin_banned_token_ids", b"begin_banned_token_ids", "best_of", b"best_of", "dry_allowed_length", b"dry_allowed_length", "dry_base", b"dry_base", "dry_multiplier", b"dry_multiplier", "dry_penalty_last_n", b"dry_penalty_last_n", "dry_sequence_breakers", b"dry_sequence_breakers", "dynatemp_exponent", b"dynatemp_exponent", "dynatemp_range", b"dynatemp_range", "early_stopping", b"early_stopping", "exponential_decay_factor", b"exponential_decay_factor", "exponential_decay_start", b"exponential_decay_start", "forced_first_token_id", b"forced_first_token_id", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_beams", b"num_beams", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p", "typical_p", b"typical_p", "xtc_probability", b"xtc_probability", "xtc_threshold", b"xtc_threshold"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__best_of: _TypeAlias = _typing.Literal["best_of"]  # noqa: Y015
+    _WhichOneofArgType__best_of: _TypeAlias = _typing.Literal["_best_of", b"_best_of"]  # noqa: Y015
     _WhichOneofReturnType__dry_allowed_length: _TypeAlias = _typing.Literal["dry_allowed_length"]  # noqa: Y015
     _WhichOneofArgType__dry_allowed_length: _TypeAlias = _typing.Literal["_dry_allowed_length", b"_dry_allowed_length"]  # noqa: Y015
     _WhichOneofReturnType__dry_base: _TypeAlias = _typing.Literal["dry_base"]  # noqa: Y015
@@ -281,6 +344,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__ignore_eos: _TypeAlias = _typing.Literal["ignore_eos"]  # noqa: Y015
     _WhichOneofArgType__ignore_eos: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos"]  # noqa: Y015
+    _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
+    _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
@@ -291,6 +356,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__no_repeat_ngram_size: _TypeAlias = _typing.Literal["no_repeat_ngram_size"]  # noqa: Y015
     _WhichOneofArgType__no_repeat_ngram_size: _TypeAlias = _typing.Literal["_no_repeat_ngram_size", b"_no_repeat_ngram_size"]  # noqa: Y015
+    _WhichOneofReturnType__num_beams: _TypeAlias = _typing.Literal["num_beams"]  # noqa: Y015
+    _WhichOneofArgType__num_beams: _TypeAlias = _typing.Literal["_num_beams", b"_num_beams"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
@@ -311,6 +378,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__xtc_probability: _TypeAlias = _typing.Literal["_xtc_probability", b"_xtc_probability"]  # noqa: Y015
     _WhichOneofReturnType__xtc_threshold: _TypeAlias = _typing.Literal["xtc_threshold"]  # noqa: Y015
     _WhichOneofArgType__xtc_threshold: _TypeAlias = _typing.Literal["_xtc_threshold", b"_xtc_threshold"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dry_allowed_length) -> _WhichOneofReturnType__dry_allowed_length | None: ...
     @_typing.overload
@@ -334,6 +403,8 @@ class SamplingParams(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ignore_eos) -> _WhichOneofReturnType__ignore_eos | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
@@ -343,6 +414,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__no_repeat_ngram_size) -> _WhichOneofReturnType__no_repeat_ngram_size | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_beams) -> _WhichOneofReturnType__num_beams | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @_typing.overload

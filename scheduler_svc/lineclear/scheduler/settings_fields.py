@@ -179,7 +179,10 @@ class SchedulerFields(settings_base.ProcessSettings):
     default_max_tokens: int = REQUESTS.field(512, ge=1, le=2**20)
     """Most output tokens of a request without max_tokens."""
     max_outputs: int = REQUESTS.field(128, ge=1, le=1024)
-    """Most outputs of one request (n)."""
+    """Most outputs of one request (n, best_of)."""
+    max_held_tokens: int = REQUESTS.field(65_536, ge=1, le=2**31)
+    """Most output tokens of a request with best_of or num_beams. They are kept until its end. A token takes about 300
+    bytes, with 20 log probabilities 3 KB."""
     default_deadline_seconds: float = REQUESTS.field(600.0, gt=0, le=7 * 86_400)
     """Deadline of a call that has none, from its arrival."""
     max_deadline_seconds: float = REQUESTS.field(7 * 86_400.0, gt=0, le=366 * 86_400)

@@ -15,6 +15,7 @@ from .. import rpc_methods
 from ..answer_assembler import AnswerAssembler
 from ..call_settings import CallOptions
 from ..concurrency import Event, call
+from ..requests import arrives_whole
 from ..results import Delta, Generation, Queued, queued_from_proto
 from ..retry import ReplicaSearch, ResumeState
 from ..session_messages import SessionRefused, names_one_server
@@ -43,6 +44,7 @@ class Stream:
         self._canceller = Canceller(self.cancel)
         self._has_callbacks = options.has_callbacks
         message = options.message
+        self._arrives_whole = isinstance(message, pb.GenerateRequest) and arrives_whole(message.sampling)
         self._assembler = AnswerAssembler(message.from_index if isinstance(message, pb.AttachRequest) else 0)
         self._has_responses = False  # from the first response on, the next call resumes the answer
         self._call_has_responses = False
@@ -227,7 +229,7 @@ class Stream:
 
     def _pause_after(self, error: LineclearError) -> float:
         """Return the seconds until the next call. Raises `error` if the request ends with it."""
-        if self._stop.is_set():
+        if self._stop.is_set() or (self._has_responses and self._arrives_whole):
             raise error
         if isinstance(error, ModelChanged) and (pause_seconds := self._pause_before_replica()) is not None:
             return pause_seconds

@@ -100,7 +100,8 @@ class Scheduler:
             state.refusing = state.refusing or isinstance(error, QueueFull)
             raise
         self._num_arrivals += 1
-        sequence = Sequence(request, (self._key(request, now), self._num_arrivals), now)
+        since = now if request.queued_since is None else request.queued_since
+        sequence = Sequence(request, (self._key(request, since), self._num_arrivals), now)
         sequence.protected = self.limits.max_preemptions == 0
         self._live.add(sequence)
         state.fresh.push(sequence)

@@ -37,6 +37,7 @@ class Request:
     requests depends on it. `wants_position` asks for its place in the queue.
     `output` is the beginning of the answer, fewer than `max_tokens` tokens, if another server made it.
     `model_fingerprint` is the model that must run the request; empty: the model that is joined when it starts.
+    `queued_since` is the time that its place in the queue's order counts from; None: the time of its submission.
     `is_sibling`: it follows a request of the same prompt under one admission, and takes no place in the queue.
     `vocabulary` is the vocabulary size and the end-of-sequence ids that it was validated with; None: not compared.
     With `max_tokens` 0, `scoring` or `pooling` is what the request is for.
@@ -61,6 +62,7 @@ class Request:
     scoring: Scoring | None = None
     pooling: Pooling | None = None
     is_sibling: bool = False
+    queued_since: float | None = None
 
     def __repr__(self) -> str:
         """Return lengths, never content."""
@@ -85,7 +87,7 @@ class Request:
         """Return everything but id, content and sampling parameters; `load` makes a blank request of it."""
         sizes = len(self.prompt), len(self.output), self.max_tokens, self.expected_tokens
         model = self.model_fingerprint, self.vocabulary, self.adapter
-        rest = self.scoring, self.pooling, self.is_sibling
+        rest = self.scoring, self.pooling, self.is_sibling, self.queued_since
         return *sizes, self.priority, self.deadline, self.tenant, *model, *rest
 
     @classmethod
@@ -105,6 +107,7 @@ class Request:
         scoring: Any,
         pooling: Any,
         is_sibling: bool,
+        queued_since: float | None,
     ) -> Request:
         """Return a request of the dumped shape with `number` as its id and blank tokens."""
         return cls(
@@ -125,6 +128,7 @@ class Request:
             scoring=None if scoring is None else Scoring(*scoring),
             pooling=None if pooling is None else Pooling(PoolingKind(pooling[0]), *pooling[1:]),
             is_sibling=is_sibling,
+            queued_since=queued_since,
         )
 
 

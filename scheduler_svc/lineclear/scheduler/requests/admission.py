@@ -5,7 +5,7 @@ Small requests are validated before the quota check, large ones after it, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 
 from lineclear.errors import DuplicateRequest, LineclearError, RequestTooLarge
@@ -17,7 +17,7 @@ from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.output_length import OutputLengths
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import OutputStream
-from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueuePlace
+from lineclear.scheduler.requests.queue_limits import NoPlace, QueueLimiter, QueuePlace
 from lineclear.scheduler.requests.request_context import Asks, RequestContext, RequestServices, Submitter
 from lineclear.scheduler.requests.request_stats import ServerStats
 from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
@@ -147,18 +147,48 @@ class Admission:
         services, key = self._services, (caller, validated.request_id)
         if key in services.live:
             raise DuplicateRequest("a request with this request_id is in progress")
-        outputs = self._open_outputs(validated, place)
+        outputs, candidates = self._open_outputs(validated, place)
         cache_owner = identity.ANONYMOUS if self._settings.share_prefix_cache_across_tenants else caller
         salt = identity.cache_salt(cache_owner, message.cache_salt)
         request = RequestContext(
-            *(services, validated, outputs, place, bounds, caller, tenant, salt, arrival, deadline, adapter, asks)
+            *(
+                services,
+                validated,
+                outputs,
+                candidates,
+                place,
+                bounds,
+                caller,
+                tenant,
+                salt,
+                arrival,
+                deadline,
+                adapter,
+                asks,
+            )
         )
         services.live[key] = request
         self.fairness.start()
         return request
 
-    def _open_outputs(self, validated: ValidatedRequest, place: QueuePlace) -> tuple[OutputStream, ...]:
+    def _open_outputs(
+        self, validated: ValidatedRequest, place: QueuePlace
+    ) -> tuple[tuple[OutputStream, ...], tuple[OutputStream, ...]]:
+        """Open the streams of the outputs, and of the candidates that they are chosen from."""
+        if validated.best_of:
+            candidates = [(index, ()) for index in range(validated.best_of)]
+            outputs = [(index, ()) for index in range(len(validated.received))]
+            return self._open_streams(validated, outputs, NoPlace()), self._open_streams(validated, candidates, place)
+        if validated.beams is not None:
+            outputs = [(index, ()) for index in range(len(validated.received))]
+            return self._open_streams(validated, outputs, NoPlace()), ()
         wanted = [(index, received) for index, received in enumerate(validated.received) if received is not None]
+        return self._open_streams(validated, wanted, place), ()
+
+    def _open_streams(
+        self, validated: ValidatedRequest, wanted: Sequence[tuple[int, tuple[int, ...]]], place: QueuePlace
+    ) -> tuple[OutputStream, ...]:
+        shares = [place] * len(wanted) if isinstance(place, NoPlace) else place.shares(len(wanted))
         outputs = tuple(
             self._services.streams.open(
                 validated.request_id,
@@ -168,7 +198,7 @@ class Admission:
                 num_received=len(received),
                 index=index,
             )
-            for (index, received), share in zip(wanted, place.shares(len(wanted)), strict=True)
+            for (index, received), share in zip(wanted, shares, strict=True)
         )
         if len(outputs) > 1:
             for output in outputs:

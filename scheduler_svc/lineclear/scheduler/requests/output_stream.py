@@ -119,7 +119,9 @@ class OutputStream:
         "is_read",
         "num_received",
         "num_resumed",
+        "score",
         "scores",
+        "seed_index",
         "siblings",
         "started",
         "stats",
@@ -140,7 +142,9 @@ class OutputStream:
         index: int = 0,
     ) -> None:
         self.engine_id = engine_id
-        self.index = index
+        self.index = self.seed_index = index
+        self.score: float | None = None
+        """What it was chosen by, if it was."""
         self.siblings: Sequence[OutputStream] = (self,)
         self.started: Started | None = None
         self.stats: RequestStats | None = None
@@ -289,6 +293,23 @@ class OutputStream:
         """Cancel the output with `error`, and have nothing to read any more."""
         self.cancel(error, discard_unread=True)
         self._unsent_start = self._unsent_position = None
+
+    def deliver(
+        self,
+        started: Started,
+        tokens: list[int],
+        texts: list[str],
+        logprobs: list[Logprobs],
+        times: list[float],
+        end: Completion,
+    ) -> None:
+        """Take a complete output at once, of any length. `texts` has one more entry than `tokens`, or none."""
+        if self._error is None:
+            self.started = self._unsent_start = started
+            self._tokens, self._texts, self._logprobs, self._times = tokens, texts, logprobs, times
+            self.num_received = len(tokens)
+            self.is_engine_done, self.stats, self._end = True, end.stats, end
+            self._wake()
 
     def stop(self) -> None:
         """Cancel this output alone. It ends with CANCELLED, unless it has ended before the engine knows."""

@@ -83,6 +83,18 @@ class PlaceShare:
             self._place.release_share(started=started)
 
 
+class NoPlace(QueuePlace):
+    """For an output that does not wait in the queue."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        pass
+
+    def release(self, *, started: bool) -> None:
+        """Do nothing."""
+
+
 class QueueLimiter:
     """Counts of waiting requests. Tenants without waiting requests take no memory."""
 

@@ -18,11 +18,14 @@ from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReaso
 from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.scheduler.requests import model_identity, sampling_validation, validation
 from lineclear.scheduler.requests.adapters import LoadedAdapter
+from lineclear.scheduler.requests.beam_group import BeamGroup
+from lineclear.scheduler.requests.beam_search import BeamSettings
+from lineclear.scheduler.requests.best_of import BestOf
 from lineclear.scheduler.requests.grammar_pool import GrammarPool
 from lineclear.scheduler.requests.output_length import AnswerShape, OutputLengths
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import Completion, OutputStream
-from lineclear.scheduler.requests.queue_limits import QueuePlace
+from lineclear.scheduler.requests.queue_limits import NoPlace, QueuePlace
 from lineclear.scheduler.requests.request_stats import RequestTimings, ServerStats, request_timings
 from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
 from lineclear.scheduler.requests.validation import ModelBounds, ValidatedRequest
@@ -81,7 +84,16 @@ class RequestContext:
     __slots__ = (
         *("arrival", "bounds", "cache_salt", "caller", "chat_time_us", "deadline", "error", "is_closed", "max_tokens"),
         *("adapter", "outputs", "prompt_digest", "prompt_tokens", "tenant", "validated", "_asks"),
-        *("_is_submitted", "_num_counted", "_num_unread", "_queue_place", "_services", "_wakeup"),
+        *(
+            "_candidates",
+            "_group",
+            "_is_submitted",
+            "_num_counted",
+            "_num_unread",
+            "_queue_place",
+            "_services",
+            "_wakeup",
+        ),
     )
 
     def __init__(
@@ -89,6 +101,7 @@ class RequestContext:
         services: RequestServices,
         validated: ValidatedRequest,
         outputs: tuple[OutputStream, ...],
+        candidates: tuple[OutputStream, ...],
         queue_place: QueuePlace,
         bounds: ModelBounds,
         caller: Identity,
@@ -120,6 +133,8 @@ class RequestContext:
         self._services = services
         self._queue_place = queue_place
         self._is_submitted = False
+        self._candidates = candidates
+        self._group: BestOf | BeamGroup | None = None
         self._num_unread = len(outputs)  # outputs whose end has not been read
         self._wakeup: asyncio.Event | None = None  # set on new output of any of several
 
@@ -136,7 +151,9 @@ class RequestContext:
     def sampling_of(self, output: OutputStream) -> Sampling:
         """Return the sampling parameters of an output: those of the request, with a seed of its own."""
         sampling = self.validated.sampling
-        return replace(sampling, seed=output_seed(sampling.seed, output.index)) if output.index else sampling
+        if self._candidates and sampling.logprobs < 0:
+            sampling = replace(sampling, logprobs=0)  # to choose by
+        return replace(sampling, seed=output_seed(sampling.seed, output.seed_index)) if output.seed_index else sampling
 
     async def wait(self) -> None:
         """Wait for output."""
@@ -197,9 +214,15 @@ class RequestContext:
         self.prompt_tokens, self.max_tokens = len(request.prompt), request.max_tokens
         changes = self._model_fields() | {"cache_salt": self.cache_salt, "tenant": identity.share(self.tenant)}
         request = replace(request, **changes)
+        if self.validated.beams is not None:
+            self._start_beams(request, self.validated.beams)
+            return
         submitted: list[tuple[OutputStream, Request]] = []
-        for output in self.outputs:
-            received = self.validated.received[output.index] or ()
+        if self._candidates:
+            self._check_held(len(self._candidates))
+            self._group = BestOf(self.outputs, self._candidates, self.validated.sampling.logprobs >= 0)
+        for output in self._candidates or self.outputs:
+            received = () if self._candidates else self.validated.received[output.index] or ()
             own = self._of_output(request, output, received, is_sibling=bool(submitted))
             if received and not await self._replay(output, own):
                 continue
@@ -226,6 +249,34 @@ class RequestContext:
             scoring=request.scoring if output.index == 0 and not received else None,
             is_sibling=is_sibling,
         )
+
+    def _check_held(self, num_outputs: int) -> None:
+        """Raises InvalidRequest if more tokens may be held until the end than the server allows."""
+        count, limit = num_outputs * self.max_tokens, self.bounds.max_held_tokens
+        if count > limit:
+            message = f"keeps up to {count} tokens until the end, the limit is {limit}; lower it or max_tokens"
+            raise InvalidRequest.at("sampling.best_of" if self._candidates else "sampling.num_beams", message)
+
+    def _start_beams(self, request: Request, beams: BeamSettings) -> None:
+        services = self._services
+        self._check_held(beams.num_beams)
+        settings = beams._replace(max_tokens=self.max_tokens)
+        num_top = min(settings.num_top, self.bounds.vocab_size)
+        first = replace(request, sampling=Sampling(logprobs=num_top), eos_ids=frozenset(), queued_since=self.arrival)
+
+        def open_stream(is_first: bool, index: int) -> OutputStream:
+            place = self._queue_place if is_first else NoPlace()
+            return services.streams.open(self.request_id, None, place, num_received=index)
+
+        def close_stream(stream: OutputStream) -> None:
+            services.streams.close(stream, _cancelled())
+
+        shown = self.validated.sampling.logprobs
+        group = BeamGroup(
+            first, settings, self.outputs, open_stream, close_stream, services.engine.submit, services.clock, shown
+        )
+        self._group, self._is_submitted = group, True
+        group.start()
 
     async def _replay(self, output: OutputStream, request: Request) -> bool:
         """Compute the text of the tokens of a resumed output. Return whether tokens are missing at its end."""
@@ -267,12 +318,14 @@ class RequestContext:
 
         Every cancellation comes here: hang-ups through `close`, the Cancel RPC, SessionCancel, and shutdown.
         """
+        if self._group is not None:
+            self._group.cancel(error or _cancelled())
         for output in self.outputs:
             output.cancel(error or _cancelled())
 
     def cancel_output(self, index: int) -> bool:
         """Cancel one output; the others continue. Return False if the request has no such output."""
-        for output in self.outputs:
+        for output in () if self.validated.is_held else self.outputs:
             if output.index == index:
                 output.stop()
                 if not self._is_submitted and not output.has_ended:  # the engine does not have it
@@ -293,8 +346,11 @@ class RequestContext:
         services = self._services
         del services.live[self.caller, self.request_id]
         services.on_close(self)
-        for output in self.outputs:
+        for output in (*self.outputs, *self._candidates):
             services.streams.close(output, _cancelled())
+        if isinstance(self._group, BeamGroup):
+            self._group.close()
+        self._queue_place.release(started=False)
         services.stats.add_ended(outcome)
         self._log_end(outcome)
 

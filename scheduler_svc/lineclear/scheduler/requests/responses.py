@@ -57,7 +57,7 @@ def response(
         message.started.timeout.FromMicroseconds(round((request.deadline - request.arrival) * 1e6))
     if chunk.end is not None:
         assert timings is not None
-        message.finished.CopyFrom(_finished(chunk.end, timings, output.index))
+        message.finished.CopyFrom(_finished(chunk.end, timings, output))
     return message
 
 
@@ -78,12 +78,13 @@ def _logprobs(logprobs: Logprobs) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(logprob=logprobs.logprob, top_logprobs=top)
 
 
-def _finished(end: Completion, timings: RequestTimings, index: int) -> pb.Finished:
-    stats, counts_prompt = end.stats, index == 0
+def _finished(end: Completion, timings: RequestTimings, output: OutputStream) -> pb.Finished:
+    stats, counts_prompt = end.stats, output.index == 0
     return pb.Finished(
         finish_reason=_REASONS[end.reason],
         matched_stop_string=end.matched_stop_string,
         matched_token_id=end.matched_token_id,
+        score=output.score,
         usage=pb.Usage(
             prompt_tokens=stats.prompt_tokens if counts_prompt else 0,
             completion_tokens=end.completion_tokens,

@@ -91,6 +91,7 @@ class ServedModel:
             model=status_messages.served_model_name(self._settings, hello),
             model_fingerprint=hello.model_fingerprint,
             max_outputs=self._settings.max_outputs,
+            max_held_tokens=self._settings.max_held_tokens,
             vocabulary=(hello.vocab_size, hello.eos_token_ids),
         )
 

@@ -15,7 +15,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary, Violation
 from lineclear.scheduler.core.sequence import Request, Scoring
-from lineclear.scheduler.requests import tool_validation
+from lineclear.scheduler.requests import branching, tool_validation
+from lineclear.scheduler.requests.beam_search import BeamSettings
 from lineclear.scheduler.requests.form_validation import check_form
 from lineclear.scheduler.requests.sampling_validation import check_allowed, read_sampling
 from lineclear.scheduler.requests.violations import Violations, check_vocabulary, checked_ids, checked_texts
@@ -67,6 +68,8 @@ class ModelBounds:
     """The served model name."""
     model_fingerprint: str = ""
     max_outputs: int = 1
+    max_held_tokens: int = 65_536
+    """Most tokens of a request whose outputs are chosen at the end."""
     vocabulary: tuple[int, tuple[int, ...]] | None = None
     """`vocab_size` and the end-of-sequence ids, compared with those of the worker that runs the request."""
 
@@ -95,6 +98,10 @@ class ValidatedRequest:
     """Number of output tokens that the client expects; 0 if it names none."""
     received: tuple[tuple[int, ...] | None, ...] = ((),)
     """Tokens of each output that a resumed answer begins with; None for an output that is complete."""
+    best_of: int = 0
+    """Number of candidates that the outputs are chosen from; 0: there are no others."""
+    beams: BeamSettings | None = None
+    """Settings of a beam search, without the number of tokens."""
     model_fingerprint: str = ""
     """Fingerprint of the required model; empty for any."""
     prompt_logprobs: int = -1
@@ -107,6 +114,11 @@ class ValidatedRequest:
     """Texts, to be tokenized; empty: the default ones."""
     starts_text: bool = True
     """The text of the first token follows the tokenizer's rule for the start of a text; grammars do not know it."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether outputs are chosen at the end."""
+        return self.best_of > 0 or self.beams is not None
 
 
 def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
@@ -138,6 +150,8 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     prompt_logprobs = _prompt_logprobs(request, violations)
     grammar_start = check_form(request.sampling, bool(eos_ids | stop_ids), bounds.max_grammar_bytes, violations)
     received = _received(request, sampling, eos_ids | stop_ids, bounds, violations)
+    best_of = branching.best_of(request, len(received), bounds.max_outputs, violations)
+    beams = branching.beams(request, len(received), eos_ids | stop_ids, violations)
     model_fingerprint = _model_fingerprint(request, violations)
     priority = request.priority if request.HasField("priority") else 128
     if priority > MAX_PRIORITY:
@@ -167,6 +181,8 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         wants_position=request.output.queue_position,
         expected_tokens=request.expected_tokens,
         received=received,
+        best_of=best_of,
+        beams=beams,
         model_fingerprint=model_fingerprint,
         prompt_logprobs=prompt_logprobs,
         prompt_digest=request.resume.prompt_digest,

@@ -1,0 +1,183 @@
+"""best_of and beam search: real processes and the real client, equal to a search computed here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.service import is_idle
+from support.time_limits import PATIENCE_SECONDS
+from support.toy import sample
+from support.toy_service import VOCABULARY, ToyService, toy_service
+
+from lineclear.client import Client, FinishReason, Generation
+from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, QueueFull
+from lineclear.scheduler.requests.beam_search import Beam, BeamSearch, BeamSettings, EarlyStopping
+from lineclear.wire.messages import Logprobs, Sampling
+
+PROMPT = [7, 8, 9, 10, 11]
+SLOW = {"min_step_seconds": 0.004, "max_step_seconds": 0.004, "max_model_len": 512}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyService]:
+    folder = tmp_path_factory.mktemp("toy")
+    with toy_service(folder, "--max-batch-size", "6", "--max-held-tokens", "2000", **SLOW) as service:
+        yield service
+        with Client(service.target) as client:
+            until(lambda: is_idle(client.stats()))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def searched(settings: BeamSettings) -> list[Beam]:
+    """Return the finished beams of a search over the toy model."""
+    search, sampling = BeamSearch(settings), Sampling(logprobs=settings.num_top)
+    while not search.is_done:
+        steps: list[Logprobs] = []
+        for beam in search.running:
+            _, logprobs = sample([*PROMPT, *beam.tokens], sampling, len(PROMPT), VOCABULARY)
+            assert logprobs is not None
+            steps.append(logprobs)
+        search.advance(steps)
+    return search.finished
+
+
+def check_beams(result: Generation, settings: BeamSettings, count: int) -> None:
+    finished = searched(settings)[:count]
+    assert [output.token_ids for output in result.outputs] == [beam.tokens for beam in finished]
+    assert [output.score for output in result.outputs] == pytest.approx([beam.score for beam in finished])
+
+
+@pytest.mark.parametrize("route", ["generate", "session", "submit"])
+def test_best_of_returns_the_outputs_with_the_best_mean_logprob(service: ToyService, route: str) -> None:
+    params: dict[str, Any] = {"seed": 3, "max_tokens": 20, "ignore_eos": True}
+    with Client(service.target, sessions=route == "session") as client:
+        all_of_them = client.generate(PROMPT, n=7, logprobs=True, **params)
+        scores = [sum(entry.logprob for entry in o.logprobs) / len(o.logprobs) for o in all_of_them.outputs]
+        ranked = sorted(range(7), key=lambda index: -scores[index])
+        if route == "submit":
+            best = client.submit(PROMPT, n=2, best_of=7, **params).result()
+        else:
+            best = client.generate(PROMPT, n=2, best_of=7, **params)
+        assert [output.token_ids for output in best.outputs] == [all_of_them.outputs[i].token_ids for i in ranked[:2]]
+        assert [output.text for output in best.outputs] == [all_of_them.outputs[i].text for i in ranked[:2]]
+        assert [output.seed for output in best.outputs] == [3 + i for i in ranked[:2]]
+        assert [output.score for output in best.outputs] == pytest.approx([scores[i] for i in ranked[:2]])
+        assert all(output.logprobs == () for output in best.outputs)
+        assert best.usage.prompt_tokens == len(PROMPT)
+        shown = client.generate(PROMPT, best_of=7, logprobs=True, **params)
+        assert shown.logprobs == all_of_them.outputs[ranked[0]].logprobs
+
+
+@pytest.mark.parametrize("route", ["generate", "session", "submit"])
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+def test_beams_equal_the_search(service: ToyService, route: str, early_stopping: Any) -> None:
+    stop = {False: EarlyStopping.HEURISTIC, True: EarlyStopping.WHEN_FULL, "never": EarlyStopping.NEVER}
+    ends = frozenset(range(0, 512, 7))
+    settings = BeamSettings(3, 12, ends, 0.6, stop[early_stopping], 2)
+    params: dict[str, Any] = {"stop_token_ids": sorted(ends)[:16], "ignore_eos": True, "min_tokens": 2}
+    settings = settings._replace(end_ids=frozenset(params["stop_token_ids"]))
+    params |= {"n": 2, "num_beams": 3, "length_penalty": 0.6, "early_stopping": early_stopping, "max_tokens": 12}
+    with Client(service.target, sessions=route == "session") as client:
+        result = client.submit(PROMPT, **params).result() if route == "submit" else client.generate(PROMPT, **params)
+        check_beams(result, settings, 2)
+        for output in result.outputs:
+            is_stop = output.token_ids[-1] in settings.end_ids
+            assert output.finish_reason is (FinishReason.STOP_TOKEN if is_stop else FinishReason.LENGTH)
+            assert client.detokenize(output.token_ids[:-1] if is_stop else output.token_ids) == output.text
+
+
+def test_beams_and_candidates_survive_the_death_of_the_worker(tmp_path: Path) -> None:
+    with toy_service(tmp_path, **SLOW) as service, Client(service.target) as client:
+        results: list[Generation] = []
+
+        def ask(**params: Any) -> None:
+            results.append(client.generate(PROMPT, max_tokens=80, ignore_eos=True, seed=1, **params))
+
+        threads = [
+            threading.Thread(target=ask, kwargs={"num_beams": 4, "n": 4}),
+            threading.Thread(target=ask, kwargs={"best_of": 5, "n": 1}),
+        ]
+        for thread in threads:
+            thread.start()
+        for _ in range(2):
+            done = client.stats().counters.steps
+            until(lambda done=done: client.stats().counters.steps > done + 15)
+            os.kill(client.stats().worker.pid, signal.SIGKILL)
+            until(lambda: client.stats().worker.up)
+        for thread in threads:
+            thread.join(PATIENCE_SECONDS)
+        assert client.stats().worker.joins >= 3
+        beams, best = sorted(results, key=lambda result: -len(result.outputs))
+        check_beams(beams, BeamSettings(4, 80, frozenset()), 4)
+        whole = client.generate(PROMPT, n=5, max_tokens=80, ignore_eos=True, seed=1, logprobs=True)
+        assert best.token_ids in [output.token_ids for output in whole.outputs]
+
+
+@pytest.mark.parametrize("kind", [{"num_beams": 4}, {"best_of": 4}], ids=["beams", "best_of"])
+def test_cancel_and_deadline_end_everything(service: ToyService, kind: dict[str, int]) -> None:
+    params: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, **kind}
+    with Client(service.target) as client:
+        with pytest.raises(DeadlineExceeded):
+            client.generate(PROMPT, timeout_seconds=0.4, **params)
+        until(lambda: is_idle(client.stats()))
+        future = client.submit_future(PROMPT, request_id=f"held-{next(iter(kind))}", **params)
+        until(lambda: client.stats().gauges.open_streams > 1)
+        assert client.cancel(future.request_id)
+        assert isinstance(future.exception(), Cancelled)
+        until(lambda: is_idle(client.stats()))
+        with pytest.raises(InvalidRequest, match="2000"):
+            client.generate(PROMPT, **{**params, "max_tokens": 501})
+        assert is_idle(client.stats())
+
+
+@pytest.mark.parametrize("kind", [{"num_beams": 4}, {"best_of": 4}], ids=["beams", "best_of"])
+def test_a_full_queue_rejects_the_request(tmp_path: Path, kind: dict[str, int]) -> None:
+    flags = ("--max-batch-size", "1", "--max-queue-size", "1")
+    with toy_service(tmp_path, *flags, **SLOW) as service, Client(service.target, max_attempts=1) as client:
+        running = client.submit([1], max_tokens=500, ignore_eos=True)
+        until(lambda: client.stats().gauges.num_requests_running == 1)
+        waiting = client.submit(PROMPT, max_tokens=6, ignore_eos=True, **kind)
+        with pytest.raises(QueueFull):
+            client.generate(PROMPT, max_tokens=6, **kind)
+        assert waiting.poll().state == "waiting"
+        running.cancel()
+        assert len(waiting.result().token_ids) == 6
+        assert len(client.generate(PROMPT, max_tokens=6, ignore_eos=True, **kind).token_ids) == 6
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"best_of": 2, "n": 3}, "sampling.best_of"),
+        ({"best_of": 129}, "sampling.best_of"),
+        ({"num_beams": 33}, "sampling.num_beams"),
+        ({"num_beams": 0}, "sampling.num_beams"),
+        ({"num_beams": 2, "n": 3}, "sampling.num_beams"),
+        ({"num_beams": 2, "top_k": 4}, "sampling.top_k"),
+        ({"num_beams": 2, "temperature": 0.5}, "sampling.temperature"),
+        ({"num_beams": 2, "best_of": 2}, "sampling.best_of"),
+        ({"num_beams": 2, "stop": "x"}, "stop.strings"),
+        ({"num_beams": 2, "prompt_logprobs": 1}, "output.prompt_logprobs"),
+        ({"best_of": 2, "prompt_logprobs": 1}, "output.prompt_logprobs"),
+        ({"num_beams": 2, "length_penalty": float("nan")}, "sampling.length_penalty"),
+        ({"length_penalty": 2.0}, "sampling.length_penalty"),
+        ({"early_stopping": True}, "sampling.early_stopping"),
+    ],
+)
+def test_invalid_parameters_are_named(service: ToyService, params: dict[str, Any], field: str) -> None:
+    with Client(service.target) as client, pytest.raises(InvalidRequest) as caught:
+        client.generate(PROMPT, **params)
+    assert [violation.field for violation in caught.value.violations] == [field]
