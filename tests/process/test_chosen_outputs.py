@@ -170,6 +170,10 @@ def test_a_full_queue_rejects_the_request(tmp_path: Path, kind: dict[str, int]) 
         ({"num_beams": 2, "temperature": 0.5}, "sampling.temperature"),
         ({"num_beams": 2, "best_of": 2}, "sampling.best_of"),
         ({"num_beams": 2, "stop": "x"}, "stop.strings"),
+        (
+            {"num_beams": 2, "repetition_detection": {"max_pattern_size": 2, "min_count": 2}},
+            "stop.repetition_detection",
+        ),
         ({"num_beams": 2, "prompt_logprobs": 1}, "output.prompt_logprobs"),
         ({"best_of": 2, "prompt_logprobs": 1}, "output.prompt_logprobs"),
         ({"num_beams": 2, "length_penalty": float("nan")}, "sampling.length_penalty"),

@@ -168,7 +168,7 @@ class SamplingParams(_message.Message):
     """Beam search with this many beams, [n, 32], as in transformers: the n
     outputs with the best score, best first, all at the end. Unset or 1: no
     beam search. Excludes sampling parameters other than min_tokens,
-    max_tokens, ignore_eos and seed, and stop strings.
+    max_tokens, ignore_eos and seed, stop strings and repetition_detection.
     """
     length_penalty: _builtins.float
     """Exponent of the length that divides the score of a finished beam, [-10,
