@@ -20,16 +20,38 @@ namespace {
 constexpr int64_t TILE = 4 * LANES;                // columns whose sums stay in registers
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 15;  // below this a second thread costs more than it saves
 
-template <typename T>
-float dot(const T* x, const T* y, int64_t length) {
-  vfloat sums[4] = {};
-  int64_t i = 0;
-  for (; i + 4 * LANES <= length; i += 4 * LANES)
-    for (int j = 0; j < 4; j++) sums[j] += load(x + i + j * LANES) * load(y + i + j * LANES);
-  for (; i < length; i += LANES) sums[0] += load(x + i) * load(y + i);
-  return hsum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+constexpr int BLOCK = 4;  // rows of A that share the loads of x
+
+// out[j] = scale * dot(x, a[j]) for `COUNT` rows of a [COUNT, length].
+template <int COUNT>
+void dots(const float* x, const float* a, int64_t length, float scale, float* out) {
+  vfloat sums[COUNT] = {};
+  for (int64_t i = 0; i < length; i += LANES) {
+    const vfloat v = load(x + i);
+    for (int j = 0; j < COUNT; j++) sums[j] += v * load(a + j * length + i);
+  }
+  for (int j = 0; j < COUNT; j++) out[j] = scale * hsum(sums[j]);
 }
 
+template <int COUNT>
+void dots(const bf16* x, const bf16* a, int64_t length, float scale, float* out) {
+  vfloat sums[COUNT] = {}, others[COUNT] = {};
+  int64_t i = 0;
+  for (; i + 2 * LANES <= length; i += 2 * LANES) {
+    const vuint v = load_pairs(x + i);
+    const vfloat low = first(v), high = second(v);
+    for (int j = 0; j < COUNT; j++) {
+      const vuint w = load_pairs(a + j * length + i);
+      sums[j] += low * first(w);
+      others[j] += high * second(w);
+    }
+  }
+  for (; i < length; i += LANES)
+    for (int j = 0; j < COUNT; j++) sums[j] += load(x + i) * load(a + j * length + i);
+  for (int j = 0; j < COUNT; j++) out[j] = scale * hsum(sums[j] + others[j]);
+}
+
+// out[column + ...] += sum over k of t[k] * b[k], for `vectors` registers of columns.
 template <typename T>
 void add_product(const float* t, const T* b, int64_t rank, int64_t outputs, int64_t column, int64_t vectors, T* out) {
   vfloat sums[4] = {};
@@ -42,17 +64,22 @@ template <typename T>
 void lora(int64_t rows, int64_t inputs, int64_t width, int64_t parts, int64_t max_rank, const int32_t* adapters,
           const LineclearLoraPart* table, const T* x, T* out, float* t) {
   const bool parallel = rows * (inputs + width) * max_rank > MIN_PARALLEL_PRODUCTS;
+  const int64_t blocks = (max_rank + BLOCK - 1) / BLOCK;
   int64_t tiles[8] = {};  // of each part, summed up
   for (int64_t p = 0; p < parts; p++) tiles[p + 1] = tiles[p] + (table[p].outputs + TILE - 1) / TILE;
 #pragma omp parallel if (parallel)
   {
 #pragma omp for schedule(static)
-    for (int64_t item = 0; item < parts * max_rank; item++)
+    for (int64_t item = 0; item < parts * blocks; item++)
       for (int64_t r = 0; r < rows; r++) {
-        const LineclearLoraPart& part = table[adapters[r] * parts + item / max_rank];
-        const int64_t k = item % max_rank;
-        if (k < part.rank)
-          t[r * parts * max_rank + item] = float(part.scale) * dot(x + r * inputs, (const T*)part.a + k * inputs, inputs);
+        const int64_t p = item / blocks, k = item % blocks * BLOCK;
+        const LineclearLoraPart& part = table[adapters[r] * parts + p];
+        const T *row = x + r * inputs, *a = (const T*)part.a + k * inputs;
+        float* to = t + (r * parts + p) * max_rank + k;
+        if (k + BLOCK <= part.rank)
+          dots<BLOCK>(row, a, inputs, float(part.scale), to);
+        else
+          for (int64_t j = 0; k + j < part.rank; j++) dots<1>(row, a + j * inputs, inputs, float(part.scale), to + j);
       }
 #pragma omp for schedule(static)
     for (int64_t tile = 0; tile < tiles[parts]; tile++) {
