@@ -53,6 +53,13 @@ def test_scores_of_prompt_come_before_its_answer_each_once() -> None:
     assert harness.outputs("a") == answer(request)
 
 
+def test_scores_behind_reported_positions() -> None:
+    whole = Scores((-1.0, -2.0, -3.0), (1, 2, 3, 4, 5, 6), (-0.1, -0.2, -0.3, -0.4, -0.5, -0.6))
+    assert whole.behind(1) == Scores((-2.0, -3.0), (3, 4, 5, 6), (-0.3, -0.4, -0.5, -0.6))
+    assert whole.behind(0) == whole
+    assert Scores((-1.0, -2.0)).behind(1) == Scores((-2.0,))
+
+
 def test_request_without_output_ends_with_its_scores() -> None:
     harness = CoreHarness()
     request = harness.submit("a", 10, max_tokens=0, scoring=Scoring(6))

@@ -42,6 +42,7 @@ def draw(seed: int) -> Scenario:
         (_adapted, 0.12),
         (_scoring, 0.15),
         (_pooling, 0.15),
+        (_scoring_victims, 0.05),
     )
     for variant, share in variants:
         if rng.random() < share:
@@ -322,6 +323,13 @@ def _scoring(rng: random.Random, scenario: Scenario) -> Scenario:
 def _pooling(rng: random.Random, scenario: Scenario) -> Scenario:
     """Requests ask for vectors of their prompts."""
     return replace(scenario, pooled=rng.choice((0.2, 0.8)))
+
+
+def _scoring_victims(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Requests with scores in flight are preempted and soon run again: both admissions report the same positions."""
+    scenario = _cancelling(rng, scenario)
+    weights = scenario.weights | {"burst": 0.8, "submit": 2.0, "bad_token": 0.2}
+    return replace(scenario, weights=weights, scored=0.8)
 
 
 def _copying(rng: random.Random, scenario: Scenario) -> Scenario:
