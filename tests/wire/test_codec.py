@@ -221,6 +221,15 @@ def test_any_payload_is_refused_or_read(payload: bytes, example: Message) -> Non
         encode(decode(resealed(encode(example), payload)))
 
 
+@pytest.mark.parametrize("values", [(1, 5), (1, 1), (-1,), (-1, 3), (2, 1), (2, -1, 3, 4), (0, 7)])
+def test_sequences_and_lengths_that_disagree_are_refused(values: tuple[int, ...]) -> None:
+    """The number of sequences, their lengths, and all ids."""
+    data = struct.pack(f"<{len(values)}i", *values)
+    lists = [data if name == "bad_words" else b"" for name in LISTS]
+    with pytest.raises(DecodeError, match="payload of kind"):
+        decode(resealed(encode(PLAN), _plan_of(pb.Sampling(scalars=SCALARS, lists=lists)).SerializeToString()))
+
+
 def test_a_nested_payload_does_not_exhaust_the_stack() -> None:
     """Nest 100,000 groups; protobuf stops at its depth limit."""
     begin_group = b"\xfb\x01"
