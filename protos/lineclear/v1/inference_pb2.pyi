@@ -103,6 +103,10 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """This output was cancelled, and others of the request were not."""
     FINISH_REASON_REPETITION: _FinishReason.ValueType  # 6
     """The last tokens repeat a pattern, by StopConditions.repetition_detection."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 7
+    """The answer has a complete call of a tool and ended as with STOP_EOS or
+    STOP_TOKEN.
+    """
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why an answer ended."""
@@ -123,6 +127,10 @@ FINISH_REASON_CANCELLED: FinishReason.ValueType  # 5
 """This output was cancelled, and others of the request were not."""
 FINISH_REASON_REPETITION: FinishReason.ValueType  # 6
 """The last tokens repeat a pattern, by StopConditions.repetition_detection."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 7
+"""The answer has a complete call of a tool and ended as with STOP_EOS or
+STOP_TOKEN.
+"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _ResultState:
@@ -730,6 +738,8 @@ class GenerateResponse(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
     """Index in the answer of the first of `token_ids`."""
     text: _builtins.str
@@ -739,6 +749,10 @@ class GenerateResponse(_message.Message):
     """
     index: _builtins.int
     """Output that the response is a part of, [0, SamplingParams.n)."""
+    reasoning: _builtins.str
+    """New text of the model's reasoning, which is then not in `text`. Of
+    conversations, where the server has a reasoning parser.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New token ids."""
@@ -778,6 +792,12 @@ class GenerateResponse(_message.Message):
         OutputOptions.prompt_logprobs is set, and for all outputs but 0.
         """
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """New text of the calls that the answer makes, which is then not in `text`.
+        Of conversations with tools, where the server has a tool call parser.
+        """
+
     def __init__(
         self,
         *,
@@ -791,10 +811,12 @@ class GenerateResponse(_message.Message):
         queued: Global___Queued | None = ...,
         index: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "queued", b"queued", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "first_index", b"first_index", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "started", b"started", "text", b"text", "token_ids", b"token_ids", "token_times_us", b"token_times_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "first_index", b"first_index", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "reasoning", b"reasoning", "started", b"started", "text", b"text", "token_ids", b"token_ids", "token_times_us", b"token_times_us", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finished: _TypeAlias = _typing.Literal["finished"]  # noqa: Y015
     _WhichOneofArgType__finished: _TypeAlias = _typing.Literal["_finished", b"_finished"]  # noqa: Y015
@@ -810,6 +832,42 @@ class GenerateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__started) -> _WhichOneofReturnType__started | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """New text of one call. Text that is no call in the model's format is `text`
+    instead. Of a call that is broken off, `arguments` is not valid JSON.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Number of the call in the answer, from 0."""
+    id: _builtins.str
+    """Id of the call, in its first delta. Equal if the answer is resumed."""
+    name: _builtins.str
+    """Name of the function, in its first delta: one of the request's tools."""
+    arguments: _builtins.str
+    """Next characters of the arguments, a JSON object."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class ScoreRequest(_message.Message):
@@ -2080,6 +2138,8 @@ class GetModelResponse(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     HAS_STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name that requests may call the model by."""
     family: _builtins.str
@@ -2105,6 +2165,14 @@ class GetModelResponse(_message.Message):
     has_structured_output: _builtins.bool
     """Whether SamplingParams.structured_output can be set: the tokenizer's
     tokens are bytes (byte-level BPE, or with byte fallback).
+    """
+    tool_call_parser: _builtins.str
+    """Format of tool calls that the server parses: "hermes", "llama3_json" or
+    "mistral". Empty: calls are text.
+    """
+    reasoning_parser: _builtins.str
+    """Format of reasoning that the server parses: "qwen3" or "deepseek_r1".
+    Empty: reasoning is text.
     """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -2135,10 +2203,12 @@ class GetModelResponse(_message.Message):
         model_fingerprint: _builtins.str = ...,
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
         has_structured_output: _builtins.bool = ...,
+        tool_call_parser: _builtins.str = ...,
+        reasoning_parser: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention_backend", b"attention_backend", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_chat_template", b"has_chat_template", "has_structured_output", b"has_structured_output", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "server_version", b"server_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention_backend", b"attention_backend", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_chat_template", b"has_chat_template", "has_structured_output", b"has_structured_output", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "reasoning_parser", b"reasoning_parser", "server_version", b"server_version", "tool_call_parser", b"tool_call_parser", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,8 @@ from lineclear.process.setting_fields import Group
 
 Strategy = Literal["continuous", "fixed_size", "dynamic_timeout", "adaptive"]
 SchedulingPolicy = Literal["fifo", "prefill_first", "priority", "shortest", "deadline", "fair"]
+ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
+ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3"]
 PreemptionPolicy = Literal["cheapest", "newest"]
 
 MAX_MESSAGE_BYTES = 2**29
@@ -208,6 +210,12 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Most nested objects and arrays of a JSON Schema."""
     max_cached_grammars: int = REQUESTS.field(256, ge=1, le=65_536)
     """Compiled schemas, expressions and grammars kept for later requests, refused ones included."""
+    tool_call_parser: ToolCallParser = REQUESTS.field("auto")
+    """Format in which the model writes tool calls. They are sent as calls instead of text. auto: by the chat template;
+    none: calls are text."""
+    reasoning_parser: ReasoningParser = REQUESTS.field("auto")
+    """Format in which the model writes its reasoning. It precedes an answer and is sent apart from the text. auto: by
+    the chat template; none: reasoning is text."""
     max_unread_tokens: int = REQUESTS.field(4096, ge=1, le=2**20)
     """Most unread tokens of a stream. The stream fails beyond that."""
     max_unread_bytes: int = REQUESTS.field(4 * 1024 * 1024, ge=1024, le=2**40)

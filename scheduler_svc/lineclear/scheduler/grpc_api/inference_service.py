@@ -48,6 +48,7 @@ from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.chat_template import ChatTemplate
+from lineclear.scheduler.text.parser_choice import choose_parsers
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.status_codec import to_status
 from lineclear.v1 import inference_pb2 as pb
@@ -105,6 +106,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         grammar_model = model if tokenizer.has_byte_tokens else None
         self.grammars = GrammarPool(grammar_model, settings_limits.grammar_limits(settings))
         """Compiles structured output. `model` is the directory with the tokenizer."""
+        template = None if chat is None else chat.source
+        self._parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, template)
+        if template is not None:
+            tool_calls, reasoning = self._parsers.tool_calls or "none", self._parsers.reasoning or "none"
+            log.info("answer_parsers", tool_calls=tool_calls, reasoning=reasoning)
         self._defaults = model_defaults(generation_config or {}) if settings.use_generation_config else {}
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -142,6 +148,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._incident,
             self._clock,
             self.adapters,
+            self._parsers,
         )
         self._submitted = SubmittedRequests(
             settings_limits.submitted_limits(self._settings), self.quota.retry_after_seconds
@@ -419,6 +426,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             num_slots=self._engine.snapshot().core.num_slots,
             has_chat_template=self.tokenizers.has_chat_template,
             has_structured_output=self.grammars.is_available,
+            parsers=self._parsers,
             version=VERSION,
             adapters=self.adapters.all(),
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 from lineclear.errors import DuplicateRequest, LineclearError, RequestTooLarge
 from lineclear.scheduler.requests import model_identity, validation
@@ -26,6 +27,7 @@ from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.identity import Identity
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.detokenizer import AnswerText
+from lineclear.scheduler.text.parsed_answer import AnswerParsers, ParsedAnswerText
 from lineclear.v1 import inference_pb2 as pb
 
 _was_admitted: ContextVar[bool] = ContextVar("was_admitted", default=False)
@@ -53,7 +55,9 @@ class Admission:
         incident: Callable[[BaseException], LineclearError],
         clock: Callable[[], float],
         adapters: Adapters,
+        parsers: AnswerParsers,
     ) -> None:
+        self._parsers = parsers
         self._settings = settings
         self._quota = quota
         self._pacer = pacer
@@ -214,16 +218,19 @@ class Admission:
         ends_by_text = validated.stops is not None or validated.repetition is not None
         if not validated.wants_text and not ends_by_text:
             return None
-        return AnswerText(
-            self._services.tokenizers.tokenizer,
-            stops=validated.stops,
-            include_stop_string=validated.include_stop_string,
-            min_tokens=validated.sampling.min_tokens,
-            silent_ids=validated.silent_ids,
-            keep_special=validated.keep_special,
-            repetition=validated.repetition,
-            is_start=validated.starts_text,
-        )
+        options: dict[str, Any] = {
+            "stops": validated.stops,
+            "include_stop_string": validated.include_stop_string,
+            "min_tokens": validated.sampling.min_tokens,
+            "silent_ids": validated.silent_ids,
+            "keep_special": validated.keep_special,
+            "repetition": validated.repetition,
+            "is_start": validated.starts_text,
+        }
+        tokenizer = self._services.tokenizers.tokenizer
+        if validated.is_chat and validated.wants_text and self._parsers.are_needed(validated.tool_names):
+            return ParsedAnswerText(tokenizer, self._parsers, validated.tool_names, **options)
+        return AnswerText(tokenizer, **options)
 
 
 def _too_large(num_bytes: int, limit: int) -> RequestTooLarge:

@@ -24,6 +24,7 @@ from lineclear.scheduler.core.events import (
 )
 from lineclear.scheduler.requests.queue_limits import PlaceShare, QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText
+from lineclear.scheduler.text.parsed_answer import ParsedAnswerText, ParsedText
 from lineclear.wire.messages import Logprobs, Scores
 
 # Upper bounds of the encoded size in a message.
@@ -54,13 +55,15 @@ class Completion(NamedTuple):
     matched_token_id: int | None
     completion_tokens: int
     stats: RequestStats
+    has_tool_calls: bool = False
+    """The answer has a complete tool call."""
 
 
 class OutputChunk(NamedTuple):
     """Output taken from a stream. `texts`, `logprobs` and `times` are empty or have one entry for each token.
 
-    At the end, `texts` has one more entry: the text that was held back. `times` are monotonic seconds of the worker's
-    results. The last chunk has either `end` or `error`.
+    At the end, `texts` has one more entry: the text that was held back. Texts of parsed answers are
+    ParsedText. `times` are monotonic seconds of the worker's results. The last chunk has either `end` or `error`.
     """
 
     first_index: int
@@ -116,6 +119,7 @@ class OutputStream:
         "index",
         "is_engine_done",
         "is_notified",
+        "is_parsed",
         "is_read",
         "num_received",
         "num_resumed",
@@ -162,6 +166,7 @@ class OutputStream:
         self._queue_place = queue_place
         self._is_cancelled = self._is_stopped = False
         self._text = text
+        self.is_parsed = isinstance(text, ParsedAnswerText)
         self._engine = engine
         self._limits = max_unread_tokens, max_unread_bytes
         self._max_unread_tokens = max_unread_tokens
@@ -250,7 +255,7 @@ class OutputStream:
         tokens = self._tokens
         if self._unsent_start or self._end or self._error or self._logprobs or self._times or not tokens:
             return None
-        if self._unsent_scores:
+        if self._unsent_scores or self.is_parsed:  # scores, reasoning and calls have no columns
             return None
         first_index, texts, count = self._first_unread, self._texts, self._num_fitting(max_bytes)
         self._first_unread = first_index + count
@@ -270,6 +275,8 @@ class OutputStream:
             bytes_left -= TOKEN_BYTES
             if self._texts:
                 bytes_left -= CHARACTER_BYTES * len(self._texts[i])
+                if self.is_parsed:
+                    bytes_left -= CHARACTER_BYTES * _num_extra(self._texts[i])
             if self._logprobs:
                 bytes_left -= _LOGPROB_BYTES * (1 + len(self._logprobs[i].top))
             if bytes_left < 0:
@@ -410,7 +417,8 @@ class OutputStream:
             why = FinishReason.REPETITION if match.string is None else FinishReason.STOP_STRING
             self._end = Completion(why, match.string, None, self.num_received, stats)
         else:
-            self._end = Completion(reason, None, matched_token_id, self.num_received, stats)
+            has_calls = self._text is not None and self._text.has_tool_calls
+            self._end = Completion(reason, None, matched_token_id, self.num_received, stats, has_calls)
         self._wake()
 
     def share_limits(self, siblings: Sequence[OutputStream]) -> None:
@@ -448,6 +456,10 @@ class OutputStream:
                 self._subscriber()
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _num_extra(text: str) -> int:
+    return text.num_extra if isinstance(text, ParsedText) else 0
 
 
 def _memory(logprobs: Logprobs) -> int:

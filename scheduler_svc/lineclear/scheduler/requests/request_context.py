@@ -32,6 +32,7 @@ from lineclear.scheduler.requests.validation import ModelBounds, ValidatedReques
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.identity import Identity
 from lineclear.scheduler.text.detokenizer import AnswerText
+from lineclear.scheduler.text.parsed_answer import ParsedAnswerText
 from lineclear.scheduler.text.template_renderer import wall_clock_us
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
@@ -148,6 +149,10 @@ class RequestContext:
         """Whether all outputs have their end or their error, which may be unread."""
         return all(output.has_ended for output in self.outputs)
 
+    def call_key(self, output: OutputStream) -> str:
+        """Return what the ids of tool calls derive from: equal on each server that resumes the output."""
+        return f"{self.prompt_digest}:{self.sampling_of(output).seed}"
+
     def sampling_of(self, output: OutputStream) -> Sampling:
         """Return the sampling parameters of an output: those of the request, with a seed of its own."""
         sampling = self.validated.sampling
@@ -208,6 +213,9 @@ class RequestContext:
         if self.has_ended:  # cancelled in the meantime
             return
         self.prompt_digest = prompt_digest(prompt)
+        for output in self.outputs:
+            if isinstance(output.text, ParsedAnswerText):
+                output.text.begin(prompt)
         model_identity.check_prompt(self.validated, self.prompt_digest)
         request = validation.resolve(self.validated, self.request_id, prompt, self.deadline, self.bounds)
         self._queue_place.add_tokens(len(request.prompt))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -10,6 +10,7 @@ from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.requests.output_stream import Completion, OutputChunk, OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.request_stats import RequestTimings
+from lineclear.scheduler.text.parsed_answer import ParsedText, call_id
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs, Scores
 
@@ -33,6 +34,8 @@ def response(
         message.index = output.index
     if validated.wants_text:
         message.text = chunk.text
+        if output.is_parsed:
+            add_parsed(message, chunk.texts, request.call_key(output))
     if chunk.logprobs:
         message.logprobs.extend(map(_logprobs, chunk.logprobs))
     if chunk.prompt_scores:
@@ -73,6 +76,27 @@ def token_logprobs(scores: Iterable[Scores]) -> list[pb.TokenLogprobs]:
     return entries
 
 
+def add_parsed(message: pb.GenerateResponse, texts: Sequence[str], key: str) -> None:
+    """Add the reasoning and the calls of a parsed answer, one delta for each call. Its call ids derive from `key`."""
+    reasoning: list[str] = []
+    arguments: dict[int, list[str]] = {}
+    names: dict[int, str] = {}
+    for text in texts:
+        if not isinstance(text, ParsedText):
+            continue
+        if text.reasoning:
+            reasoning.append(text.reasoning)
+        for part in text.calls:
+            arguments.setdefault(part.call, []).append(part.arguments)
+            if part.name:
+                names[part.call] = part.name
+    message.reasoning = "".join(reasoning)
+    for index, parts in arguments.items():
+        delta = message.tool_calls.add(index=index, arguments="".join(parts))
+        if index in names:
+            delta.id, delta.name = call_id(key, index), names[index]
+
+
 def _logprobs(logprobs: Logprobs) -> pb.TokenLogprobs:
     top = [pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top]
     return pb.TokenLogprobs(logprob=logprobs.logprob, top_logprobs=top)
@@ -81,7 +105,7 @@ def _logprobs(logprobs: Logprobs) -> pb.TokenLogprobs:
 def _finished(end: Completion, timings: RequestTimings, output: OutputStream) -> pb.Finished:
     stats, counts_prompt = end.stats, output.index == 0
     return pb.Finished(
-        finish_reason=_REASONS[end.reason],
+        finish_reason=_finish_reason(end),
         matched_stop_string=end.matched_stop_string,
         matched_token_id=end.matched_token_id,
         score=output.score,
@@ -101,6 +125,11 @@ def _finished(end: Completion, timings: RequestTimings, output: OutputStream) ->
             last_step=stats.last_step,
         ),
     )
+
+
+def _finish_reason(end: Completion) -> pb.FinishReason.ValueType:
+    has_stopped = end.reason in (FinishReason.STOP_EOS, FinishReason.STOP_TOKEN)
+    return pb.FINISH_REASON_TOOL_CALLS if end.has_tool_calls and has_stopped else _REASONS[end.reason]
 
 
 def duration(seconds: float | None) -> Duration | None:

@@ -12,6 +12,7 @@ from lineclear.scheduler.requests.fairness import Shares
 from lineclear.scheduler.requests.request_stats import HISTOGRAMS, Quantiles, ServerStats, quantiles
 from lineclear.scheduler.requests.responses import duration
 from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.scheduler.text.parsed_answer import AnswerParsers
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Hello
 
@@ -30,6 +31,7 @@ def model(
     num_slots: int,
     has_chat_template: bool,
     has_structured_output: bool,
+    parsers: AnswerParsers,
     version: str,
     adapters: Sequence[LoadedAdapter] = (),
 ) -> pb.GetModelResponse:
@@ -65,6 +67,8 @@ def model(
         server_version=version,
         model_fingerprint=hello.model_fingerprint,
         adapters=[pb.Adapter(name=a.name, digest=a.files.key.hex(), rank=a.files.rank) for a in adapters],
+        tool_call_parser=parsers.tool_calls,
+        reasoning_parser=parsers.reasoning,
     )
 
 

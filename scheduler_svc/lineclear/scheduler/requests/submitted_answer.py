@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import InvalidRequest, LineclearError
+from lineclear.scheduler.requests import responses
 from lineclear.scheduler.requests.output_stream import OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.validation import ValidatedRequest
 from lineclear.scheduler.security.identity import Identity
+from lineclear.scheduler.text.parsed_answer import ParsedText
 from lineclear.v1 import inference_pb2 as pb
 
 _MAX_MESSAGE_TOKENS = 1024
@@ -25,6 +27,7 @@ _MAX_MESSAGE_TOKENS = 1024
 _ANSWER_BYTES = 4096  # an answer without tokens, and its entries in tables
 _ID_BYTES, _TIME_BYTES, _POINTER_BYTES = 4, 8, 8
 _TEXT_BYTES = 64  # a str object for each token
+_PARSED_BYTES = 160  # its attributes, if it is parsed
 _LOGPROBS_BYTES, _CANDIDATE_BYTES = 48, 14
 
 
@@ -32,7 +35,7 @@ def reserved_bytes(validated: ValidatedRequest, max_tokens: int) -> int:
     """Estimate the memory of one output of `max_tokens`."""
     per_token = _ID_BYTES
     if validated.wants_text:
-        per_token += _POINTER_BYTES + _TEXT_BYTES
+        per_token += _POINTER_BYTES + _TEXT_BYTES + (_PARSED_BYTES if validated.is_chat else 0)
     if validated.token_timings:
         per_token += _TIME_BYTES
     if validated.sampling.logprobs >= 0:
@@ -50,7 +53,7 @@ class SubmittedAnswer:
         self.timer: asyncio.TimerHandle | None = None
         self.queued: pb.Queued | None = None
         self.error: LineclearError | None = None
-        self.outputs = [SubmittedOutput(self, output, request.validated.wants_text) for output in request.outputs]
+        self.outputs = [SubmittedOutput(self, output, request) for output in request.outputs]
         self._by_index = {output.index: output for output in self.outputs}
         self._changed = asyncio.Event()
 
@@ -116,13 +119,15 @@ class SubmittedAnswer:
 class SubmittedOutput:
     """The tokens of one output so far, and its end."""
 
-    def __init__(self, answer: SubmittedAnswer, output: OutputStream, wants_text: bool) -> None:
+    def __init__(self, answer: SubmittedAnswer, output: OutputStream, request: RequestContext) -> None:
         self.index = output.index
         self.first_index = output.num_resumed
         self.started: pb.Started | None = None
         self.finished: pb.Finished | None = None
         self._answer = answer
-        self._wants_text = wants_text
+        self._wants_text = request.validated.wants_text
+        self._is_parsed = output.is_parsed
+        self._call_key = request.call_key(output)
         self._token_ids = array("I")
         self._texts: list[str] = []
         self._tail = ""  # text that the end released
@@ -159,7 +164,7 @@ class SubmittedOutput:
         self._times_us.extend(message.token_times_us)
         if self._wants_text:
             self._texts += texts[:count]
-            self._object_bytes += sum(map(sys.getsizeof, texts))
+            self._object_bytes += sum(map(_text_bytes, texts) if self._is_parsed else map(sys.getsizeof, texts))
         for entry in message.logprobs:
             packed = pb.GenerateResponse(logprobs=[entry]).SerializeToString()
             self._logprobs.append(packed)
@@ -172,7 +177,7 @@ class SubmittedOutput:
             self.started = message.started
         if message.HasField("finished"):
             self.finished = message.finished
-            self._tail = "".join(texts[count:]) if self._wants_text else ""
+            self._tail = texts[count] if self._wants_text and len(texts) > count else ""
 
     def whole(self) -> pb.GenerateResponse:
         """Return the output so far in one message, without logprobs and token times."""
@@ -184,7 +189,10 @@ class SubmittedOutput:
         is_last = self.finished is not None and end == self.next_index
         message = pb.GenerateResponse(first_index=start, token_ids=self._token_ids[a:b], index=self.index)
         if self._wants_text:
-            message.text = "".join(self._texts[a:b]) + (self._tail if is_last else "")
+            texts = self._texts[a:b] + ([self._tail] if is_last else [])
+            message.text = "".join(texts)
+            if self._is_parsed:
+                responses.add_parsed(message, texts, self._call_key)
         if not brief:
             message.token_times_us.extend(self._times_us[a:b])
             message.MergeFromString(b"".join(self._logprobs[a:b]))
@@ -197,6 +205,11 @@ class SubmittedOutput:
         if is_last and self.finished is not None:
             message.finished.CopyFrom(self.finished)
         return message
+
+
+def _text_bytes(text: str) -> int:
+    extra = _PARSED_BYTES + text.num_extra if isinstance(text, ParsedText) else 0
+    return sys.getsizeof(text) + extra
 
 
 class Attachment:

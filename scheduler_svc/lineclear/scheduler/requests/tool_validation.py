@@ -48,6 +48,12 @@ def texts(chat: pb.ChatMessages) -> Iterator[str]:
         yield tool.parameters
 
 
+def names(chat: pb.ChatMessages) -> frozenset[str]:
+    """Return the names of the tools that the model may call."""
+    is_none = chat.tool_choice.mode == pb.TOOL_CHOICE_MODE_NONE
+    return frozenset() if is_none else frozenset(tool.name for tool in chat.tools)
+
+
 def context(chat: pb.ChatMessages) -> ToolContext:
     """Return what the template gets of a valid conversation, in the form of transformers and OpenAI."""
     fields = {index: found for index, message in enumerate(chat.messages) if (found := _message_fields(message))}

@@ -106,6 +106,9 @@ class ValidatedRequest:
     """Fingerprint of the required model; empty for any."""
     prompt_logprobs: int = -1
     """-1: none. k >= 0: those of the prompt's tokens, and of the k most likely in their places."""
+    is_chat: bool = False
+    tool_names: frozenset[str] = frozenset()
+    """Tools that the model may call."""
     prompt_digest: str = ""
     """Prompt digest of a resumed answer; empty to skip the comparison."""
     bad_words: tuple[str, ...] = ()
@@ -185,6 +188,8 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         beams=beams,
         model_fingerprint=model_fingerprint,
         prompt_logprobs=prompt_logprobs,
+        is_chat=request.WhichOneof("prompt") == "chat",
+        tool_names=tool_validation.names(request.chat),
         prompt_digest=request.resume.prompt_digest,
         bad_words=bad_words,
         dry_breakers=dry_breakers,

@@ -134,6 +134,11 @@ class AnswerText:
         self._num_tokens = 0
         self.match: StopMatch | None = None
 
+    @property
+    def has_tool_calls(self) -> bool:
+        """Whether the answer has a complete tool call so far."""
+        return False
+
     def push(self, token_id: int) -> str:
         """Return the text that one more token releases."""
         self._num_tokens += 1
@@ -146,13 +151,16 @@ class AnswerText:
         text = self._release(text)
         is_repeating = repetition.push(token_id) and self._num_tokens >= self._min_tokens
         if is_repeating and self.match is None:
-            text += self.finish()
+            text += self._flush()
             if self.match is None:
                 self.match = StopMatch(None, self._num_tokens)
         return text
 
     def finish(self) -> str:
         """Return the rest of the text after the last token. It may still complete a stop string."""
+        return self._flush()
+
+    def _flush(self) -> str:
         text = self._release(self._decoder.flush())
         return text if self._matcher is None or self.match is not None else text + self._matcher.flush()
 

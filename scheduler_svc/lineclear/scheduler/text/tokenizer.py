@@ -18,7 +18,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,10 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
+
+    def special_ids(self, contents: Set[str]) -> dict[int, str]:
+        """Return the ids of the special tokens among `contents`."""
+        return {i: content for i, content in self._special.items() if content in contents}
 
     def piece(self, token_id: int, *, first: bool) -> bytes | None:
         pieces = self._first if first else self._rest

@@ -1,0 +1,169 @@
+"""The text of an answer with tool calls or reasoning, parsed token by token.
+
+`ParsedText` is the content that a token releases, as `AnswerText` returns it, and carries what else the token releases.
+So answers without a parser cost what they cost without this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lineclear.scheduler.text.call_formats import FORMATS
+from lineclear.scheduler.text.call_parser import CallParser, CallPart
+from lineclear.scheduler.text.detokenizer import AnswerText, Pieces, StopMatch, decode
+from lineclear.scheduler.text.reasoning_parser import MARKERS, Phase, ReasoningParser, first_phase
+
+_PROMPT_END_TOKENS = 16
+_ID_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_ID_LENGTH = 9  # letters and digits, as Mistral's templates require
+
+
+class ParsedText(str):
+    """The content that a token releases, and the reasoning and parts of calls beside it."""
+
+    reasoning: str
+    calls: tuple[CallPart, ...]
+
+    def __new__(cls, content: str, reasoning: str, calls: tuple[CallPart, ...]) -> ParsedText:
+        parsed = super().__new__(cls, content)
+        parsed.reasoning, parsed.calls = reasoning, calls
+        return parsed
+
+    @property
+    def num_extra(self) -> int:
+        """Number of characters beside the content, with an allowance for each part."""
+        return len(self.reasoning) + sum(64 + len(part.arguments) for part in self.calls)
+
+
+def call_id(key: str, index: int) -> str:
+    """Return the id of a call with this index in the answer `key`: equal for equal arguments."""
+    digest = hashlib.blake2b(f"{key}:{index}".encode(), digest_size=8).digest()
+    number, digits = int.from_bytes(digest, "little"), []
+    for _ in range(_ID_LENGTH):
+        number, digit = divmod(number, len(_ID_DIGITS))
+        digits.append(_ID_DIGITS[digit])
+    return "".join(digits)
+
+
+class MarkedPieces(Pieces, Protocol):
+    """Pieces that know the ids of special tokens."""
+
+    def special_ids(self, contents: Set[str]) -> Mapping[int, str]:
+        """Return the ids of the special tokens among `contents`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerParsers:
+    """The parsers of a server, by vLLM's names; empty for none."""
+
+    tool_calls: str = ""
+    reasoning: str = ""
+
+    def are_needed(self, tool_names: Set[str]) -> bool:
+        """Whether answers of a conversation with these tools are parsed."""
+        return bool(self.reasoning or (self.tool_calls and tool_names))
+
+
+class ParsedAnswerText(AnswerText):
+    """Releases the text of one answer as content, reasoning and calls. `begin` must be called before the first token.
+
+    Stop strings match the text of the model as without parsers, except across markers that are special tokens.
+    """
+
+    __slots__ = ("_calls", "_content", "_markers", "_parsers", "_pieces", "_reasoning", "_special", "_thoughts")
+
+    def __init__(self, pieces: MarkedPieces, parsers: AnswerParsers, tool_names: Set[str], **options: Any) -> None:
+        """`options` are those of AnswerText."""
+        super().__init__(pieces, **options)
+        self._pieces = pieces
+        self._parsers = parsers
+        form = FORMATS[parsers.tool_calls] if parsers.tool_calls and tool_names else None
+        markers = (MARKERS if parsers.reasoning else frozenset()) | (form.markers if form is not None else frozenset())
+        self._markers = {i: text for i, text in pieces.special_ids(markers).items() if i not in self._silent_ids}
+        self._special = frozenset(self._markers.values())
+        self._calls = CallParser(form, tool_names, self._special) if form is not None else None
+        self._reasoning: ReasoningParser | None = None
+        self._content: list[str] = []  # used without a parser of calls
+        self._thoughts: list[str] = []
+
+    @property
+    def has_tool_calls(self) -> bool:
+        """Whether the answer has a complete call so far."""
+        return self._calls is not None and self._calls.num_complete > 0
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Begin the answer to a prompt."""
+        if self._parsers.reasoning:
+            prompt_end = decode(self._pieces, prompt[-_PROMPT_END_TOKENS:], keep_special=True)
+            phase = first_phase(self._parsers.reasoning, prompt_end)
+            self._reasoning = ReasoningParser(phase, self._special)
+
+    def push(self, token_id: int) -> ParsedText:
+        """Return what one more token releases."""
+        marker = self._markers.get(token_id)
+        if marker is None:
+            self._parse(super().push(token_id))
+        else:
+            self._num_tokens += 1
+            self._parse(self._flush())  # no character and no stop string spans a special token
+            if self.match is None:
+                self._parse_special(marker)
+                self._check_repetition(token_id)
+        if self.match is not None:
+            self._end()
+        return self._take()
+
+    def finish(self) -> ParsedText:
+        """Return the rest after the last token."""
+        self._parse(self._flush())
+        self._end()
+        return self._take()
+
+    def _check_repetition(self, token_id: int) -> None:
+        if self._repetition is not None and self._repetition.push(token_id) and self._num_tokens >= self._min_tokens:
+            self.match = StopMatch(None, self._num_tokens)
+
+    def _parse(self, text: str) -> None:
+        if self._reasoning is not None and self._reasoning.phase is not Phase.CONTENT:
+            reasoning, text = self._reasoning.push(text)
+            self._thoughts.append(reasoning)
+        self._add(text)
+
+    def _parse_special(self, marker: str) -> None:
+        if self._reasoning is not None:
+            reasoning, content, is_content = self._reasoning.push_special(marker)
+            self._thoughts.append(reasoning)
+            self._add(content)
+            if not is_content:
+                return
+        if self._calls is not None:
+            self._calls.push_special(marker)
+        else:
+            self._add(marker)
+
+    def _end(self) -> None:
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning.finish()
+            self._thoughts.append(reasoning)
+            self._add(content)
+        if self._calls is not None:
+            self._calls.finish()
+
+    def _add(self, content: str) -> None:
+        if not content:
+            return
+        if self._calls is not None:
+            self._calls.push(content)
+        else:
+            self._content.append(content)
+
+    def _take(self) -> ParsedText:
+        content, calls = self._calls.take() if self._calls is not None else ("".join(self._content), ())
+        parsed = ParsedText(content, "".join(self._thoughts), calls)
+        self._content.clear()
+        self._thoughts.clear()
+        return parsed
