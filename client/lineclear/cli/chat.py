@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lineclear.client import Client, sigint
-from lineclear.client.requests import SAMPLING_FIELDS, ChatMessage, Sampling
+from lineclear.client import ChatMessage, Client, sigint
+from lineclear.client.requests import SAMPLING_FIELDS, Sampling
 from lineclear.errors import LineclearError
 
 from . import output

@@ -22,10 +22,11 @@ from ._sync.answer_stream import Stream
 from ._sync.batch_workers import BatchResults
 from ._sync.client import Client, Submitted
 from ._sync.request_manager import RequestManager
+from .chat_messages import ChatMessage, ToolCall, ToolCallDelta
 from .futures import AnswerFuture, AsyncAnswerFuture
 from .local_server import LocalServer, ServerStartError
 from .prompt_calls import ContinuationScore, Embeddings, Scores
-from .requests import ChatMessage, OnModelChange, RepetitionDetection, Request, Sampling
+from .requests import OnModelChange, RepetitionDetection, Request, Sampling
 from .results import (
     Delta,
     FinishReason,
@@ -101,6 +102,8 @@ __all__ = [
     "SubmittedStatus",
     "Timings",
     "TokenLogprobs",
+    "ToolCall",
+    "ToolCallDelta",
     "TopLogprob",
     "Usage",
     "WaitingRequest",

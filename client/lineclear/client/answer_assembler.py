@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 
 from lineclear.api_limits import output_seed
 from lineclear.errors import DataLoss, ModelChanged
 from lineclear.v1 import inference_pb2 as pb
 
+from .chat_messages import ToolCall, ToolCallDelta
 from .results import (
     Delta,
     FinishReason,
@@ -21,6 +22,31 @@ from .results import (
     delta_from_proto,
     from_proto,
 )
+
+
+class ToolCalls:
+    """The calls of an answer so far."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, ToolCallDelta] = {}
+        self._arguments: dict[int, list[str]] = {}
+
+    def add(self, deltas: Iterable[ToolCallDelta]) -> None:
+        """Add new text. Raises DataLoss if a call begins twice."""
+        for delta in deltas:
+            if delta.id:
+                if delta.index in self._first:
+                    raise DataLoss(f"tool call {delta.index} begins twice")
+                self._first[delta.index] = delta
+            self._arguments.setdefault(delta.index, []).append(delta.arguments)
+
+    def whole(self) -> tuple[ToolCall, ...]:
+        """Return the calls. Id and name are empty if they were sent before the first response that was read."""
+        nothing = ToolCallDelta(0, "", "", "")
+        return tuple(
+            ToolCall(self._first.get(index, nothing).id, self._first.get(index, nothing).name, "".join(parts))
+            for index, parts in self._arguments.items()
+        )
 
 
 class AnswerAssembler:
@@ -97,6 +123,8 @@ class AnswerAssembler:
             started=first.started,
             logprobs=first.logprobs,
             token_times_seconds=first.token_times_seconds,
+            tool_calls=first.tool_calls,
+            reasoning=first.reasoning,
             resumes=self.resumes,
             restarts=self.restarts,
             outputs=outputs,
@@ -119,6 +147,8 @@ class OutputAssembler:
         self.token_ids: list[int] = []
         self.started: Started | None = None
         self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls = ToolCalls()
         self._logprobs: list[TokenLogprobs] = []
         self._times_seconds: list[float] = []
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -128,6 +158,14 @@ class OutputAssembler:
     @property
     def text(self) -> str:
         return "".join(self._texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self._calls.whole()
 
     @property
     def next_index(self) -> int:
@@ -158,6 +196,10 @@ class OutputAssembler:
                 raise DataLoss(f"a response has {count} tokens and {len(entries)} {name}")
         self.token_ids += delta.token_ids
         self._texts.append(delta.text)
+        if delta.reasoning:
+            self._reasoning.append(delta.reasoning)
+        if delta.tool_calls:
+            self._calls.add(delta.tool_calls)
         self._logprobs += delta.logprobs
         self._times_seconds += delta.token_times_seconds
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
@@ -181,6 +223,8 @@ class OutputAssembler:
             started=self.started or Started(),
             logprobs=tuple(self._logprobs),
             token_times_seconds=tuple(self._times_seconds),
+            tool_calls=self.tool_calls,
+            reasoning=self.reasoning,
             score=self._finished.score if self._finished.HasField("score") else None,
         )
 

@@ -18,6 +18,8 @@ from lineclear.errors import InvalidRequest, MalformedMessage
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
+from .chat_messages import ChatMessage, Tool, ToolChoice, is_chat, set_message, set_tools
+from .message_fields import set_field, set_given
 from .response_format import schema_of
 from .results import Delta, Queued
 
@@ -46,16 +48,8 @@ OnQueued: TypeAlias = Callable[[Queued], object]
 """Called with the place of a request that waits in the queue, as `OnDelta`."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a conversation. `role`: "system", "user", "assistant" or another role of the chat template."""
-
-    role: str
-    content: str
-
-
 # A text, token ids, or the turns of a conversation.
-Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +186,8 @@ class Params(TypedDict, total=False):
     response_format: Any
     on_model_change: OnModelChange | None
     add_generation_prompt: bool | None
+    tools: Sequence[Tool] | None
+    tool_choice: ToolChoice | None
     omit_text: bool | None
     logprobs: bool | None
     top_logprobs: int | None
@@ -221,6 +217,8 @@ class Request:
     answer. `adapter`: the name of a loaded LoRA adapter. `on_model_change`: by default that of the client.
     `response_format`: pydantic model, dataclass, TypedDict or JSON Schema of the answer; `Generation.parsed` is then
     a value of it.
+    `tools`: what the model may call in a conversation. `tool_choice`: "auto" (the default), "none", "required" or a
+    dict that names a function.
     `tenant`: whose share of the server the request takes, unless the token or certificate of the client names one.
 
     `on_delta` is called with each Delta, then `on_token` with each of its token ids, on the thread or task that reads
@@ -241,6 +239,8 @@ class Request:
     response_format: Any = None
     on_model_change: OnModelChange | None = None
     add_generation_prompt: bool | None = None
+    tools: Sequence[Tool] | None = None
+    tool_choice: ToolChoice | None = None
     omit_text: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -281,20 +281,24 @@ class Request:
         """
         message = pb.GenerateRequest()
         _set_prompt(message, self.prompt, self.add_generation_prompt)
+        if self.tools or self.tool_choice is not None:
+            if not is_chat(self.prompt):
+                raise InvalidRequest.at("tools", "need a list of chat messages as the prompt")
+            set_tools(message.chat, self.tools, self.tool_choice)
         sampling = _merged(self.sampling, default_sampling)
         if self.response_format is not None:
             sampling = sampling.replace(json_schema=schema_of(self.response_format))
         _set_sampling(message, sampling)
-        _set(message, "request_id", self.request_id)
-        _set(message, "priority", self.priority)
-        _set(message, "expected_tokens", self.expected_tokens)
-        _set(message, "cache_salt", self.cache_salt)
-        _set(message, "adapter", self.adapter)
-        _set(message, "truncate_prompt_tokens", self.truncate_prompt_tokens)
-        _set(message, "model", self.model)
-        _set(message, "model_fingerprint", self.model_fingerprint)
+        set_field(message, "request_id", self.request_id)
+        set_field(message, "priority", self.priority)
+        set_field(message, "expected_tokens", self.expected_tokens)
+        set_field(message, "cache_salt", self.cache_salt)
+        set_field(message, "adapter", self.adapter)
+        set_field(message, "truncate_prompt_tokens", self.truncate_prompt_tokens)
+        set_field(message, "model", self.model)
+        set_field(message, "model_fingerprint", self.model_fingerprint)
         for name in _OUTPUT_OPTIONS:
-            _set(message.output, name, getattr(self, name), path=f"output.{name}")
+            set_field(message.output, name, getattr(self, name), path=f"output.{name}")
         if self.top_logprobs and self.logprobs is None:
             message.output.logprobs = True
         if self.on_queued is not None and self.queue_position is None:
@@ -313,11 +317,11 @@ def arrives_whole(sampling: sampling_pb2.SamplingParams) -> bool:
 REQUEST_FIELDS: Final = frozenset(f.name for f in dataclasses.fields(Request)) - {"prompt", "sampling"}
 
 
-def tokenize_request(prompt: str | Sequence[ChatMessage] | Sequence[Mapping[str, str]]) -> pb.TokenizeRequest:
+def tokenize_request(prompt: str | Sequence[ChatMessage] | Sequence[Mapping[str, Any]]) -> pb.TokenizeRequest:
     """Return the message of Tokenize. Raises InvalidRequest."""
     message = pb.TokenizeRequest()
     if isinstance(prompt, str):
-        _set(message, "text", prompt)
+        set_field(message, "text", prompt)
     else:
         _set_chat(message.chat, prompt)
     return message
@@ -327,7 +331,7 @@ def detokenize_request(token_ids: Sequence[int], keep_special_tokens: bool | Non
     """Return the message of Detokenize. Raises InvalidRequest."""
     message = pb.DetokenizeRequest()
     _extend(message.token_ids, token_ids, "token_ids")
-    _set(message, "keep_special_tokens", keep_special_tokens)
+    set_field(message, "keep_special_tokens", keep_special_tokens)
     return message
 
 
@@ -386,10 +390,10 @@ def _merged(sampling: Sampling | None, default: Sampling | None) -> Sampling:
 
 def _set_prompt(message: pb.GenerateRequest, prompt: Prompt, add_generation_prompt: bool | None) -> None:
     if isinstance(prompt, str):
-        _set(message, "text", prompt)
-    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], ChatMessage | Mapping):
+        set_field(message, "text", prompt)
+    elif is_chat(prompt):
         _set_chat(message.chat, prompt)
-        _set(message.chat, "add_generation_prompt", add_generation_prompt, path="chat.add_generation_prompt")
+        set_field(message.chat, "add_generation_prompt", add_generation_prompt, path="chat.add_generation_prompt")
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         message.token_ids.SetInParent()  # the server rejects an empty list
         _extend(message.token_ids.ids, prompt, "token_ids.ids")
@@ -402,16 +406,7 @@ def _set_chat(chat: pb.ChatMessages, messages: Iterable[Any]) -> None:
     if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
         raise InvalidRequest.at("prompt", "must be a text or a list of chat messages")
     for index, entry in enumerate(messages):
-        path = f"chat.messages[{index}]"
-        if isinstance(entry, ChatMessage):
-            role, content = entry.role, entry.content
-        elif isinstance(entry, Mapping) and entry.keys() == {"role", "content"}:
-            role, content = entry["role"], entry["content"]
-        else:
-            raise InvalidRequest.at(path, "must be a ChatMessage or a dict with exactly `role` and `content`")
-        message = chat.messages.add()
-        _set_given(message, "role", role, path=f"{path}.role")
-        _set_given(message, "content", content, path=f"{path}.content")
+        set_message(chat.messages.add(), entry, f"chat.messages[{index}]")
 
 
 def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
@@ -430,12 +425,12 @@ def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
                 raise InvalidRequest.at(path, "must be a mapping of token ids to numbers")
             for token_id, bias in value.items():
                 entry = params.logit_bias.add()
-                _set_given(entry, "token_id", token_id, path=path)
-                _set_given(entry, "bias", bias, path=path)
+                set_given(entry, "token_id", token_id, path=path)
+                set_given(entry, "bias", bias, path=path)
         elif not field.has_presence:  # repeated
             _extend(getattr(params, name), value, path)
         else:
-            _set(params, name, value, path=path)
+            set_field(params, name, value, path=path)
     if sampling.stop is not None:
         strings = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
         _extend(stop.strings, strings, "stop.strings")
@@ -443,7 +438,7 @@ def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
         _extend(stop.token_ids, sampling.stop_token_ids, "stop.token_ids")
     if sampling.eos_token_ids is not None:
         _extend(stop.eos_token_ids, sampling.eos_token_ids, "stop.eos_token_ids")
-    _set(stop, "include_stop_string", sampling.include_stop_string, path="stop.include_stop_string")
+    set_field(stop, "include_stop_string", sampling.include_stop_string, path="stop.include_stop_string")
     if sampling.repetition_detection is not None:
         _set_repetition(stop.repetition_detection, sampling.repetition_detection)
     _set_form(params, sampling)
@@ -457,7 +452,7 @@ def _set_repetition(message: Any, value: RepetitionDetection | Mapping[str, int]
         raise InvalidRequest.at(path, f"must be a RepetitionDetection or a mapping with {', '.join(sorted(known))}")
     message.SetInParent()
     for name, number in given.items():
-        _set_given(message, name, number, f"{path}.{name}")
+        set_given(message, name, number, f"{path}.{name}")
 
 
 _FORMS = ("json_schema", "json_object", "regex", "choice", "grammar")
@@ -479,30 +474,12 @@ def _set_form(params: sampling_pb2.SamplingParams, sampling: Sampling) -> None:
         form.choice.SetInParent()
         _extend(form.choice.texts, value, f"{path}.choice.texts")
     else:
-        _set(form, name, json.dumps(value) if isinstance(value, Mapping) else value, path=f"{path}.{name}")
+        set_field(form, name, json.dumps(value) if isinstance(value, Mapping) else value, path=f"{path}.{name}")
     if sampling.json_whitespace is not None:
         if sampling.json_whitespace not in _WHITESPACE:
             raise InvalidRequest.at(f"{path}.json_whitespace", "must be compact or any")
         form.json_whitespace = _WHITESPACE[sampling.json_whitespace]
-    _set(form, "constraint_start", sampling.constraint_start, path=f"{path}.constraint_start")
-
-
-def _set(message: Any, name: str, value: Any, path: str | None = None) -> None:
-    """Set a field unless the value is None."""
-    if value is not None:
-        _set_given(message, name, value, path or name)
-
-
-def _set_given(message: Any, name: str, value: Any, path: str) -> None:
-    """Set a field that may not be None."""
-    try:
-        if value is None:  # protobuf would leave the field unset
-            raise TypeError
-        setattr(message, name, value)
-    except UnicodeError:
-        raise MalformedMessage.at(path, "is not valid Unicode") from None
-    except (TypeError, ValueError):
-        raise InvalidRequest.at(path, f"must be {_KINDS[message.DESCRIPTOR.fields_by_name[name].type]}") from None
+    set_field(form, "constraint_start", sampling.constraint_start, path=f"{path}.constraint_start")
 
 
 def _extend(field: Any, values: Any, path: str) -> None:
@@ -521,14 +498,4 @@ _TEXT_LISTS = {"stop.strings", "sampling.structured_output.choice.texts"} | {
     f"sampling.{field.name}"
     for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
     if field.type == field.TYPE_STRING
-}
-
-# By the numbers of google.protobuf.FieldDescriptor.TYPE_*.
-_KINDS: dict[int, str] = {
-    2: "a number",
-    4: "a whole number from 0 to 2**64 - 1",
-    5: "a whole number from -2**31 to 2**31 - 1",
-    8: "true or false",
-    9: "a text",
-    13: "a whole number from 0 to 2**32 - 1",
 }

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from lineclear.v1 import inference_pb2 as pb
 
+from .chat_messages import ChatMessage, ToolCall, ToolCallDelta
 from .response_format import value_of
 
 T = TypeVar("T")
@@ -31,8 +32,9 @@ class FinishReason(StrEnum):
     STOP_STRING = "stop_string"
     LENGTH = "length"
     CANCELLED = "cancelled"
-    REPETITION = "repetition"
     """This output was cancelled, and others of the request were not."""
+    REPETITION = "repetition"
+    TOOL_CALLS = "tool_calls"
 
 
 class HealthStatus(StrEnum):
@@ -118,7 +120,8 @@ class Delta:
 
     `first_index`: the index in the answer of the first of `token_ids`. The first delta has `started` and may have no
     tokens; the last one has `finish_reason`. `logprobs` and `token_times_seconds` (since the request arrived at the
-    server) are empty unless requested. Text may lag behind the tokens.
+    server) are empty unless requested. Text may lag behind the tokens. `reasoning` and `tool_calls` are new text
+    that the server has separated from `text`.
 
     `restarted`: the first delta of a new answer (`on_model_change` "restart"). Drop the deltas before it: they are of a
     model that was replaced. `first_index` is 0 and `started` is set.
@@ -137,6 +140,8 @@ class Delta:
     index: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt tokens from the second on, in one delta, if requested."""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +161,8 @@ class Output:
     started: Started
     logprobs: tuple[TokenLogprobs, ...] = ()
     token_times_seconds: tuple[float, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
     score: float | None = None
     """What `best_of` and beam search rank outputs by."""
 
@@ -175,7 +182,7 @@ class Generation:
     `matched_stop`: the stop string or token id that ended it, None otherwise. `logprobs` and `token_times_seconds`
     have an entry for each token if requested. `resumes`: how often the answer was interrupted and resumed; `timings`
     are then those of the last part only. `restarts`: how often it started over because the model was replaced; the
-    answer is that of the last model.
+    answer is that of the last model. `tool_calls` and `reasoning` are what the server has separated from `text`.
     """
 
     text: str
@@ -194,6 +201,8 @@ class Generation:
     """Of the prompt tokens from the second on, if requested."""
     response_format: Any = dataclasses.field(default=None, repr=False, compare=False)
     constraint_start: str = dataclasses.field(default="", repr=False, compare=False)
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
     @property
     def parsed(self) -> Any:
@@ -203,6 +212,11 @@ class Generation:
         """
         _, _, text = self.text.rpartition(self.constraint_start) if self.constraint_start else ("", "", self.text)
         return value_of(self.response_format, text)
+
+    @property
+    def message(self) -> ChatMessage:
+        """The answer as a message, to continue the conversation with the results of its calls."""
+        return ChatMessage("assistant", self.text, self.tool_calls, reasoning=self.reasoning or None)
 
     @property
     def request_id(self) -> str:
@@ -227,7 +241,7 @@ class Generation:
         plain = {"request_id": self.request_id, **dataclasses.asdict(dataclasses.replace(self, response_format=None))}
         del plain["response_format"], plain["constraint_start"]
         plain["tokens_per_second"] = self.tokens_per_second
-        for name in ("logprobs", "prompt_logprobs", "token_times_seconds"):
+        for name in ("logprobs", "prompt_logprobs", "token_times_seconds", "tool_calls", "reasoning"):
             if not plain[name]:
                 del plain[name]
         if len(self.outputs) < 2:
@@ -281,6 +295,8 @@ class Model:
     server_version: str
     model_fingerprint: str
     has_structured_output: bool
+    tool_call_parser: str
+    reasoning_parser: str
     adapters: tuple[Adapter, ...] = ()
     """Loaded LoRA adapters, by name."""
 
@@ -426,6 +442,8 @@ def delta_from_proto(message: pb.GenerateResponse) -> Delta:
         started=from_proto(Started, message.started) if message.HasField("started") else None,
         finish_reason=None if finished is None else _finish_reason(finished.finish_reason),
         index=message.index,
+        reasoning=message.reasoning,
+        tool_calls=tuple(ToolCallDelta(d.index, d.id, d.name, d.arguments) for d in message.tool_calls),
     )
 
 

@@ -10,6 +10,7 @@ from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 from .call_settings import CallOptions
+from .chat_messages import ToolCall
 from .results import Queued, queued_from_proto
 from .retry import bounded
 
@@ -36,6 +37,8 @@ class SubmittedStatus:
     error: LineclearError | None = None
     queued: Queued | None = None
     texts: tuple[str, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -50,7 +53,8 @@ def submitted_status(message: pb.GetResultResponse) -> SubmittedStatus:
     answer = message.response
     queued = queued_from_proto(answer.queued) if answer.HasField("queued") else None
     texts = (answer.text, *(output.text for output in message.more_outputs))
-    return SubmittedStatus(state, answer.text, tuple(answer.token_ids), error, queued, texts)
+    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in answer.tool_calls)
+    return SubmittedStatus(state, answer.text, tuple(answer.token_ids), error, queued, texts, calls, answer.reasoning)
 
 
 def submit_request(options: CallOptions) -> pb.SubmitRequest:

@@ -35,6 +35,7 @@ from lineclear.v1 import inference_pb2 as pb
 
 from . import rpc_methods
 from .channel import Pairs
+from .chat_messages import ToolCall
 from .results import FinishReason, HealthStatus
 from .rpc_methods import Method
 from .transports import AsyncCall, Call
@@ -47,11 +48,16 @@ Res = TypeVar("Res")
 class Answer:
     """A scripted answer: the words of `text` as pieces, or `pieces`, with `delay_seconds` before each.
 
+    `reasoning` comes before them and `tool_calls` after them, as a server with parsers sends these. With calls, the
+    finish reason STOP_EOS becomes TOOL_CALLS.
+
     With `error` the call fails after the pieces. If its code is UNAVAILABLE the client resumes, and the call succeeds.
     """
 
     text: str = ""
     pieces: Sequence[str] | None = None
+    tool_calls: Sequence[ToolCall] = ()
+    reasoning: str = ""
     finish_reason: FinishReason = FinishReason.STOP_EOS
     matched_stop: str | None = None
     delay_seconds: float = 0.0
@@ -217,6 +223,8 @@ class FakeTransport:
                 if isinstance(step, pb.GenerateResponse):
                     found.response.text += step.text
                     found.response.token_ids.extend(step.token_ids)
+                    found.response.reasoning += step.reasoning
+                    found.response.tool_calls.extend(step.tool_calls)
         except LineclearError as error:
             found.state = pb.RESULT_STATE_FAILED
             found.error.CopyFrom(to_status(error))
@@ -286,12 +294,14 @@ def _played(reply: Reply, request: pb.GenerateRequest, number: int) -> Iterator[
         started = pb.Started(request_id=request_id, prompt_tokens=prompt_tokens, seed=seed, num_outputs=num_outputs)
         yield pb.GenerateResponse(started=started, index=index)
     first_index = 0
-    for part in answer.parts():
-        tokens = _tokens(part)
+    for part in _parts(answer):
+        tokens = _tokens(part) if isinstance(part, str) else _tokens(part.reasoning or part.tool_calls[0].arguments)
         for index in open_outputs:
             if first_index >= have[index]:
                 yield answer.delay_seconds
-                piece = _piece(request, part, tokens, first_index)
+                piece = _piece(request, part if isinstance(part, str) else "", tokens, first_index)
+                if not isinstance(part, str):
+                    piece.MergeFrom(part)
                 piece.index = index
                 yield piece
         first_index += len(tokens)
@@ -299,11 +309,26 @@ def _played(reply: Reply, request: pb.GenerateRequest, number: int) -> Iterator[
         raise answer.error
     for index in open_outputs:
         finished = pb.Finished(
-            finish_reason=pb.FinishReason.Value(f"FINISH_REASON_{answer.finish_reason.upper()}"),
+            finish_reason=pb.FinishReason.Value(f"FINISH_REASON_{_reason(answer).upper()}"),
             matched_stop_string=answer.matched_stop,
             usage=pb.Usage(prompt_tokens=0 if index else prompt_tokens, completion_tokens=first_index),
         )
         yield pb.GenerateResponse(first_index=first_index, finished=finished, index=index)
+
+
+def _parts(answer: Answer) -> Iterator[str | pb.GenerateResponse]:
+    """Yield the texts of an answer, and its reasoning and calls as responses."""
+    if answer.reasoning:
+        yield pb.GenerateResponse(reasoning=answer.reasoning)
+    yield from answer.parts()
+    for index, call in enumerate(answer.tool_calls):
+        delta = pb.ToolCallDelta(index=index, id=call.id, name=call.name, arguments=call.arguments)
+        yield pb.GenerateResponse(tool_calls=[delta])
+
+
+def _reason(answer: Answer) -> FinishReason:
+    is_stop = answer.finish_reason is FinishReason.STOP_EOS
+    return FinishReason.TOOL_CALLS if is_stop and answer.tool_calls else answer.finish_reason
 
 
 def _piece(request: pb.GenerateRequest, text: str, tokens: list[int], first_index: int) -> pb.GenerateResponse:

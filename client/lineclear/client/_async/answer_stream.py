@@ -13,6 +13,7 @@ from lineclear.v1 import inference_pb2 as pb
 from .. import rpc_methods
 from ..answer_assembler import AnswerAssembler
 from ..call_settings import CallOptions
+from ..chat_messages import ToolCall
 from ..concurrency import AsyncEvent, async_call
 from ..requests import arrives_whole
 from ..results import Delta, Generation, Queued, queued_from_proto
@@ -82,6 +83,16 @@ class AsyncStream:
     def texts(self) -> tuple[str, ...]:
         """The text received so far of each output."""
         return tuple(output.text for output in self._assembler.outputs)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning received so far."""
+        return self._assembler.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tool calls received so far. The last may be incomplete."""
+        return self._assembler.outputs[0].tool_calls
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -217,7 +228,7 @@ class AsyncStream:
         self._call_has_responses = True
         if self._restarting:
             self._restarting, delta = False, replace(delta, restarted=True)
-        if delta.token_ids or delta.text or delta.finish_reason:
+        if delta.token_ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish_reason:
             self._resume_state.on_progress()
             self._replica_search.reset()
             return delta

@@ -16,6 +16,7 @@ from .. import rpc_methods
 from .._async.answer_stream import AsyncStream as LoopStream  # unasync: keep
 from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config
 from ..channel import Options, Pairs, default_target
+from ..chat_messages import ChatMessage
 from ..concurrency import async_sleep
 from ..futures import AsyncAnswerFuture, AsyncFutures
 from ..prompt_calls import (
@@ -31,7 +32,6 @@ from ..prompt_calls import (
 )
 from ..requests import (
     UNSET,
-    ChatMessage,
     Metadata,
     OnModelChange,
     OnQueued,

@@ -17,6 +17,7 @@ from .. import rpc_methods
 from .._async.answer_stream import AsyncStream as LoopStream  # unasync: keep
 from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config
 from ..channel import Options, Pairs, default_target
+from ..chat_messages import ChatMessage
 from ..concurrency import sleep
 from ..futures import AnswerFuture, Futures
 from ..prompt_calls import (
@@ -32,7 +33,6 @@ from ..prompt_calls import (
 )
 from ..requests import (
     UNSET,
-    ChatMessage,
     Metadata,
     OnModelChange,
     OnQueued,

@@ -1,0 +1,121 @@
+"""Tools in requests and calls in answers of the client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lineclear.client import AsyncClient, ChatMessage, Client, FinishReason, Request, ToolCall, ToolCallDelta
+from lineclear.client.answer_assembler import AnswerAssembler
+from lineclear.client.testing import Answer, FakeTransport
+from lineclear.errors import DataLoss, InvalidRequest
+from lineclear.v1 import inference_pb2 as pb
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Of a city", "parameters": {"type": "object"}},
+}
+CALL = ToolCall("call00001", "weather", '{"city": "Zürich"}')
+QUESTION = ChatMessage("user", "Weather?")
+
+
+def test_tools_and_choice_are_sent() -> None:
+    class Lookup:
+        """Stands for a pydantic model."""
+
+        @staticmethod
+        def model_json_schema() -> dict[str, Any]:
+            return {"type": "object", "description": "Look up", "properties": {}}
+
+    tools = [WEATHER, {"name": "now"}, Lookup]
+    chat = Request.of([QUESTION], tools=tools, tool_choice="none").to_proto().chat
+    assert [tool.name for tool in chat.tools] == ["weather", "now", "Lookup"]
+    assert json.loads(chat.tools[0].parameters) == {"type": "object"}
+    assert not chat.tools[1].HasField("parameters")
+    assert (chat.tools[2].description, json.loads(chat.tools[2].parameters)) == (
+        "Look up",
+        {"type": "object", "properties": {}},
+    )
+    assert chat.tool_choice.mode == pb.TOOL_CHOICE_MODE_NONE
+    named = Request.of([QUESTION], tools=tools, tool_choice=WEATHER).to_proto().chat.tool_choice
+    assert named.function == "weather"
+
+
+def test_messages_carry_calls_and_results() -> None:
+    as_dict = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": CALL.arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [as_dict], "reasoning_content": "hm"}
+    own = ChatMessage("assistant", "", [CALL], reasoning="hm")
+    result = ChatMessage("tool", "sunny", tool_call_id="call00001", name="weather")
+    for turn in (message, own):
+        chat = Request.of([QUESTION, turn, result]).to_proto().chat
+        (call,) = chat.messages[1].tool_calls
+        assert (call.id, call.name, call.arguments) == (CALL.id, CALL.name, CALL.arguments)
+        assert chat.messages[1].reasoning == "hm"
+        assert (chat.messages[2].tool_call_id, chat.messages[2].name) == ("call00001", "weather")
+
+
+@pytest.mark.parametrize(
+    ("params", "path"),
+    [
+        ({"tools": [5]}, "chat.tools[0]"),
+        ({"tools": WEATHER}, "tools"),
+        ({"tools": [{"name": 5}]}, "chat.tools[0].name"),
+        ({"tools": [{"name": "f", "parameters": {"a": {1}}}]}, "chat.tools[0].parameters"),
+        ({"tool_choice": "weather"}, "tool_choice"),
+        ({"tool_choice": {}}, "chat.tool_choice.function"),
+        ({"prompt": "text", "tools": [WEATHER]}, "tools"),
+        ({"prompt": [{"role": "assistant", "tool_calls": [5]}]}, "chat.messages[0].tool_calls[0]"),
+    ],
+)
+def test_wrong_tools_are_rejected(params: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Request.of(**{"prompt": [QUESTION], **params}).to_proto()
+    assert caught.value.violations[0].field == path
+
+
+SCRIPT = {"Weather?": Answer(text="Let me see.", reasoning="They ask.", tool_calls=[CALL]), "sunny": "It is sunny."}
+
+
+def test_answer_has_calls_and_reasoning() -> None:
+    with Client(transport=FakeTransport(SCRIPT)) as client:
+        deltas: list[ToolCallDelta] = []
+        with client.stream([QUESTION], tools=[WEATHER]) as stream:
+            for delta in stream:
+                deltas += delta.tool_calls
+        answer = stream.result
+        assert [(d.index, d.id, d.name) for d in deltas] == [(0, "call00001", "weather")]
+        assert (answer.text, answer.reasoning, answer.tool_calls) == ("Let me see.", "They ask.", (CALL,))
+        assert (stream.reasoning, stream.tool_calls) == (answer.reasoning, answer.tool_calls)
+        assert answer.finish_reason is FinishReason.TOOL_CALLS
+        assert answer.tool_calls[0].parsed() == {"city": "Zürich"}
+        assert answer.to_dict()["tool_calls"] == ({"id": CALL.id, "name": "weather", "arguments": CALL.arguments},)
+        result = ChatMessage("tool", "sunny", tool_call_id=CALL.id)
+        final = client.generate([QUESTION, answer.message, result], tools=[WEATHER])
+        assert final.text == "It is sunny."
+        assert "tool_calls" not in final.to_dict()
+
+
+async def test_submitted_answer_has_calls() -> None:
+    async with AsyncClient(transport=FakeTransport(SCRIPT)) as client:
+        submitted = await client.submit([QUESTION], tools=[WEATHER])
+        status = await submitted.poll()
+        assert (status.reasoning, status.tool_calls) == ("They ask.", (CALL,))
+        assert (await submitted.result()).tool_calls == (CALL,)
+
+
+def test_broken_call_has_no_arguments() -> None:
+    for text in ('{"a": ', "[1]"):
+        with pytest.raises(ValueError):  # noqa: PT011 - json and this class raise it
+            ToolCall("1", "f", text).parsed()
+
+
+def test_call_that_begins_twice_is_data_loss() -> None:
+    assembler = AnswerAssembler()
+    first = pb.GenerateResponse(tool_calls=[pb.ToolCallDelta(index=0, id="a", name="f", arguments="{")])
+    assembler.add(first)
+    assembler.add(pb.GenerateResponse(tool_calls=[pb.ToolCallDelta(index=0, arguments="}")]))
+    assert assembler.outputs[0].tool_calls == (ToolCall("a", "f", "{}"),)
+    with pytest.raises(DataLoss):
+        assembler.add(first)
