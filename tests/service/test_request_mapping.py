@@ -218,3 +218,12 @@ async def test_prompt_is_truncated_from_the_left(tmp_path: Path) -> None:
             s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=long_ids), truncate_prompt_tokens=500))
         )
         assert error.reason == "PROMPT_TOO_LONG"
+
+
+async def test_drafts_are_limited_by_the_server_and_the_request(tmp_path: Path) -> None:
+    for method, found in (("prompt_lookup", [6, 0, 4, 6]), ("none", [0, 0, 0, 0])):
+        async with serving(tmp_path, speculative_method=method, num_speculative_tokens=6) as s:
+            s.engine.answer = lambda request: []
+            for most in (None, 0, 4, 1000):
+                await read_all(s.generate(text_request(num_speculative_tokens=most)))
+            assert [request.max_drafts for request in s.engine.submitted] == found

@@ -111,6 +111,8 @@ class CheckedScheduler:
         """Apply a result."""
         self.transcript.append((now, "result", result))
         events = self.core.apply(result, now)
+        self.counts["drafted"] += sum(result.num_drafted)
+        self.counts["accepted"] += len(result.tokens) - len(result.counts) if result.counts else 0
         self.last_result = result
         self._record("apply", events, now)
         if self.oracle:

@@ -40,6 +40,8 @@ class ModelSequence:
         self.num_offered = 0  # leading positions in blocks that were offered to the prefix cache
         self.num_void = 0  # samples in flight that do not count
         self.in_flight = 0
+        self.num_drafts = 0  # that the row in flight may verify
+        self.drafted_tokens = self.accepted_tokens = 0
         self.admission_count = 0
         self.max_computed_before = 0
         self.planned_step = 0
@@ -93,8 +95,15 @@ class ModelSequence:
         return self.request.pooling is None and self.scored_to == len(self.request.prompt) - 1
 
     @property
+    def may_wait_for_drafts(self) -> bool:
+        """Whether it may leave out steps until the results of its rows in flight."""
+        return self.request.max_drafts > 0 and self.in_flight > 0
+
+    @property
     def num_unplanned(self) -> int:
-        """Number of positions that can be planned now."""
+        """Number of positions that can be planned now: none before it is known how many drafts were accepted."""
+        if self.num_drafts:
+            return 0
         return min(self.num_known, self.max_len - 1) - self.num_planned
 
     def stats(self, now: float, completion_tokens: int | None = None) -> RequestStats:
@@ -107,6 +116,8 @@ class ModelSequence:
             recomputed_tokens=self.recomputed_tokens,
             preemptions=self.preemptions,
             recoveries=self.recoveries,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             started_at=self.started_at,
             first_token_at=self.first_token_at,
             last_token_at=self.last_token_at,

@@ -135,7 +135,7 @@ class ModelState:
         for s in sequences:
             if s.is_live:
                 s.crash_count += 1
-                reached = s.num_planned or s.num_known - 1
+                reached = (s.num_planned or s.num_known - 1) + s.num_drafts
                 s.clear_position = min(max(s.clear_position, reached + 2), s.max_len - 1)
         return sequences[0] if len(sequences) == 1 and sequences[0].is_live else None
 

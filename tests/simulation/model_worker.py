@@ -25,6 +25,9 @@ class TaintingRunner(ToyRunner):
             blocks = self.slots[row.slot].blocks
             for position in range(row.start, len(blocks) * size):
                 self.cells[blocks[position // size]][position % size] = POISON_CELL
+        for blocks, start in self.bad_drafts:
+            for position in range(start, len(blocks) * self.block_size):
+                self.cells[blocks[position // self.block_size]][position % self.block_size] = POISON_CELL
         return flight
 
 

@@ -26,6 +26,7 @@ class ModelStep:
         self.rows: list[tuple[ModelSequence, int, int]] = []  # sequence, its admission_count, end position
         self.outputs: list[tuple[ModelSequence, int, int, int, RowOutput]] = []  # the same with start and output
         self.samples: list[ModelSequence] = []
+        self.drafting: set[ModelSequence] = set()  # sequences whose row may verify drafts
         self.num_tokens = 0
 
 
@@ -98,7 +99,7 @@ class ModelWorker:
         else:
             del self.running[sequence.slot]
         sequence.max_computed_before = max(sequence.max_computed_before, computed)
-        sequence.is_running, sequence.slot = False, -1
+        sequence.is_running, sequence.slot, sequence.num_drafts = False, -1, 0
         sequence.num_planned = sequence.num_computed = sequence.num_shared = sequence.num_offered = 0
 
     def release_slots(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
+from itertools import accumulate
 from typing import Any
 
 from simulation.invariant_error import InvariantViolated, require
@@ -50,7 +51,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.core.stats import CoreSnapshot, Counters
-from lineclear.wire.messages import Hello, RowOutput, Scores, StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.messages import Hello, Logprobs, RowOutput, Scores, StepError, StepErrorKind, StepPlan, StepResult
 
 _COUNTERS = [field.name for field in fields(Counters)]
 
@@ -233,13 +234,17 @@ class Oracle:
         step = worker.inflight.popleft()
         require(result.step == step.step, "I9", "results in the order of plans")
         sampling = [i for i, (*_, output) in enumerate(step.outputs) if output is RowOutput.SAMPLE]
-        tokens = zip(sampling, result.tokens, strict=True)
+        counts = result.counts or (1,) * len(sampling)
+        drafted = result.num_drafted or (0,) * len(sampling)
+        owners = [i for i, count in zip(sampling, counts, strict=True) for _ in range(count)]
+        tokens = zip(owners, result.tokens, strict=True)
         bad_rows = {i for i, token in tokens if not 0 <= token < self.scenario.vocab_size}
         bad_rows |= result.bad_rows
         tainted = {(step.outputs[i][0], step.outputs[i][0].admission_count) for i in bad_rows}
         readers = worker.blocks.readers(tainted)
         wanted: list[object] = self._restart(readers)
-        for index, (sequence, token) in enumerate(zip(step.samples, result.tokens, strict=True)):
+        ends = list(accumulate(counts))
+        for index, sequence in enumerate(step.samples):
             sequence.in_flight -= 1
             if not sequence.is_live or sequence.num_void:
                 self.state.counters.wasted_samples += 1
@@ -248,31 +253,30 @@ class Oracle:
                 continue
             bad = sampling[index] in result.bad_rows
             request_id = sequence.request.request_id
-            if not bad:
-                context = (*sequence.request.prompt, *sequence.answer[: sequence.num_outputs])
-                require(not is_bad(context, self.scenario.bad_per_mille), "I20", "bad logits are found")
-            if bad or not 0 <= token < self.scenario.vocab_size:
+            if sequence in step.drafting:
+                self._count_drafts(sequence, drafted[index], counts[index] - 1)
+            if sampling[index] in bad_rows:
                 worker.blocks.taint(sequence)
                 self.state.remove(sequence)
                 self.state.counters.requests_failed += 1
                 wanted.append((Failed, request_id, NonFiniteLogits if bad else InternalError, sequence.stats(now)))
                 continue
-            index_in_answer = sequence.num_outputs
-            right = index_in_answer < len(sequence.answer) and token == sequence.answer[index_in_answer]
-            require(right, "I20", "the answer is that of the request alone")
-            logprobs = result.logprobs[index] if result.logprobs else None
-            wanted.append(TokensReady(request_id, index_in_answer, (token,), () if logprobs is None else (logprobs,)))
-            is_requested = sequence.request.sampling.logprobs >= 0
-            require((logprobs is not None) == is_requested, "I24", "logprobs exactly if requested")
-            sequence.num_outputs += 1
+            first_output = sequence.num_outputs
+            for place in range(ends[index] - counts[index], ends[index]):
+                if sequence.num_outputs == len(sequence.answer) > first_output:
+                    break  # tokens behind the end of the answer are dropped
+                logprobs = result.logprobs[place] if result.logprobs else None
+                wanted.append(self._token(sequence, result.tokens[place], logprobs))
+            sequence.num_known += sequence.num_outputs - first_output - 1
+            if sequence.num_drafts:
+                sequence.num_drafts, sequence.num_planned = 0, sequence.num_known - 1
             sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
             sequence.last_token_at, sequence.last_step = now, step.step
-            self.state.counters.generation_tokens += 1
         wanted += self._reports(worker, step, result, now)
         worker.blocks.resolve_pending(step.step, tainted | readers)
         for sequence, admission, end in step.rows:
             if sequence.is_running and sequence.admission_count == admission:
-                worker.blocks.publish(sequence, end)
+                worker.blocks.publish(sequence, sequence.num_planned if sequence in step.drafting else end)
         # Requests may end in any order, but blocks must be released in that order.
         order = {event.request_id: place for place, event in enumerate(events) if isinstance(event, Finished)}
         owners = [sequence for sequence, *_ in step.outputs]
@@ -285,6 +289,27 @@ class Oracle:
         self._same(_sorted_by_kind(events), _sorted_by_kind(wanted))
         kinds = [_kind(event) for event in flat(events)]
         require(kinds == sorted(kinds), "I10", "the end of a request comes after its tokens")
+
+    def _count_drafts(self, sequence: ModelSequence, num_drafted: int, num_accepted: int) -> None:
+        require(num_accepted <= num_drafted, "I20", "no more drafts accepted than verified")
+        sequence.drafted_tokens += num_drafted
+        sequence.accepted_tokens += num_accepted
+        self.state.counters.spec_decode_num_drafts += num_drafted > 0
+        self.state.counters.spec_decode_num_draft_tokens += num_drafted
+        self.state.counters.spec_decode_num_accepted_tokens += num_accepted
+
+    def _token(self, sequence: ModelSequence, token: int, logprobs: Logprobs | None) -> TokensReady:
+        """Check the next token of an answer and return its event."""
+        index = sequence.num_outputs
+        context = (*sequence.request.prompt, *sequence.answer[:index])
+        require(not is_bad(context, self.scenario.bad_per_mille), "I20", "bad logits are found")
+        right = index < len(sequence.answer) and token == sequence.answer[index]
+        require(right, "I20", "the answer is that of the request alone")
+        is_requested = sequence.request.sampling.logprobs >= 0
+        require((logprobs is not None) == is_requested, "I24", "logprobs exactly if requested")
+        sequence.num_outputs += 1
+        self.state.counters.generation_tokens += 1
+        return TokensReady(sequence.request.request_id, index, (token,), () if logprobs is None else (logprobs,))
 
     def _reports(self, worker: ModelWorker, step: ModelStep, result: StepResult, now: float) -> list[object]:
         """Return the events of the scores and vectors of a result, each position once."""

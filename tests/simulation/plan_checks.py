@@ -91,7 +91,12 @@ class PlanChecks:
         self.grown.clear()
         total = num_decodes = 0
         # In the order of planning, which is the order in which blocks were handed out.
-        for row in (*plan.chunks, *plan.decodes.rows()) if prompts_first else plan.rows:
+        rows = plan.rows
+        if prompts_first:
+            is_decode = [r.slot not in inits and self.worker.running.get(r.slot) in ready for r in plan.chunks]
+            prompts = [r for r, late in zip(plan.chunks, is_decode, strict=True) if not late]
+            rows = (*prompts, *plan.decodes.rows(), *(r for r in plan.chunks if r not in prompts))
+        for row in rows:
             joins, num_running, copy = row.slot in inits, len(self.worker.running), None
             if victims and self.worker.running.get(row.slot) in waiting:
                 self._preempt_for_decodes(victims, waiting, step, until=self.worker.running[row.slot])
@@ -110,7 +115,7 @@ class PlanChecks:
             if joins and isolated is None:
                 free = self.worker.blocks.num_free
                 require(free >= -(-num_running // 4), "I5", "admission leaves headroom for running sequences")
-            total += row.num_tokens
+            total += row.num_tokens + row.num_drafts
             step.num_tokens = total
             num_decodes += sequence in ready
         self._preempt_for_decodes(victims, waiting, step)
@@ -126,7 +131,11 @@ class PlanChecks:
         require(total <= budget, "I6", "no more tokens than the budget")
         fits = len(self.worker.running) <= self.worker.num_slots or not plan.inits
         require(fits, "I6", "no more sequences than slots, but for those that a smaller number of slots finds running")
-        is_short = num_preempted > 0 or any(s.is_running and s.slot not in slots for s in ready)
+        is_waiting = any(s.is_running and s.slot not in slots and not s.may_wait_for_drafts for s in ready)
+        is_short = num_preempted > 0 or is_waiting
+        drafts = sum(row.num_drafts for row in plan.chunks)
+        require(not (drafts and num_preempted), "I15", "nothing is preempted for drafts")
+        require(not drafts or isolated is None, "isolation", "a suspect decodes plainly")
         has_prompts = bool(plan.inits) or any(row.num_tokens > 1 for row in plan.chunks)
         # Beside decodes, the inter-token target may leave a prompt fewer tokens than the budget. And each of several
         # workers counts the prompts of its plan as work.
@@ -318,12 +327,19 @@ class PlanChecks:
                 is_copied=is_copied and index == 0,
             )
         self.grown |= {sequence} if row.new_blocks else set()
-        if row.new_blocks and not is_first:
+        end_of_drafts = end + row.num_drafts
+        if row.num_drafts:
+            self._check_drafts(sequence, row)
+        elif row.new_blocks and not is_first:
             is_next = len(row.new_blocks) == 1 and row.start == (len(sequence.blocks) - 1) * size
             require(is_next, "I5", "one block when needed")
         longest = sequence.max_len - 1 if sequence.protected else max(end, sequence.num_known)
-        require(-(-end // size) <= len(sequence.blocks) <= -(-longest // size), "I5", "as many blocks as needed")
-        self.worker.blocks.check_write(sequence, row.start, end)
+        # Blocks of rejected drafts stay.
+        longest = min(longest + sequence.request.max_drafts, sequence.max_len - 1)
+        require(
+            -(-end_of_drafts // size) <= len(sequence.blocks) <= -(-longest // size), "I5", "as many blocks as needed"
+        )
+        self.worker.blocks.check_write(sequence, row.start, end_of_drafts)
         if row.start < sequence.max_computed_before:
             again = min(end, sequence.max_computed_before) - row.start
             sequence.recomputed_tokens += again
@@ -332,12 +348,30 @@ class PlanChecks:
         step.rows.append((sequence, sequence.admission_count, end))
         if row.output is not RowOutput.NONE:
             step.outputs.append((sequence, sequence.admission_count, row.start, end, row.output))
+        if row.num_drafts:
+            step.drafting.add(sequence)
+            sequence.num_drafts = row.num_drafts
         if row.sample:
             num_sampled = sequence.num_outputs + sequence.in_flight
             require(num_sampled < sequence.request.max_tokens, "I6", "no sample past max_tokens")
             step.samples.append(sequence)
             sequence.in_flight += 1
             sequence.num_known += 1
+
+    def _check_drafts(self, sequence: ModelSequence, row: Row) -> None:
+        """Check a row with drafts, whose new blocks are taken."""
+        size, blocks = self.worker.blocks.size, self.worker.blocks
+        require(row.num_tokens == 1 and row.sample, "I6", "drafts are verified behind the last known token")
+        require(0 < row.num_drafts <= sequence.request.max_drafts, "I6", "no more drafts than the request allows")
+        require(sequence.in_flight == 0, "I6", "no other row in flight beside drafts")
+        last = sequence.num_outputs + 1 + row.num_drafts
+        require(last <= sequence.request.max_tokens, "I6", "no draft whose token exceeds max_tokens")
+        if row.new_blocks:
+            end = row.start + 1 + row.num_drafts
+            require((len(sequence.blocks) - 1) * size < end, "I5", "no more blocks than drafts fill")
+            is_needed = len(row.new_blocks) == 1 and row.start == (len(sequence.blocks) - 1) * size
+            has_headroom = blocks.num_free >= -(-len(self.worker.running) // 4)
+            require(is_needed or has_headroom, "I5", "drafts leave headroom for running sequences")
 
     def _check_age_order(
         self,
@@ -350,7 +384,7 @@ class PlanChecks:
         """Check that decodes go first, oldest first, then the oldest prompt; with `prefill_first` only the latter."""
         if self.state.limits.scheduling_policy != "prefill_first":
             for sequence in ready:
-                if sequence.is_running and sequence.slot not in slots:
+                if sequence.is_running and sequence.slot not in slots and not sequence.may_wait_for_drafts:
                     if sequence.num_planned < len(sequence.blocks) * self.worker.blocks.size:
                         require(num_decodes == budget, "I6", "a decode waits only for decodes")
                     younger = [s for s in ready if s.queue_key > sequence.queue_key and s.slot in slots]

@@ -56,7 +56,7 @@ _BLOCKS = (
     Bug(
         "the decode batch takes blocks that are not free",
         StepPlanner._plan_decodes,
-        without("len(growing) > batch.pool.num_free"),
+        without("num_blocks > batch.pool.num_free"),
     ),
 )
 

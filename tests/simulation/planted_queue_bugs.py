@@ -54,7 +54,7 @@ _ORDER = (
     Bug(
         "a decode step beyond the budget",
         StepPlanner._plan_decodes,
-        without("len(batch.decode_batch) + len(singles) > tokens_left"),
+        without("num_rows > tokens_left"),
     ),
     Bug(
         "an admission beyond the budget",

@@ -107,13 +107,13 @@ _ENDS = (
     Bug("one token fewer than max_tokens", ResultApplier._finish_complete, off_by_one("sequence.max_len", -1)),
     Bug(
         "a stop token is missed at min_tokens + 1",
-        ResultApplier._finish_complete,
-        off_by_one("request.sampling.min_tokens"),
+        Sequence.has_stopped,
+        off_by_one("self.request.sampling.min_tokens"),
     ),
     Bug(
         "a stop token at max_tokens counts as length",
         ResultApplier._finish_complete,
-        replace("token in sequence.stop_token_ids", "len(sequence.tokens) < sequence.max_len and _0"),
+        replace("sequence.has_stopped", "len(sequence.tokens) < sequence.max_len and _0"),
     ),
     Bug("the end is reported twice", Scheduler.cancel, replace("[self._live.fail(...)]", "2 * _0")),
     Bug(

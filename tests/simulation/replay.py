@@ -34,6 +34,7 @@ def show(seed: int) -> int:
                 print(f"    init slot {init.slot} request {seed_} tokens {length} blocks {init.blocks}")
             for row in plan.rows:
                 sample = f" {row.output.name.lower()}" if row.output else ""
+                sample += f" {row.num_drafts} drafts" if row.num_drafts else ""
                 print(f"    row  slot {row.slot} [{row.start}, {row.start + row.num_tokens}){sample} +{row.new_blocks}")
         else:
             print(f"{now:.4f} {call}", *what)

@@ -81,6 +81,8 @@ class Scenario:
     """Share of plans that do not reach their worker, which is lost a little later."""
     scored: float = 0.0
     """Share of requests that ask for scores of their prompt; half of them for no answer."""
+    drafted: float = 0.0
+    """Share of requests whose rows verify drafts."""
     pooled: float = 0.0
     """Share of requests that ask for a vector."""
     switched: tuple[str, ...] = ()
@@ -127,6 +129,7 @@ def draw_limits(rng: random.Random) -> CoreLimits:
         max_isolated_crashes=rng.choice((1, 1, 2)),
         max_isolated_kills=rng.choice((1, 3, 3)),
         prefix_cache=rng.random() < 0.7,
+        adaptive_drafts=True,
         cache_secret=b"secret" if rng.random() < 0.5 else b"",
         batching_strategy=rng.choice(tuple(STRATEGIES)),
         scheduling_policy=rng.choice(tuple(QUEUE_ORDERS)),
@@ -222,6 +225,8 @@ def draw_request(
         request = replace(request, expected_tokens=rng.choice((1, rng.randint(1, request.max_tokens))))
     if scenario.estimated:
         request = replace(request, wants_position=rng.random() < 0.5)
+    if scenario.drafted and rng.random() < scenario.drafted:
+        request = replace(request, max_drafts=rng.choice((1, 2, 4, 12)))
     if scenario.scored and len(prompt) > 1 and rng.random() < scenario.scored:
         return _with_scores(rng, request)
     if scenario.pooled and rng.random() < scenario.pooled:

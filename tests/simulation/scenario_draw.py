@@ -43,6 +43,8 @@ def draw(seed: int) -> Scenario:
         (_scoring, 0.15),
         (_pooling, 0.15),
         (_scoring_victims, 0.05),
+        (_drafting, 0.2),
+        (_drafting_alone, 0.1),
     )
     for variant, share in variants:
         if rng.random() < share:
@@ -330,6 +332,38 @@ def _scoring_victims(rng: random.Random, scenario: Scenario) -> Scenario:
     scenario = _cancelling(rng, scenario)
     weights = scenario.weights | {"burst": 0.8, "submit": 2.0, "bad_token": 0.2}
     return replace(scenario, weights=weights, scored=0.8)
+
+
+def _drafting(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Requests verify drafts, which cost little."""
+    limits = replace(scenario.limits, adaptive_drafts=rng.random() < 0.5)
+    step_seconds = 0.01, rng.choice((0.0, 1e-5, 0.0005)), 0.0
+    return replace(scenario, limits=limits, drafted=rng.choice((0.4, 1.0)), step_seconds=step_seconds)
+
+
+def _drafting_alone(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Few requests with long answers verify drafts, in few or many blocks."""
+    limits = replace(
+        scenario.limits,
+        adaptive_drafts=rng.random() < 0.5,
+        batching_strategy="continuous",
+        max_batch_size=rng.choice((1, 2, 4, 8)),
+        target_batch_tokens=rng.choice((6, 16, 64)),
+        prefix_cache=True,
+    )
+    block_size = rng.choice((1, 2, 4))
+    capacity = Capacity(rng.randint(16, 80) // block_size, block_size, 8, 200, 4096)
+    return replace(
+        scenario,
+        limits=limits,
+        capacity=capacity,
+        longest_prompt=12,
+        shortest_answer=8,
+        bad_per_mille=rng.choice((scenario.bad_per_mille, 20)),
+        pace=rng.choice((1, 2)),
+        drafted=1.0,
+        step_seconds=(0.01, 1e-5, 0.0),
+    )
 
 
 def _copying(rng: random.Random, scenario: Scenario) -> Scenario:

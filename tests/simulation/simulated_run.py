@@ -53,7 +53,7 @@ class SimulatedRun:
         for row in plan.rows:
             seed, prompt_len = seeds[row.slot]
             effect = poison(seed, self.scenario.poison_per_mille)
-            if effect and row.start + row.num_tokens >= prompt_len + seed % 4:
+            if effect and row.start + row.num_tokens + row.num_drafts >= prompt_len + seed % 4:
                 return effect
         return ""
 
@@ -258,6 +258,9 @@ class SimulatedRun:
                     replace(good, step_seconds=float("nan")),
                     replace(good, step_seconds=float("inf")),
                     replace(good, step_seconds=-1.0),
+                    replace(good, counts=(2,) * n, tokens=good.tokens * 2, num_drafted=(), step=good.step + (n == 0)),
+                    replace(good, num_drafted=(13,) * n, step=good.step + (n == 0)),
+                    replace(good, counts=(0,) * n, tokens=(), logprobs=(), step=good.step + (n == 0)),
                 )
             )
             self.scheduler.apply_invalid(bad, self.now)

@@ -54,7 +54,7 @@ EXAMPLES: tuple[Message, ...] = (
         epoch=2**63 - 1,
         step=812,
         chunks=(
-            Row(0, 17, 2, RowOutput.SAMPLE),
+            Row(0, 17, 1, RowOutput.SAMPLE, (), 4),
             Row(5, 0, 300, RowOutput.NONE, (11, 12, 13)),
             Row(6, 3, 9, RowOutput.SCORE),
             Row(8, 0, 7, RowOutput.POOL),
@@ -70,6 +70,7 @@ EXAMPLES: tuple[Message, ...] = (
         scores=(Scores((-1.5, -2.0), (7, 8, 9, 1), (-0.5, -1.0, -0.25, -4.0)), Scores((-3.0,))),
         vectors=(b"", b"\0\0\x80\x3f\0\0\0\0"),
         stuck_rows=frozenset({0}),
+        num_drafted=(0, 3),
     ),
     Hello(
         *(3, 4096, 16, 64, 2048, 32000, (2, 3), 256),

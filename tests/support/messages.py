@@ -82,7 +82,7 @@ def decodes(draw: st.DrawFn) -> Decodes:
     return Decodes(slots, starts, tuple((slot, draw(naturals)) for slot in grown))
 
 
-rows = st.builds(Row, naturals, naturals, positives, st.sampled_from(RowOutput), tuples(naturals))
+rows = st.builds(Row, naturals, naturals, positives, st.sampled_from(RowOutput), tuples(naturals), naturals)
 copies = st.builds(BlockCopy, naturals, naturals, positives)
 plans = st.builds(
     StepPlan, uint64, uint64, tuples(rows), tuples(slot_inits(), 3), tuples(naturals), decodes(), tuples(copies)
@@ -124,6 +124,7 @@ def results(draw: st.DrawFn) -> StepResult:
         scores=scored,
         vectors=pooled,
         stuck_rows=draw(st.frozensets(st.integers(0, num_outputs - 1))) if num_outputs else frozenset(),
+        num_drafted=draw(st.just(()) | tuples(naturals)),
     )
 
 

@@ -198,6 +198,8 @@ class ToyRunner:
         self.model = model
         self.adapters: dict[int, bytes] = {}  # key by index; they stay when the slots are reset
         self.num_rows = self.num_positions = self.num_samples = 0
+        self.bad_drafts: list[tuple[list[int], int]] = []
+        """Blocks and position of drafts of the last step behind which the logits are non-finite."""
         self.reset()
 
     def hello(self, epoch: int) -> Hello:
@@ -254,11 +256,14 @@ class ToyRunner:
             assert 0 <= init.slot < self.num_slots
             self.slots[init.slot] = _Slot(init)
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot twice in a step"
-        assert sum(row.num_tokens for row in plan.rows) <= self.max_step_tokens
+        assert sum(row.num_tokens + row.num_drafts for row in plan.rows) <= self.max_step_tokens
+        self.bad_drafts = []
         tokens: list[int] = []
         logprobs: list[Logprobs | None] = []
         scores: list[Scores] = []
         vectors: list[bytes] = []
+        counts: list[int] = []
+        drafted: list[int] = []
         bad: set[int] = set()
         for row in plan.rows:
             slot = self.slots[row.slot]
@@ -278,7 +283,7 @@ class ToyRunner:
             size = self.block_size
             context = [self.cells[slot.blocks[p // size]][p % size] for p in range(end)]
             if self.is_bad(context):
-                bad.add(len(tokens) + len(scores) + len(vectors))
+                bad.add(len(counts) + len(scores) + len(vectors))
             if row.output == RowOutput.SCORE:
                 scores.append(self._scores(slot, context, row.start))
             elif row.output == RowOutput.POOL:
@@ -287,9 +292,13 @@ class ToyRunner:
                 assert end == len(slot.tokens), "a sample before the last known token"
                 self.num_samples += 1
                 token, reported = sample(context, slot.sampling, slot.prompt_len, self.vocab_size, self._model(slot))
-                slot.tokens.append(token)
-                tokens.append(token)
-                logprobs.append(reported)
+                drafts = self._drafts(slot, row.num_drafts)
+                found = [(token, reported), *self._verify(slot, drafts, context, token)]
+                slot.tokens += [token for token, _ in found]
+                tokens += [token for token, _ in found]
+                logprobs += [reported for _, reported in found]
+                counts.append(len(found))
+                drafted.append(len(drafts))
         asked = any(entry is not None for entry in logprobs)
         return ToyStep(
             StepResult(
@@ -298,13 +307,48 @@ class ToyRunner:
                 tuple(tokens),
                 tuple(logprobs) if asked else (),
                 frozenset(bad),
+                counts=tuple(counts) if any(drafted) else (),
                 scores=tuple(scores),
                 vectors=tuple(vectors),
+                num_drafted=tuple(drafted) if any(drafted) else (),
             )
         )
 
     def _model(self, slot: _Slot) -> str:
         return with_adapter(self.model, self.adapters[slot.adapter]) if slot.adapter else self.model
+
+    def _drafts(self, slot: _Slot, most: int) -> list[int]:
+        """Return up to `most` drafts; how many and how good they are depends on the seed and the position."""
+        known, seed = list(slot.tokens), slot.sampling.seed
+        quality = (0.0, 0.5, 0.9, 1.0)[seed % 4]
+        number = hash((seed, len(known))) % 1009
+        for i in range(number % (most + 1)):
+            right, _ = sample(known, slot.sampling, slot.prompt_len, self.vocab_size, self._model(slot))
+            is_right = hash((number, i)) % 100 < 100 * quality
+            known.append(right if is_right else (right + 1) % self.vocab_size)
+        return known[len(slot.tokens) :]
+
+    def _verify(
+        self, slot: _Slot, drafts: list[int], context: list[int], token: int
+    ) -> list[tuple[int, Logprobs | None]]:
+        """Compute the drafts behind `context`, and return the samples behind those that equal their samples."""
+        size, end = self.block_size, len(context)
+        for position, draft in enumerate(drafts, end):
+            assert position // size < len(slot.blocks), "a draft without a block"
+            self.cells[slot.blocks[position // size]][position % size] = draft
+        self.num_positions += len(drafts)
+        found: list[tuple[int, Logprobs | None]] = []
+        is_bad = self.is_bad(context)
+        for position, draft in enumerate(drafts, end):
+            seen = [self.cells[slot.blocks[p // size]][p % size] for p in range(position + 1)]
+            if not is_bad and self.is_bad(seen):
+                self.bad_drafts.append((slot.blocks, position))
+                is_bad = True
+            if is_bad or draft != token:
+                break
+            found.append(sample(seen, slot.sampling, slot.prompt_len, self.vocab_size, self._model(slot)))
+            token = found[-1][0]
+        return found
 
     def _scores(self, slot: _Slot, context: list[int], start: int) -> Scores:
         """Return the scores of the positions from `start` to the end of the context."""

@@ -349,6 +349,9 @@ class RequestFlags:
     expected_tokens: Annotated[int | None, _option(SAMPLING, "Output tokens to expect. Orders waiting requests.")] = (
         None
     )
+    num_speculative_tokens: Annotated[
+        int | None, _option(SAMPLING, "Most draft tokens that a step verifies; 0: none. By default the server's.")
+    ] = None
     adapter: Annotated[str | None, _option(SAMPLING, "Name of a loaded LoRA adapter.")] = None
     truncate_prompt_tokens: Annotated[int | None, _option(SAMPLING, "Keep at most this many last prompt tokens.")] = (
         None

@@ -147,6 +147,7 @@ def stats_view(stats: Stats) -> Group:
         ("generated tokens", counters.generation_tokens),
         ("preemptions (recomputed)", f"{counters.preemptions} ({counters.recomputed_tokens})"),
         ("steps / rows / wasted", f"{counters.steps} / {counters.rows} / {counters.wasted_samples}"),
+        ("drafts (accepted)", f"{counters.spec_decode_num_draft_tokens} ({counters.spec_decode_num_accepted_tokens})"),
     )
     times = _table("milliseconds", "mean", "p50", "p90", "p99", "max", "count")
     for name, quantiles in (

@@ -179,6 +179,7 @@ class Params(TypedDict, total=False):
     request_id: str | None
     priority: int | None
     expected_tokens: int | None
+    num_speculative_tokens: int | None
     cache_salt: str | None
     adapter: str | None
     model: str | None
@@ -212,6 +213,7 @@ class Request:
 
     `truncate_prompt_tokens`: the prompt keeps at most so many of its last tokens.
     `expected_tokens`: how long the answer will probably be; the server orders waiting requests by it.
+    `num_speculative_tokens`: the most drafts that a step verifies; 0: none. They never change the answer.
     `timeout_seconds`: the deadline of the answer, by default that of the client. With None the server applies its own
     (`Limits.default_deadline_seconds`, 600 s by default). `model` (a name) and `model_fingerprint`: the model that must
     answer. `adapter`: the name of a loaded LoRA adapter. `on_model_change`: by default that of the client.
@@ -232,6 +234,7 @@ class Request:
     request_id: str | None = None
     priority: int | None = None
     expected_tokens: int | None = None
+    num_speculative_tokens: int | None = None
     cache_salt: str | None = None
     adapter: str | None = None
     model: str | None = None
@@ -292,6 +295,7 @@ class Request:
         set_field(message, "request_id", self.request_id)
         set_field(message, "priority", self.priority)
         set_field(message, "expected_tokens", self.expected_tokens)
+        set_field(message, "num_speculative_tokens", self.num_speculative_tokens)
         set_field(message, "cache_salt", self.cache_salt)
         set_field(message, "adapter", self.adapter)
         set_field(message, "truncate_prompt_tokens", self.truncate_prompt_tokens)

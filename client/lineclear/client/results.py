@@ -103,7 +103,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Time by the server's clock: in the queue, from arrival to the first token, from the first to the last, in all."""
+    """Time by the server's clock: in the queue, from arrival to the first token, from the first to the last, in all.
+
+    `drafted_tokens` and `accepted_tokens`: drafts of speculative decoding that were verified, and accepted.
+    """
 
     queue_time_seconds: float = 0.0
     time_to_first_token_seconds: float = 0.0
@@ -112,6 +115,8 @@ class Timings:
     preemptions: int = 0
     recoveries: int = 0
     last_step: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +327,9 @@ class Counters:
     wasted_samples: int
     step_tokens: int
     step_positions: int
+    spec_decode_num_drafts: int
+    spec_decode_num_draft_tokens: int
+    spec_decode_num_accepted_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

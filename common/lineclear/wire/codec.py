@@ -145,7 +145,7 @@ def _read_floats(data: bytes) -> list[float]:
 
 def _split(values: Sequence[_T], lengths: Sequence[int]) -> list[tuple[_T, ...]]:
     """`values` cut into consecutive pieces of `lengths`. Raises ValueError unless they cover it exactly."""
-    if any(n < 0 for n in lengths) or sum(lengths) != len(values):
+    if min(lengths, default=0) < 0 or sum(lengths) != len(values):
         raise ValueError("columns disagree")
     ends = list(accumulate(lengths))
     return [tuple(values[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
@@ -170,10 +170,12 @@ def _plan_to(plan: StepPlan) -> pb.Plan:
         message.copy_sources, message.copy_targets = _ints(sources), _ints(targets)
         message.copy_positions = _ints(lengths)
     if plan.chunks:
-        slots, starts, counts, outputs, blocks = zip(*plan.chunks, strict=True)
+        slots, starts, counts, outputs, blocks, drafts = zip(*plan.chunks, strict=True)
         message.slots, message.starts, message.counts = _ints(slots), _ints(starts), _ints(counts)
         message.outputs = bytes(outputs)
         message.new_blocks, message.num_new_blocks = _ints(chain.from_iterable(blocks)), _ints(map(len, blocks))
+        if any(drafts):
+            message.num_drafts = _ints(drafts)
     return message
 
 
@@ -204,11 +206,14 @@ def _decodes_from(m: pb.Plan) -> Decodes:
 def _chunks_from(m: pb.Plan) -> tuple[Row, ...]:
     blocks = _split(_read_indices(m.new_blocks), _read_ints(m.num_new_blocks))
     slots, starts, counts = _read_indices(m.slots), _read_indices(m.starts), _read_indices(m.counts)
-    if 0 in counts or len({len(slots), len(starts), len(counts), len(m.outputs), len(blocks)}) != 1:
+    drafts = _read("i", m.num_drafts) if m.num_drafts else [0] * len(slots)
+    if 0 in counts or len({len(slots), len(starts), len(counts), len(m.outputs), len(blocks), len(drafts)}) != 1:
         raise ValueError("columns disagree")
+    if min(drafts, default=0) < 0:
+        raise ValueError("a negative number of drafts")
     if m.outputs and max(m.outputs) >= len(_OUTPUTS):
         raise ValueError("an unknown output")
-    return tuple(map(Row, slots, starts, counts, map(_OUTPUTS.__getitem__, m.outputs), blocks))
+    return tuple(map(Row, slots, starts, counts, map(_OUTPUTS.__getitem__, m.outputs), blocks, drafts))
 
 
 def _init_to(init: SlotInit) -> pb.SlotInit:
@@ -251,7 +256,7 @@ def _result_to(result: StepResult) -> pb.Result:
         message.num_top = _ints(-1 if x is None else len(x.top) for x in result.logprobs)
         tops = [entry for x in result.logprobs if x is not None for entry in x.top]
         message.top_ids, message.top_logprobs = _ints(i for i, _ in tops), _floats(v for _, v in tops)
-    if result.counts or result.scores or result.vectors:
+    if result.counts or result.scores or result.vectors or result.num_drafted:
         message.outputs.CopyFrom(_outputs_to(result))
     return message
 
@@ -266,6 +271,7 @@ def _outputs_to(result: StepResult) -> pb.Outputs:
         top_ids=_ints(chain.from_iterable(row.top_ids for row in scores)),
         top_logprobs=_floats(chain.from_iterable(row.top_logprobs for row in scores)),
         vectors=result.vectors,
+        num_drafted=_ints(result.num_drafted),
     )
 
 
@@ -294,9 +300,10 @@ def _with_outputs(result: StepResult, m: pb.Outputs) -> StepResult:
     num_top = [n * k for n, k in zip(rows, _read_indices(m.num_top), strict=True)]
     values, ids = _split(_read_floats(m.scores), rows), _split(_read_ints(m.top_ids), num_top)
     scores = tuple(map(Scores, values, ids, _split(_read_floats(m.top_logprobs), num_top)))
+    drafted = tuple(_read_indices(m.num_drafted))
     if (counts and sum(counts) != len(result.tokens)) or any(len(vector) % 4 for vector in vectors):
         raise ValueError("columns disagree")
-    return replace(result, counts=tuple(counts), scores=scores, vectors=vectors)
+    return replace(result, counts=tuple(counts), scores=scores, vectors=vectors, num_drafted=drafted)
 
 
 # --- control ---------------------------------------------------------------------------------------------------------

@@ -84,7 +84,9 @@ class BlockCopy(NamedTuple):
 class Row(NamedTuple):
     """Compute positions [start, start + num_tokens) of the sequence in `slot`, and return `output`.
 
-    `new_blocks` continue the sequence's block table.
+    `new_blocks` continue the sequence's block table. The worker may verify up to `num_drafts` drafts in a row of one
+    position that samples: it computes them at the following positions, samples at each position, and returns the drafts
+    that equal the samples before them, and the sample behind those. Positions of other drafts are computed again.
     """
 
     slot: int
@@ -92,6 +94,7 @@ class Row(NamedTuple):
     num_tokens: int
     output: RowOutput
     new_blocks: tuple[int, ...] = ()
+    num_drafts: int = 0
 
     @property
     def sample(self) -> bool:
@@ -147,8 +150,8 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Positions of all rows."""
-        return len(self.decodes.slots) + sum(row.num_tokens for row in self.chunks)
+        """Positions of all rows, with those of as many drafts as allowed."""
+        return len(self.decodes.slots) + sum(row.num_tokens + row.num_drafts for row in self.chunks)
 
     @property
     def num_samples(self) -> int:
@@ -204,6 +207,8 @@ class StepResult:
     """Of the POOL rows: little-endian float32; empty unless the row has the last token of its sequence."""
     stuck_rows: frozenset[int] = frozenset()
     """Indices, as in `bad_rows`, of sampling rows whose parameters allow no token; their token means nothing."""
+    num_drafted: tuple[int, ...] = ()
+    """Number of drafts that each sampling row verified; empty when none did."""
 
     @property
     def num_outputs(self) -> int:

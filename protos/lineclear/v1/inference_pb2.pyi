@@ -186,6 +186,7 @@ class GenerateRequest(_message.Message):
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request, 1 to 64 characters of [A-Za-z0-9._:-]. Must not be
     in use by another live request, or kept answer, of the same client
@@ -227,6 +228,11 @@ class GenerateRequest(_message.Message):
     """Keeps the last tokens of the prompt, at most this many, and drops those
     before; at least 1. Also of a conversation. Unset: a prompt that is too
     long fails with PROMPT_TOO_LONG.
+    """
+    num_speculative_tokens: _builtins.int
+    """Most draft tokens that a step verifies (speculative decoding). They never
+    change the answer. 0: none. Default, and upper bound: the server's
+    num_speculative_tokens.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -272,10 +278,11 @@ class GenerateRequest(_message.Message):
         expected_tokens: _builtins.int | None = ...,
         adapter: _builtins.str | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
+        num_speculative_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_num_speculative_tokens", b"_num_speculative_tokens", "_priority", b"_priority", "_request_id", b"_request_id", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_speculative_tokens", b"num_speculative_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_request_id", b"_request_id", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_expected_tokens", b"_expected_tokens", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_num_speculative_tokens", b"_num_speculative_tokens", "_priority", b"_priority", "_request_id", b"_request_id", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_speculative_tokens", b"num_speculative_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
     _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
@@ -287,6 +294,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
     _WhichOneofReturnType__model_fingerprint: _TypeAlias = _typing.Literal["model_fingerprint"]  # noqa: Y015
     _WhichOneofArgType__model_fingerprint: _TypeAlias = _typing.Literal["_model_fingerprint", b"_model_fingerprint"]  # noqa: Y015
+    _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
@@ -305,6 +314,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model_fingerprint) -> _WhichOneofReturnType__model_fingerprint | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_speculative_tokens) -> _WhichOneofReturnType__num_speculative_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
@@ -1437,12 +1448,18 @@ class Timings(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     RECOVERIES_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     preemptions: _builtins.int
     """Number of preemptions: the request gave its KV blocks to another one."""
     recoveries: _builtins.int
     """Number of worker losses while the request ran."""
     last_step: _builtins.int
     """Step of the last token, counted since the worker joined."""
+    drafted_tokens: _builtins.int
+    """Draft tokens that were verified for the request (speculative decoding)."""
+    accepted_tokens: _builtins.int
+    """Draft tokens that were accepted."""
     @_builtins.property
     def queue_time(self) -> _duration_pb2.Duration:
         """From the arrival of the request to its start."""
@@ -1469,10 +1486,12 @@ class Timings(_message.Message):
         preemptions: _builtins.int = ...,
         recoveries: _builtins.int = ...,
         last_step: _builtins.int = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_time", b"decode_time", "e2e_latency", b"e2e_latency", "queue_time", b"queue_time", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_time", b"decode_time", "e2e_latency", b"e2e_latency", "last_step", b"last_step", "preemptions", b"preemptions", "queue_time", b"queue_time", "recoveries", b"recoveries", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "decode_time", b"decode_time", "drafted_tokens", b"drafted_tokens", "e2e_latency", b"e2e_latency", "last_step", b"last_step", "preemptions", b"preemptions", "queue_time", b"queue_time", "recoveries", b"recoveries", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2565,6 +2584,9 @@ class Counters(_message.Message):
     WASTED_SAMPLES_FIELD_NUMBER: _builtins.int
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_POSITIONS_FIELD_NUMBER: _builtins.int
+    SPEC_DECODE_NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    SPEC_DECODE_NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    SPEC_DECODE_NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     requests_admitted: _builtins.int
     """Requests admitted to the queue."""
     requests_rejected: _builtins.int
@@ -2605,6 +2627,12 @@ class Counters(_message.Message):
     """Positions held by requests, summed over all steps: prompt and output
     tokens whose keys and values are kept.
     """
+    spec_decode_num_drafts: _builtins.int
+    """Rows that verified drafts (speculative decoding)."""
+    spec_decode_num_draft_tokens: _builtins.int
+    """Draft tokens that were verified."""
+    spec_decode_num_accepted_tokens: _builtins.int
+    """Draft tokens that were accepted: each saves a row."""
     def __init__(
         self,
         *,
@@ -2625,10 +2653,13 @@ class Counters(_message.Message):
         wasted_samples: _builtins.int = ...,
         step_tokens: _builtins.int = ...,
         step_positions: _builtins.int = ...,
+        spec_decode_num_drafts: _builtins.int = ...,
+        spec_decode_num_draft_tokens: _builtins.int = ...,
+        spec_decode_num_accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_tokens", b"generation_tokens", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "requests_admitted", b"requests_admitted", "requests_cancelled", b"requests_cancelled", "requests_expired", b"requests_expired", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_rejected", b"requests_rejected", "rows", b"rows", "step_positions", b"step_positions", "step_tokens", b"step_tokens", "steps", b"steps", "wasted_samples", b"wasted_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_tokens", b"generation_tokens", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "requests_admitted", b"requests_admitted", "requests_cancelled", b"requests_cancelled", "requests_expired", b"requests_expired", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_rejected", b"requests_rejected", "rows", b"rows", "spec_decode_num_accepted_tokens", b"spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", b"spec_decode_num_draft_tokens", "spec_decode_num_drafts", b"spec_decode_num_drafts", "step_positions", b"step_positions", "step_tokens", b"step_tokens", "steps", b"steps", "wasted_samples", b"wasted_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

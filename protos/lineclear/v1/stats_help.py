@@ -49,6 +49,9 @@ HELP = {
     "Counters.wasted_samples": "Sampled tokens dropped because their request had ended.",
     "Counters.step_tokens": "Positions computed by all steps: prompt tokens and sampled tokens.",
     "Counters.step_positions": "Positions held by requests, summed over all steps: prompt and output tokens whose keys and values are kept.",  # noqa: E501
+    "Counters.spec_decode_num_drafts": "Rows that verified drafts (speculative decoding).",
+    "Counters.spec_decode_num_draft_tokens": "Draft tokens that were verified.",
+    "Counters.spec_decode_num_accepted_tokens": "Draft tokens that were accepted: each saves a row.",
     "Gauges.num_requests_waiting": "Requests in the queue.",
     "Gauges.num_tokens_waiting": "Prompt tokens of the requests in the queue.",
     "Gauges.num_requests_running": "Requests that hold a slot of the batch, or whose last token is being computed.",

@@ -22,5 +22,6 @@ def core_limits(settings: SchedulerSettings) -> CoreLimits:
         reject_unmeetable_deadlines=settings.reject_unmeetable_deadlines,
         prefix_cache=settings.prefix_cache,
         max_loras=settings.max_loras,
+        adaptive_drafts=settings.speculative_adaptive,
         cache_secret=secrets.token_bytes(32),  # new for each process: cached prefixes cannot be guessed
     )

@@ -15,6 +15,7 @@ SchedulingPolicy = Literal["fifo", "prefill_first", "priority", "shortest", "dea
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3"]
 PreemptionPolicy = Literal["cheapest", "newest"]
+SpeculativeMethod = Literal["none", "prompt_lookup"]
 
 MAX_MESSAGE_BYTES = 2**29
 
@@ -23,6 +24,7 @@ ADDRESSES = Group("Addresses")
 SECURITY = Group("Security and tenants")
 CONNECTIONS = Group("Connections")
 BATCHING = Group("Batching")
+SPECULATION = Group("Speculative decoding")
 REQUESTS = Group("Queue and requests")
 SUBMITTED = Group("Submitted requests")
 WORKER = Group("Worker")
@@ -163,6 +165,16 @@ class SchedulerFields(settings_base.ProcessSettings):
     """How often a request that does not fit may be overtaken."""
     prefix_cache: bool = BATCHING.field(True)
     """Keep blocks of finished requests for equal prompt prefixes."""
+
+    # --- speculative decoding ---
+    speculative_method: SpeculativeMethod = SPECULATION.field("none")
+    """How drafts of the next tokens are made. A step verifies several drafts of a request at once, and the answer stays
+    the same. prompt_lookup drafts what followed the last tokens earlier in the prompt or the answer."""
+    num_speculative_tokens: int = SPECULATION.field(8, ge=1, le=64)
+    """Most drafts that a step verifies for a request."""
+    speculative_adaptive: bool = SPECULATION.field(True)
+    """Verify only as many drafts as gain time. That follows from the share of drafts that the request accepted and from
+    predicted step times. Otherwise num_speculative_tokens in every step."""
 
     # --- queue and requests ---
     max_queue_size: int = REQUESTS.field(1024, ge=1, le=2**20)

@@ -46,6 +46,7 @@ class Plan(_message.Message):
     COPY_SOURCES_FIELD_NUMBER: _builtins.int
     COPY_TARGETS_FIELD_NUMBER: _builtins.int
     COPY_POSITIONS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     slots: _builtins.bytes
     """Fields 2 to 7: the chunks.
     int32 per row.
@@ -78,6 +79,8 @@ class Plan(_message.Message):
     """
     copy_targets: _builtins.bytes
     copy_positions: _builtins.bytes
+    num_drafts: _builtins.bytes
+    """int32 per row: how many drafts it may verify; empty when none may."""
     @_builtins.property
     def inits(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotInit]:
         """Slots that take a new sequence before this step."""
@@ -100,10 +103,11 @@ class Plan(_message.Message):
         copy_sources: _builtins.bytes = ...,
         copy_targets: _builtins.bytes = ...,
         copy_positions: _builtins.bytes = ...,
+        num_drafts: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_positions", b"copy_positions", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "counts", b"counts", "decode_slots", b"decode_slots", "decode_starts", b"decode_starts", "grown_blocks", b"grown_blocks", "grown_slots", b"grown_slots", "inits", b"inits", "new_blocks", b"new_blocks", "num_new_blocks", b"num_new_blocks", "outputs", b"outputs", "slots", b"slots", "starts", b"starts", "zero_blocks", b"zero_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_positions", b"copy_positions", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "counts", b"counts", "decode_slots", b"decode_slots", "decode_starts", b"decode_starts", "grown_blocks", b"grown_blocks", "grown_slots", b"grown_slots", "inits", b"inits", "new_blocks", b"new_blocks", "num_drafts", b"num_drafts", "num_new_blocks", b"num_new_blocks", "outputs", b"outputs", "slots", b"slots", "starts", b"starts", "zero_blocks", b"zero_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -308,6 +312,7 @@ class Outputs(_message.Message):
     TOP_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     VECTORS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_FIELD_NUMBER: _builtins.int
     counts: _builtins.bytes
     """int32 per sampling row: how many tokens it has; empty when each has one."""
     score_counts: _builtins.bytes
@@ -317,6 +322,8 @@ class Outputs(_message.Message):
     """float32 per scored position: log-probability of the token behind it."""
     top_ids: _builtins.bytes
     top_logprobs: _builtins.bytes
+    num_drafted: _builtins.bytes
+    """int32 per sampling row: how many drafts it verified; empty when none did."""
     @_builtins.property
     def vectors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Per pooled row: float32, empty until the row of the last token."""
@@ -331,10 +338,11 @@ class Outputs(_message.Message):
         top_ids: _builtins.bytes = ...,
         top_logprobs: _builtins.bytes = ...,
         vectors: _abc.Iterable[_builtins.bytes] | None = ...,
+        num_drafted: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "num_top", b"num_top", "score_counts", b"score_counts", "scores", b"scores", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs", "vectors", b"vectors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "num_drafted", b"num_drafted", "num_top", b"num_top", "score_counts", b"score_counts", "scores", b"scores", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs", "vectors", b"vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

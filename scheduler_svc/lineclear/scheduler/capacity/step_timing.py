@@ -44,7 +44,8 @@ class StepWork:
         starts = plan.decodes.starts
         tokens = samples = len(starts)
         kv_tokens = sum(starts) + tokens
-        for _, start, count, output, _ in plan.chunks:
+        for _, start, num_tokens, output, _, num_drafts in plan.chunks:
+            count = num_tokens + num_drafts
             tokens += count
             samples += output == RowOutput.SAMPLE
             kv_tokens += count * (2 * start + count + 1) // 2

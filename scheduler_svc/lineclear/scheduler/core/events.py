@@ -40,6 +40,9 @@ class RequestStats:
     recomputed_tokens: int = 0
     preemptions: int = 0
     recoveries: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafts that were verified, and those of them that equal their samples."""
     started_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -90,7 +93,10 @@ class TokensReady(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The confirmed tokens of a step as columns, one row a request. Iterating yields a TokensReady per row."""
+    """The confirmed tokens of a step as columns. Iterating yields a TokensReady per row.
+
+    A request has one row, or several rows in order if drafts were accepted.
+    """
 
     request_ids: Column[str]
     indices: Column[int]

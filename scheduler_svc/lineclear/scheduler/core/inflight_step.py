@@ -29,6 +29,8 @@ class ChunkRow(NamedTuple):
     start: int
     end: int
     output: RowOutput
+    num_drafts: int = 0
+    """Drafts that it may verify, behind `end`."""
 
     @property
     def has_vector(self) -> bool:
@@ -74,21 +76,19 @@ class InflightStep:
     def check(self, result: StepResult) -> None:
         """Raises BadResult for a result that does not fit this plan."""
         n = len(self.decode_rows.sequences)
-        if self.chunk_rows:
-            n += len(self.chunks_with(RowOutput.SAMPLE))
+        if self.chunk_rows or result.counts or result.num_drafted:
+            n = self._check_counts(result)
         if len(result.tokens) != n or len(result.logprobs) not in (0, n):
             raise BadResult(f"{len(result.tokens)} tokens and {len(result.logprobs)} logprobs for {n} samples")
         if not all(0 <= index < result.num_outputs for index in (*result.bad_rows, *result.stuck_rows)):
             raise BadResult(f"a bad or stuck row beyond the {result.num_outputs} outputs")
         if not 0.0 <= result.step_seconds < float("inf"):  # also False for NaN
             raise BadResult(f"a step of {result.step_seconds} seconds")
-        if self.chunk_rows or result.counts or result.scores or result.vectors:
-            self._check_outputs(result, n)
+        if self.chunk_rows or result.scores or result.vectors:
+            self._check_outputs(result)
 
-    def _check_outputs(self, result: StepResult, n: int) -> None:
-        """Raises BadResult for scores, vectors and counts of the `n` sampling rows that do not fit this plan."""
-        if result.counts and result.counts != (1,) * n:
-            raise BadResult("a sampling row without exactly one token")
+    def _check_outputs(self, result: StepResult) -> None:
+        """Raises BadResult for scores and vectors that do not fit this plan."""
         num_positions = [row.end - row.start for row in self.chunks_with(RowOutput.SCORE)]
         if [len(scores.logprobs) for scores in result.scores] != num_positions:
             raise BadResult(f"scores of other positions than the {sum(num_positions)} of the plan")
@@ -97,6 +97,32 @@ class InflightStep:
         has_vector = [row.has_vector for row in self.chunks_with(RowOutput.POOL)]
         if [vector != b"" for vector in result.vectors] != has_vector:
             raise BadResult(f"vectors of other rows than the {sum(has_vector)} of the plan")
+
+    def _check_counts(self, result: StepResult) -> int:
+        """Return the number of tokens that the result must have. Raises BadResult for wrong counts."""
+        num_decodes, chunks = len(self.decode_rows.sequences), self.chunks_with(RowOutput.SAMPLE)
+        n = num_decodes + len(chunks)
+        if not (result.counts or result.num_drafted):
+            return n
+        counts, drafted = result.counts or (1,) * n, result.num_drafted or (0,) * n
+        allowed = [0] * num_decodes + [row.num_drafts for row in chunks]
+        if not len(counts) == len(drafted) == n:
+            raise BadResult(f"{len(counts)} counts of tokens and {len(drafted)} of drafts for {n} sampling rows")
+        if not all(0 < count <= 1 + num <= 1 + most for count, num, most in zip(counts, drafted, allowed, strict=True)):
+            raise BadResult("a sampling row without a token, or with more than its drafts and one")
+        return sum(counts)
+
+    def computed(self, result: StepResult) -> tuple[int, int]:
+        """Return `num_tokens` and `kv_tokens` without the drafts that the worker did not find."""
+        if not any(row.num_drafts for row in self.chunk_rows):
+            return self.num_tokens, self.kv_tokens
+        num_tokens, kv_tokens = self.num_tokens, self.kv_tokens
+        chunks = self.chunks_with(RowOutput.SAMPLE)
+        drafted = result.num_drafted[len(self.decode_rows.sequences) :] or (0,) * len(chunks)
+        for row, num in zip(chunks, drafted, strict=True):
+            num_tokens -= row.num_drafts - num
+            kv_tokens -= kv_of_drafts(row.end, row.num_drafts) - kv_of_drafts(row.end, num)
+        return num_tokens, kv_tokens
 
     def dump(self) -> dict[str, Any]:
         """Return a copy of the state; sequences by number."""
@@ -118,10 +144,15 @@ class InflightStep:
         rows = DecodeRows(members, ids, tokens, tuple(s.stop_token_ids for s in members), *map(tuple, columns))
         completing_block = [sequences[number] for number in state["completing_block"]]
         chunk_rows = [
-            ChunkRow(sequences[number], admission, start, end, RowOutput(output))
-            for number, admission, start, end, output in state["chunk_rows"]
+            ChunkRow(sequences[number], admission, start, end, RowOutput(output), num_drafts)
+            for number, admission, start, end, output, num_drafts in state["chunk_rows"]
         ]
         return cls(step, decode_step, rows, completing_block, chunk_rows, num_tokens, kv_tokens)
+
+
+def kv_of_drafts(first: int, count: int) -> int:
+    """Return how many positions `count` drafts attend to, the first of them at position `first`."""
+    return count * (2 * first + count + 1) // 2
 
 
 class ResultTokens:

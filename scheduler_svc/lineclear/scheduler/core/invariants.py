@@ -79,6 +79,13 @@ def _check_worker(epoch: int, worker: WorkerState, core: Scheduler) -> list[Sequ
         assert s.num_published <= s.num_offered <= s.num_planned
         assert s.num_computed <= len(s.tokens), "computed beyond what is confirmed"
         longest = s.max_len - 1 if s.protected else max(s.num_planned, s.num_known)
+        longest = min(longest + s.request.max_drafts, s.max_len - 1)  # blocks of rejected drafts are kept
         assert -(-s.num_planned // size) <= len(s.blocks) <= -(-longest // size), "too few or too many blocks"
+    drafts = {id(row.sequence): row for step in worker.inflight for row in step.chunk_rows if row.num_drafts}
+    for s in started:
+        row = drafts.get(id(s))
+        is_current = row is not None and row.admission_count == s.admission_count
+        assert s.num_drafts == (row.num_drafts if row is not None and is_current else 0), "drafts and plans disagree"
+        assert not s.num_drafts or (s.in_flight == 1 and not s.in_decode_batch), "planned beyond drafts in flight"
     assert len(worker.inflight) <= core.limits.pipeline_depth
     return started

@@ -48,6 +48,7 @@ class CoreLimits:
     reject_unmeetable_deadlines: bool = False
     prefix_cache: bool = True
     max_loras: int = 8
+    adaptive_drafts: bool = True  # False: as many drafts as requests allow, also where they do not gain enough
     cache_secret: bytes = b""
     batching_strategy: str = "continuous"
     scheduling_policy: str = "fifo"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from lineclear.scheduler.core.child_blocks import Donor
 from lineclear.scheduler.core.decode_batch import DecodeRows
+from lineclear.scheduler.core.draft_plan import DraftPlan
 from lineclear.scheduler.core.events import Event, Started
-from lineclear.scheduler.core.inflight_step import ChunkRow
+from lineclear.scheduler.core.inflight_step import ChunkRow, kv_of_drafts
 from lineclear.scheduler.core.placement import Placement
 from lineclear.scheduler.core.queue_walk import QueueWalk
 from lineclear.scheduler.core.sequence import Sequence, State
@@ -105,24 +106,33 @@ class StepPlanner:
     def _plan_decodes(self) -> None:
         """Plan the sequences that lack one position: as one decode step if tokens and blocks suffice for all."""
         batch, tokens_left = self._batch, self._budget - self.num_tokens
+        for sequence in self._worker.draft_pauses.pop(self._step, self._worker.epoch):
+            batch.leave_decode(sequence)
         ready = [s for s in batch.not_decoding_by_age() if s.num_unplanned == 1 and s.planned_step != self._step]
         if tokens_left <= 0 or not (ready or batch.decode_batch):
             return
         singles = []  # first tokens and recomputed positions are counted one by one, as chunks
+        drafting = DraftPlan(self._state.limits, self._worker, self._step)
         for sequence in ready:
             is_first = sequence.first_token_at is None and not sequence.in_flight
             if is_first or sequence.num_planned < sequence.max_computed_before:
                 singles.append(sequence)
-            else:
+            elif sequence.draft_history is None or not drafting.takes(sequence):
                 batch.join_decode(sequence)
         growing = batch.decode_batch.needing_block()
-        if len(batch.decode_batch) + len(singles) > tokens_left or len(growing) > batch.pool.num_free:
+        num_rows, num_blocks = len(batch.decode_batch) + len(singles) + len(drafting), len(growing)
+        if drafting:
+            num_blocks += drafting.num_blocks
+        if num_rows > tokens_left or num_blocks > batch.pool.num_free:
             self._plan_decodes_one_by_one()
             return
         if batch.decode_batch:
             self._plan_decode_batch(growing)
         for sequence in singles:
             self._add(sequence, 1, ())
+        while drafting:
+            sequence, num_drafts, blocks = drafting.next(self._budget - self.num_tokens)
+            self._add(sequence, 1, blocks, num_drafts=num_drafts)
 
     def _plan_decode_batch(self, growing: list[Sequence]) -> None:
         """Plan a row for every member of the decode batch, and a further block for the `growing` members."""
@@ -273,6 +283,8 @@ class StepPlanner:
         if donor is not None:
             self.copies.append(BlockCopy(donor.block, taken[0], donor.num_positions))
         sequence.epoch, sequence.wait_until = self._worker.epoch, None
+        if sequence.draft_history is not None:
+            sequence.draft_history.paused_until = None  # a pause counts the steps of one worker
         start = sequence.num_planned
         state.counters.prefix_cache_queries += len(sequence.tokens)
         state.counters.prefix_cache_hits += start
@@ -305,13 +317,21 @@ class StepPlanner:
         self._prompt_tokens += self.num_tokens - before[0]
         self._prompt_kv_tokens += self.kv_tokens - before[1]
 
-    def _add(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...], *, is_prompt: bool = False) -> None:
+    def _add(
+        self,
+        sequence: Sequence,
+        count: int,
+        new_blocks: tuple[int, ...],
+        *,
+        is_prompt: bool = False,
+        num_drafts: int = 0,
+    ) -> None:
         assert count > 0, "a row without a position"
         start = sequence.num_planned
         end, output = sequence.next_row(start + count)
         count = end - start
-        self.chunks.append(Row(sequence.slot, start, count, output, new_blocks))
-        self.chunk_rows.append(ChunkRow(sequence, sequence.admission_count, start, end, output))
+        self.chunks.append(Row(sequence.slot, start, count, output, new_blocks, num_drafts))
+        self.chunk_rows.append(ChunkRow(sequence, sequence.admission_count, start, end, output, num_drafts))
         if start < sequence.max_computed_before:
             again = min(end, sequence.max_computed_before) - start
             sequence.recomputed_tokens += again
@@ -325,3 +345,7 @@ class StepPlanner:
             self._finishing.append(sequence)
         self.num_tokens += count
         self.kv_tokens += count * (start + end + 1) // 2
+        if num_drafts:
+            sequence.num_drafts = num_drafts
+            self.num_tokens += num_drafts
+            self.kv_tokens += kv_of_drafts(end, num_drafts)

@@ -52,6 +52,7 @@ class PoisonDetector:
             if sequence.state is not State.FINISHED:
                 sequence.crash_count += 1
                 reached = sequence.num_planned or sequence.num_known - 1  # after a preemption nothing is planned
+                reached += sequence.num_drafts
                 clear = min(reached + _CLEAR_POSITIONS, sequence.max_len - 1)
                 sequence.clear_position = max(sequence.clear_position, clear)
                 self._suspects[sequence] = None

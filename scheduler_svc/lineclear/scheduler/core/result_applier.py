@@ -29,7 +29,7 @@ class ResultApplier:
             raise BadResult(f"step {result.step} is not the oldest in flight")
         inflight.check(result)
         worker.inflight.popleft()
-        worker.step_time.observe(inflight.num_tokens, inflight.kv_tokens, result.step_seconds)
+        worker.step_time.observe(*inflight.computed(result), result.step_seconds)
         tokens, failures, batch = ResultTokens(result), list[Event](), worker.batch
         bad = _bad_rows(result, inflight, worker.hello.vocab_size)
         bad_owners: dict[Sequence, int] = {}
@@ -51,7 +51,8 @@ class ResultApplier:
         for row in inflight.chunk_rows:
             sequence = row.sequence
             if sequence.admission_count == row.admission_count and sequence.state is State.RUNNING:
-                sequence.num_computed = row.end
+                if not row.num_drafts:  # else it is computed as far as its drafts were accepted
+                    sequence.num_computed = row.end
                 batch.publish(sequence)
         batch.resolve_pending(inflight.step, bad_owners)
         events = [*tokens.event(), *reports, *restarted, *failures, *self._finish_complete(candidates, now)]
@@ -101,11 +102,10 @@ class ResultApplier:
             batch.decode_batch.on_result(inflight.decode_step, inflight.step, now)
             candidates = tokens.add_decode_rows(inflight, left)
             counters.generation_tokens += len(rows) - len(left)
-        singles = [(row, row, rows[row]) for row in left]  # output, token, sequence
+        singles = [(row, row, 1, rows[row]) for row in left]  # output, first token, number of tokens, sequence
         if inflight.chunk_rows:
-            chunks = [(row, x.sequence) for row, x in enumerate(inflight.outputs(), len(rows)) if x.output is _SAMPLE]
-            singles += [(row, token, sequence) for token, (row, sequence) in enumerate(chunks, len(rows))]
-        for row, token, sequence in singles:
+            singles += self._sampling_chunks(result, inflight)
+        for row, first, count, sequence in singles:
             if sequence.state is State.FINISHED:
                 counters.wasted_samples += 1
             elif sequence.num_void:
@@ -116,8 +116,14 @@ class ResultApplier:
                 counters.requests_failed += 1
                 failures.append(self._fail(sequence, row, result, now))
             else:
-                tokens.add(sequence, token)
-                self._append_one(sequence, inflight.step, now)
+                for token in range(first, first + count):
+                    tokens.add(sequence, token)
+                    self._append_one(sequence, inflight.step, now)
+                    if count > 1 and sequence.has_stopped:
+                        break  # plain decoding would not have sampled the tokens behind
+                sequence.num_known += token - first
+                if sequence.num_drafts:
+                    sequence.num_drafts, sequence.num_planned = 0, sequence.num_known - 1
                 candidates.append(sequence)
         return candidates
 
@@ -125,6 +131,36 @@ class ResultApplier:
         if row in result.stuck_rows and row not in result.bad_rows:
             return self._live.fail(sequence, _stuck_row(), now)
         return self._live.fail(sequence, _bad_row(row in result.bad_rows), now, tainted=True)
+
+    def _sampling_chunks(self, result: StepResult, inflight: InflightStep) -> list[tuple[int, int, int, Sequence]]:
+        """Return output, first token, number of tokens and sequence of the chunks that sample; count their drafts."""
+        first = num_decodes = len(inflight.decode_rows.sequences)
+        chunks = [(row, x.sequence) for row, x in enumerate(inflight.outputs(), num_decodes) if x.output is _SAMPLE]
+        counts = result.counts[num_decodes:] or (1,) * len(chunks)
+        found = []
+        for (row, sequence), count in zip(chunks, counts, strict=True):
+            found.append((row, first, count, sequence))
+            first += count
+        if any(row.num_drafts for row in inflight.chunk_rows):
+            self._observe_drafts(result, inflight)
+        return found
+
+    def _observe_drafts(self, result: StepResult, inflight: InflightStep) -> None:
+        """Count the drafts of live sequences that were verified and accepted."""
+        counters, first = self._state.counters, len(inflight.decode_rows.sequences)
+        rows = inflight.chunks_with(_SAMPLE)
+        drafted = result.num_drafted[first:] or (0,) * len(rows)
+        counts = result.counts[first:] or (1,) * len(rows)
+        for row, num_drafted, count in zip(rows, drafted, counts, strict=True):
+            sequence = row.sequence
+            if row.num_drafts and sequence.state is not State.FINISHED and not sequence.num_void:
+                sequence.drafted_tokens += num_drafted
+                sequence.accepted_tokens += count - 1
+                counters.spec_decode_num_drafts += num_drafted > 0
+                counters.spec_decode_num_draft_tokens += num_drafted
+                counters.spec_decode_num_accepted_tokens += count - 1
+                if sequence.draft_history is not None:
+                    sequence.draft_history.observe(num_drafted, count - 1)
 
     def _append_one(self, sequence: Sequence, step: int, now: float) -> None:
         """Account for a token of a sequence that is not in the decode batch, or was not when the token was planned."""
@@ -177,7 +213,7 @@ class ResultApplier:
             request, token = sequence.request, sequence.tokens[-1]
             if not request.max_tokens:
                 events.append(self._live.complete(sequence, FinishReason.NO_OUTPUT, None, now))
-            elif token in sequence.stop_token_ids and sequence.num_outputs > request.sampling.min_tokens:
+            elif sequence.has_stopped:
                 reason = FinishReason.STOP_EOS if token in request.eos_ids else FinishReason.STOP_TOKEN
                 events.append(self._live.complete(sequence, reason, token, now))
             elif len(sequence.tokens) >= sequence.max_len:
@@ -198,7 +234,9 @@ def _bad_rows(result: StepResult, inflight: InflightStep, vocab_size: int) -> fr
         return result.bad_rows
     decodes = len(inflight.decode_rows.sequences)
     sampling = [*range(decodes), *(i for i, x in enumerate(inflight.outputs(), decodes) if x.output is _SAMPLE)]
-    outside = {row for row, token in zip(sampling, tokens, strict=True) if not 0 <= token < vocab_size}
+    counts = result.counts or (1,) * len(sampling)
+    rows = [row for row, count in zip(sampling, counts, strict=True) for _ in range(count)]
+    outside = {row for row, token in zip(rows, tokens, strict=True) if not 0 <= token < vocab_size}
     return result.bad_rows | outside
 
 

@@ -335,4 +335,5 @@ def _reset_sequence(sequence: Sequence, state: State, computed: int) -> None:
     sequence.slot = -1
     sequence.blocks = []
     sequence.num_planned = sequence.num_computed = sequence.planned_step = 0
+    sequence.num_drafts = 0
     sequence.num_published = sequence.num_offered = 0

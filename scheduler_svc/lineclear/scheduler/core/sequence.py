@@ -12,6 +12,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from lineclear.scheduler.core.draft_history import DraftHistory
 from lineclear.scheduler.core.events import RequestStats
 from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, Sampling
 
@@ -41,6 +42,7 @@ class Request:
     `is_sibling`: it follows a request of the same prompt under one admission, and takes no place in the queue.
     `vocabulary` is the vocabulary size and the end-of-sequence ids that it was validated with; None: not compared.
     With `max_tokens` 0, `scoring` or `pooling` is what the request is for.
+    `max_drafts` is the most drafts that a row verifies; 0: plain decoding.
     """
 
     request_id: str
@@ -63,6 +65,7 @@ class Request:
     pooling: Pooling | None = None
     is_sibling: bool = False
     queued_since: float | None = None
+    max_drafts: int = 0
 
     def __repr__(self) -> str:
         """Return lengths, never content."""
@@ -87,7 +90,7 @@ class Request:
         """Return everything but id, content and sampling parameters; `load` makes a blank request of it."""
         sizes = len(self.prompt), len(self.output), self.max_tokens, self.expected_tokens
         model = self.model_fingerprint, self.vocabulary, self.adapter
-        rest = self.scoring, self.pooling, self.is_sibling, self.queued_since
+        rest = self.scoring, self.pooling, self.is_sibling, self.queued_since, self.max_drafts
         return *sizes, self.priority, self.deadline, self.tenant, *model, *rest
 
     @classmethod
@@ -108,6 +111,7 @@ class Request:
         pooling: Any,
         is_sibling: bool,
         queued_since: float | None,
+        max_drafts: int,
     ) -> Request:
         """Return a request of the dumped shape with `number` as its id and blank tokens."""
         return cls(
@@ -129,6 +133,7 @@ class Request:
             pooling=None if pooling is None else Pooling(PoolingKind(pooling[0]), *pooling[1:]),
             is_sibling=is_sibling,
             queued_since=queued_since,
+            max_drafts=max_drafts,
         )
 
 
@@ -144,6 +149,7 @@ class Sequence:
     """A live request. Only the core writes to it."""
 
     __slots__ = (
+        "accepted_tokens",
         "admission_count",
         "arrival",
         "block_keys",
@@ -153,6 +159,8 @@ class Sequence:
         "crash_count",
         "decode_joined_at",
         "decode_offset",
+        "draft_history",
+        "drafted_tokens",
         "epoch",
         "first_token_at",
         "in_decode_batch",
@@ -163,6 +171,7 @@ class Sequence:
         "max_computed_before",
         "max_len",
         "num_computed",
+        "num_drafts",
         "num_known",
         "num_offered",
         "num_planned",
@@ -209,6 +218,7 @@ class Sequence:
         self.num_computed = 0  # * positions in applied plans
         self.planned_step = 0  # * the last step it has a row in
         self.admission_count = 0  # distinguishes rows of an earlier admission
+        self.num_drafts = 0  # drafts that its row in flight may verify; until the result, its length is not known
         # Always:
         self.num_known = len(self.tokens)  # * tokens and samples in flight
         # Prefix-cache keys by block size, which may differ between workers: the key that starts the chain, and those of
@@ -225,7 +235,8 @@ class Sequence:
         # Owned by PoisonDetector; `clear_position` is where the crashes are forgotten.
         self.crash_count = self.isolated_crashes = self.isolated_kills = self.clear_position = 0
         self.protected = False  # preempted too often: gets all blocks it can ever need, and is not preempted again
-        self.cached_tokens = self.recomputed_tokens = 0
+        self.cached_tokens = self.recomputed_tokens = self.drafted_tokens = self.accepted_tokens = 0
+        self.draft_history = DraftHistory() if request.max_drafts else None
         self.last_step = 0  # *
         self.started_at: float | None = None
         self.first_token_at: float | None = None
@@ -249,7 +260,14 @@ class Sequence:
     @property
     def num_unplanned(self) -> int:
         """Number of positions that can be planned now. The last output token is sampled but never computed."""
+        if self.num_drafts:
+            return 0
         return min(self.num_known, self.max_len - 1) - self.num_planned
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether its last token ends the answer."""
+        return self.tokens[-1] in self.stop_token_ids and self.num_outputs > self.request.sampling.min_tokens
 
     @property
     def num_skippable(self) -> int:
@@ -292,6 +310,8 @@ class Sequence:
             recomputed_tokens=self.recomputed_tokens,
             preemptions=self.preemptions,
             recoveries=self.recoveries,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             started_at=self.started_at,
             first_token_at=self.first_token_at,
             last_token_at=self.last_token_at,
@@ -302,24 +322,27 @@ class Sequence:
     def dump(self) -> list[Any]:
         """Return a copy of the state; of tokens only their number."""
         keys = tuple((size, tuple(keys)) for size, keys in self.block_keys.items())
-        lengths = self.state.value, len(self.tokens), tuple(self.blocks), keys
+        history = None if self.draft_history is None else self.draft_history.dump()
+        lengths = self.state.value, len(self.tokens), tuple(self.blocks), keys, history
         return [*self.request.dump(), *lengths, _plain_values(self)]
 
     @classmethod
     def load(cls, entry: list[Any]) -> Sequence:
         """Return a sequence in the state of a dump that went through JSON, with blank tokens."""
-        *request, state, num_tokens, blocks, keys, values = entry
+        *request, state, num_tokens, blocks, keys, history, values = entry
         fields = dict(zip(_PLAIN, values, strict=True))
         key, number = fields.pop("queue_key")
         sequence = cls(Request.load(number, *request), (key, number), 0.0)
         sequence.tokens = [BLANK_TOKEN] * num_tokens
         sequence.state = State(state)
         sequence.blocks = list(blocks)
+        sequence.draft_history = None if history is None else DraftHistory.load(history)
         sequence.block_keys = {size: list(map(bytes.fromhex, of_size)) for size, of_size in keys}
         for name, value in fields.items():
             setattr(sequence, name, value)
         return sequence
 
 
-_PLAIN = tuple(sorted({*Sequence.__slots__} - {"block_keys", "blocks", "request", "state", "stop_token_ids", "tokens"}))
+_NOT_PLAIN = {"block_keys", "blocks", "draft_history", "request", "state", "stop_token_ids", "tokens"}
+_PLAIN = tuple(sorted({*Sequence.__slots__} - _NOT_PLAIN))
 _plain_values = attrgetter(*_PLAIN)

@@ -26,6 +26,9 @@ class Counters:
     wasted_samples: int = 0
     step_tokens: int = 0
     step_positions: int = 0
+    spec_decode_num_drafts: int = 0
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
 
     def copy(self) -> Counters:
         """Return a copy."""

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lineclear.scheduler.core.block_pool import BlockHash
+from lineclear.scheduler.core.draft_pauses import DraftPauses
 from lineclear.scheduler.core.inflight_step import InflightStep
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import STRATEGIES
@@ -42,6 +43,7 @@ class WorkerState:
     def _clear(self) -> None:
         self.step_time = StepTimeModel()
         self.inflight: deque[InflightStep] = deque()
+        self.draft_pauses = DraftPauses()
         self.step = 0
         """The last step planned in this epoch."""
         self.last_step_tokens = self.last_step_positions = 0
@@ -146,6 +148,7 @@ class WorkerState:
         for inflight in self.inflight:
             yield from inflight.sequences()
         yield from self.batch.pending_sequences()
+        yield from self.draft_pauses.sequences()
 
     def dump(self) -> dict[str, Any]:
         """Return a copy of the state; sequences by number."""
@@ -161,6 +164,7 @@ class WorkerState:
             "strategy": self.strategy.dump(),
             "step_time": self.step_time.dump(),
             "batch": self.batch.dump(),
+            "draft_pauses": self.draft_pauses.dump(),
             "inflight": [inflight.dump() for inflight in self.inflight],
         }
 
@@ -175,6 +179,7 @@ class WorkerState:
         self.strategy.load(state["strategy"])
         self.step_time.load(state["step_time"])
         self.batch.load(state["batch"], sequences)
+        self.draft_pauses.load(state["draft_pauses"], sequences)
         self.inflight = deque(InflightStep.load(entry, sequences) for entry in state["inflight"])
 
 

@@ -8,8 +8,9 @@ only one older segment is kept.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, count, repeat
 from typing import Any
 
 from lineclear.errors import LineclearError
@@ -166,18 +167,21 @@ class RecordingScheduler(Scheduler):
         return events
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
+        owners = self.expected_samples(result.epoch) if result.counts else []
         events = super().apply(result, now)
         tokens, vocab_size = result.tokens, self._vocab_size
         void: list[int] = []
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            void = [row for row, token in enumerate(tokens) if not 0 <= token < vocab_size]
+            rows = chain.from_iterable(map(repeat, count(), result.counts or repeat(1, len(tokens))))
+            void = sorted({row for row, token in zip(rows, tokens, strict=True) if not 0 <= token < vocab_size})
+        counts = _counts_used(owners, result.counts, events)
         stops = [
             [self._numbers[event.request_id], event.reason.value]
             for event in events
             if isinstance(event, Finished) and event.reason in (FinishReason.STOP_EOS, FinishReason.STOP_TOKEN)
         ]
         bad, stuck = sorted(result.bad_rows), sorted(result.stuck_rows)
-        facts = [result.epoch, result.step, result.step_seconds, bad, void, stops, stuck]
+        facts = [result.epoch, result.step, result.step_seconds, bad, void, stops, stuck, counts, result.num_drafted]
         self._record("apply", now, facts, self._summary(events))
         return events
 
@@ -214,6 +218,12 @@ class RecordingScheduler(Scheduler):
             self._earlier = None if self._core_state is None else (self._core_state, self._records)
             self._core_state = self.dump()
         self._records = []
+
+
+def _counts_used(owners: Iterable[str], counts: Iterable[int], events: Iterable[Event]) -> list[int]:
+    """Return the number of tokens of each sampling row without those behind the end of an answer."""
+    used = Counter(chain.from_iterable(event.request_ids for event in events if isinstance(event, StepTokens)))
+    return [used.get(owner, num) for owner, num in zip(owners, counts, strict=True)]
 
 
 def _with_separate_keys(record: list[Any]) -> list[Any]:

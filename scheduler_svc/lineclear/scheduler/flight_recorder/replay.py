@@ -177,14 +177,28 @@ class _Replayer:
         void: list[int],
         stops: list[list[int]],
         stuck: list[int],
+        counts: list[int],
+        num_drafted: list[int],
     ) -> Any:
         last = {str(n): BLANK_EOS if reason == FinishReason.STOP_EOS.value else BLANK_STOP for n, reason in stops}
-        tokens = [last.get(request_id, BLANK_TOKEN) for request_id in self._core.expected_samples(epoch)]
-        for row in void:
-            tokens[row] = -1
+        tokens: list[int] = []
+        for row, request_id in enumerate(self._core.expected_samples(epoch)):
+            count = counts[row] if counts else 1
+            blank = [BLANK_TOKEN] * (count - 1) + [last.get(request_id, BLANK_TOKEN)]
+            tokens += [-1] * count if row in void else blank
         rows = self._core.expected_outputs(epoch)
         scores = tuple(Scores((0.0,) * (row.end - row.start)) for row in rows if row.output is RowOutput.SCORE)
         vectors = tuple(_VECTOR if row.has_vector else b"" for row in rows if row.output is RowOutput.POOL)
-        facts = tuple(tokens), (), frozenset(bad), step_seconds
-        result = StepResult(epoch, step, *facts, scores=scores, vectors=vectors, stuck_rows=frozenset(stuck))
+        result = StepResult(
+            epoch,
+            step,
+            tuple(tokens),
+            bad_rows=frozenset(bad),
+            step_seconds=step_seconds,
+            counts=tuple(counts),
+            scores=scores,
+            vectors=vectors,
+            stuck_rows=frozenset(stuck),
+            num_drafted=tuple(num_drafted),
+        )
         return event_summary(self._core.apply(result, now), int)

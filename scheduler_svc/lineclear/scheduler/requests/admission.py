@@ -62,8 +62,9 @@ class Admission:
         self._quota = quota
         self._pacer = pacer
         self._adapters = adapters
+        max_drafts = settings.num_speculative_tokens if settings.speculative_method != "none" else 0
         self._services = RequestServices(
-            tokenizers, grammars, streams, engine, lengths, stats, incident, clock, {}, self._on_close
+            tokenizers, grammars, streams, engine, lengths, stats, incident, clock, max_drafts, {}, self._on_close
         )
         self.fairness = FairnessWindow(quota.tenants, self._services.live.values, settings.weights)
         """How equally tenants are served."""

@@ -72,6 +72,7 @@ class RequestServices:
     stats: ServerStats
     incident: Callable[[BaseException], LineclearError]
     clock: Callable[[], float]
+    max_drafts: int
     live: dict[tuple[Identity, str], RequestContext]
     on_close: Callable[[RequestContext], None]
 
@@ -253,6 +254,7 @@ class RequestContext:
             sampling=self.sampling_of(output),
             output=received,
             expected_tokens=self._services.lengths.expect(self._shape(), len(received)),
+            max_drafts=self._max_drafts(),
             wants_position=request.wants_position and not is_sibling,
             scoring=request.scoring if output.index == 0 and not received else None,
             is_sibling=is_sibling,
@@ -398,6 +400,10 @@ class RequestContext:
             sampling = sampling_validation.with_breakers(sampling, *breakers, self.bounds.vocab_size)
         if sampling is not self.validated.sampling:
             self.validated = replace(self.validated, sampling=sampling)
+
+    def _max_drafts(self) -> int:
+        most, wanted = self._services.max_drafts, self.validated.max_drafts
+        return most if wanted is None else min(wanted, most)
 
     def _shape(self) -> AnswerShape:
         tenant = identity.share(self.tenant)

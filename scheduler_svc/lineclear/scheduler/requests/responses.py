@@ -123,6 +123,8 @@ def _finished(end: Completion, timings: RequestTimings, output: OutputStream) ->
             preemptions=stats.preemptions,
             recoveries=stats.recoveries,
             last_step=stats.last_step,
+            drafted_tokens=stats.drafted_tokens,
+            accepted_tokens=stats.accepted_tokens,
         ),
     )
 

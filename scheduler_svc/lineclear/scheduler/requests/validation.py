@@ -117,6 +117,8 @@ class ValidatedRequest:
     """Texts, to be tokenized; empty: the default ones."""
     starts_text: bool = True
     """The text of the first token follows the tokenizer's rule for the start of a text; grammars do not know it."""
+    max_drafts: int | None = None
+    """Most drafts in a row; None: as many as the server's."""
 
     @property
     def is_held(self) -> bool:
@@ -194,6 +196,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         bad_words=bad_words,
         dry_breakers=dry_breakers,
         starts_text=not request.sampling.HasField("structured_output") or bool(grammar_start),
+        max_drafts=request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None,
     )
 
 

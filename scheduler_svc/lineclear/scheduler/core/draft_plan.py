@@ -1,0 +1,77 @@
+"""The rows of a step that verify drafts: which sequences have one, with how many drafts and which blocks."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from lineclear.scheduler.core.draft_history import DraftCosts, draft_costs
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.sequence import Sequence
+from lineclear.scheduler.core.worker_state import WorkerState
+
+
+class DraftPlan:
+    """The sequences of one plan that verify drafts, in the order of planning."""
+
+    def __init__(self, limits: CoreLimits, worker: WorkerState, step: int) -> None:
+        self._limits, self._worker, self._step = limits, worker, step
+        self._rows: list[tuple[Sequence, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def takes(self, sequence: Sequence) -> bool:
+        """Return whether a sequence that lacks one position stays out of the decode batch for its drafts.
+
+        It gets a row in this step, or in the step after the results of its rows in flight.
+        """
+        history = sequence.draft_history
+        assert history is not None
+        if history.paused_until is not None:
+            if self._step < history.paused_until:
+                self._worker.draft_pauses.add(sequence)
+                return False
+            history.resume()
+        longest = min(sequence.request.max_drafts, sequence.max_len - sequence.num_known - 1)
+        if longest <= 0:
+            return False
+        length = history.best_length(longest, self._costs) if self._limits.adaptive_drafts else longest
+        if length == 0:
+            history.rest(self._step)
+            self._worker.draft_pauses.add(sequence)
+            return False
+        if not sequence.in_flight:
+            self._rows.append((sequence, length))
+        return True
+
+    @cached_property
+    def _costs(self) -> DraftCosts:
+        batch = self._worker.batch
+        is_pipelined = self._limits.pipeline_depth > 1 and len(batch.decode_batch) > 0
+        rows = len(batch.decode_batch) + len(batch.not_decoding)
+        return draft_costs(self._worker.step_time, rows, batch.num_positions, is_pipelined=is_pipelined)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that the sequences need without drafts."""
+        return sum(self._needs_block(sequence) for sequence, _ in self._rows)
+
+    def _needs_block(self, sequence: Sequence) -> bool:
+        return sequence.num_planned == len(sequence.blocks) * self._worker.batch.pool.block_size
+
+    def next(self, tokens_left: int) -> tuple[Sequence, int, tuple[int, ...]]:
+        """Remove the first sequence; return it with the number of its drafts and its new blocks.
+
+        Drafts take at most half of the tokens that are left, and only blocks that no other row needs. No prompt waits
+        for them, and nothing is preempted.
+        """
+        sequence, num_drafts = self._rows.pop(0)
+        batch = self._worker.batch
+        size, num_needed = batch.pool.block_size, int(self._needs_block(sequence))
+        num_spare = max(0, batch.pool.num_free - num_needed - self.num_blocks - batch.headroom)
+        num_drafts = min(num_drafts, (tokens_left - 1 - len(self._rows)) // 2)
+        num_missing = -(-(sequence.num_planned + 1 + num_drafts) // size) - len(sequence.blocks)
+        blocks = batch.pool.take(max(0, min(num_missing, num_needed + num_spare)))
+        sequence.blocks += blocks
+        num_drafts = min(num_drafts, len(sequence.blocks) * size - sequence.num_planned - 1)
+        return sequence, num_drafts, tuple(blocks)
