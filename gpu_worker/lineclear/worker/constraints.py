@@ -136,6 +136,10 @@ class ConstraintTable:
         """Free every slot."""
         self._slots.clear()
 
+    def __contains__(self, slot: int) -> bool:
+        """Return whether the sequence of a slot has a constraint."""
+        return slot in self._slots
+
     def set_slot(self, init: SlotInit) -> None:
         """Start the constraint of the slot's new sequence, if it has one."""
         if init.sampling.grammar:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lineclear.wire.messages import BlockCopy, Decodes, Row, RowOutput, SlotInit, StepErrorKind, StepPlan
 
 from .attention.base import Batch, IntArray, to_device
+from .drafts.verification import NO_DRAFTS, Drafts
 from .runner_interface import StepFailed
 
 
@@ -88,6 +89,8 @@ class InputBatch:
         self._loaded_adapters = adapters
         self._adapters = [0] * capacity.num_slots
         self._has_adapters = False  # a slot has one, or had one before its next owner
+        # Slots whose last row verified drafts: how many of them may have been accepted beyond the two figures above.
+        self._num_drafted: dict[int, int] = {}
         self.prompt_len = np.zeros(capacity.num_slots, np.int64)
         self.num_touched_blocks = 0
         """One more than the highest block of any plan since the last reset."""
@@ -96,6 +99,7 @@ class InputBatch:
         """Free every slot."""
         self._num_tokens = [0] * self.capacity.num_slots
         self._adapters, self._has_adapters = [0] * self.capacity.num_slots, False
+        self._num_drafted.clear()
         self.num_touched_blocks = 0
 
     def check(self, plan: StepPlan) -> None:
@@ -117,11 +121,17 @@ class InputBatch:
             raise _protocol_error("a copy whose target no new sequence starts with")
         self._check_blocks(plan.zero_blocks)
 
-    def apply(self, plan: StepPlan) -> PackedInputs:
-        """Apply a checked plan and pack its rows: rows of one token first, each kind by ascending context length."""
+    def apply(self, plan: StepPlan, drafts: Drafts = NO_DRAFTS) -> PackedInputs:
+        """Apply a checked plan and pack its rows: rows of one token first, each kind by ascending context length.
+
+        A row with drafts is packed as one of several tokens, and samples at each of them.
+        """
         for init in plan.inits:
             self._init_slot(init)
         decodes = plan.decodes
+        if self._num_drafted:
+            for slot in decodes.slots:
+                self._num_drafted.pop(slot, None)
         for slot, block in decodes.new_blocks:
             self._grow(slot, (block,))
         for slot, start in zip(decodes.slots, decodes.starts, strict=True):
@@ -129,7 +139,31 @@ class InputBatch:
             self._num_tokens[slot] = start + 2
         for row in plan.chunks:
             self._append(row)
-        return self._pack(plan)
+        for slot, tokens in drafts.items():
+            self._num_drafted[slot] = len(tokens)
+            self._write_drafts(slot, self._num_computed[slot], tokens)
+        return self._pack(plan, drafts)
+
+    def without_drafts(self, plan: StepPlan) -> PackedInputs:
+        """Pack the rows of a plan that was just applied again, without drafts."""
+        for row in plan.chunks:
+            self._num_drafted.pop(row.slot, None)
+        return self._pack(plan, NO_DRAFTS)
+
+    def draft_cells(self, plan: StepPlan, drafts: Drafts) -> list[tuple[int, int]]:
+        """Return (block, first cell) of each block that has cells of drafts."""
+        size, found = self.capacity.block_size, []
+        for row in plan.chunks:
+            end = row.start + 1 + len(drafts.get(row.slot, ()))
+            for position in range(row.start + 1, end):
+                if position == row.start + 1 or position % size == 0:
+                    found.append((int(self._blocks[row.slot, position // size]), position % size))
+        return found
+
+    def read_tokens(self, slot: int, start: int, end: int) -> list[int]:
+        """Return the tokens of a slot at positions [start, end). Waits for the device."""
+        tokens: list[int] = self.tokens[slot, start:end].tolist()
+        return tokens
 
     def fetch_last_tokens(self, packed: PackedInputs, rows: list[int]) -> Callable[[], list[int]]:
         """Return a function that waits for the token before the sampled position of these sampling rows.
@@ -229,6 +263,8 @@ class InputBatch:
         else:
             known, num_blocks = self._num_tokens[row.slot], self._num_blocks[row.slot]
             computed = self._num_computed[row.slot]
+            if computed < row.start <= computed + self._num_drafted.get(row.slot, 0):
+                computed, known = row.start, row.start + 1
         end = row.start + row.num_tokens
         if row.num_tokens < 1 or row.start != computed:
             raise _protocol_error(f"row of {row.num_tokens} positions at {row.start}, but {computed} are computed")
@@ -242,6 +278,12 @@ class InputBatch:
         if total * c.block_size < end or total > self._blocks.shape[1]:
             raise _protocol_error(f"{total} blocks for {end} positions")
         self._check_blocks(row.new_blocks)
+        if row.num_drafts:
+            end += row.num_drafts
+            if row.num_drafts < 0 or row.num_tokens != 1 or not row.sample or init is not None:
+                raise _protocol_error("drafts behind another token than the last known one")
+            if total * c.block_size < end or end > c.max_model_len:
+                raise _protocol_error(f"{total} blocks, in a context of {c.max_model_len}, for drafts up to {end}")
 
     def _check_blocks(self, blocks: Sequence[int]) -> None:
         if blocks and (min(blocks) < 0 or max(blocks) >= self.capacity.num_blocks):
@@ -251,6 +293,7 @@ class InputBatch:
 
     def _init_slot(self, init: SlotInit) -> None:
         slot, count = init.slot, len(init.tokens)
+        self._num_drafted.pop(slot, None)
         self.tokens[slot, :count].copy_(to_device(np.array(init.tokens, np.int64), self.device), non_blocking=True)
         self._note_blocks(init.blocks)
         self._blocks[slot, : len(init.blocks)] = init.blocks
@@ -266,8 +309,17 @@ class InputBatch:
         slot, end = row.slot, row.start + row.num_tokens
         self._grow(slot, row.new_blocks)
         self._num_computed[slot] = end
+        self._num_drafted.pop(slot, None)
         if row.sample:
             self._num_tokens[slot] = end + 1
+
+    def _write_drafts(self, slot: int, first: int, tokens: Sequence[int]) -> None:
+        if self._host_token_table is not None:
+            for index, token in enumerate(tokens, slot * self.stride + first):
+                self._host_token_table[index] = token
+        else:
+            drafts = to_device(np.array(tokens, np.int64), self.device)
+            self.tokens[slot, first : first + len(tokens)].copy_(drafts, non_blocking=True)
 
     def _grow(self, slot: int, blocks: Sequence[int]) -> None:
         if blocks:
@@ -280,7 +332,7 @@ class InputBatch:
         if blocks:
             self.num_touched_blocks = max(self.num_touched_blocks, max(blocks) + 1)
 
-    def _pack(self, plan: StepPlan) -> PackedInputs:
+    def _pack(self, plan: StepPlan, drafts: Drafts) -> PackedInputs:
         # Python lists first, then few arrays: for a handful of rows, one NumPy operation costs more than all list
         # operations together, because the matrix products evicted its code from the caches. Rows of several tokens
         # use NumPy, so that a long prompt needs no loop over its tokens.
@@ -288,6 +340,8 @@ class InputBatch:
         slots = [*decodes.slots, *(row.slot for row in chunks)]
         starts = [*decodes.starts, *(row.start for row in chunks)]
         counts = [1] * len(decodes.slots) + [row.num_tokens for row in chunks]
+        if drafts:
+            counts = [count + len(drafts.get(slot, ())) for count, slot in zip(counts, slots, strict=True)]
         order = sorted(range(len(slots)), key=lambda i: (counts[i] > 1, starts[i] + counts[i]))
         first: list[int] = []
         num_tokens = 0
@@ -303,14 +357,21 @@ class InputBatch:
         read_indices = [slots[i] * stride + starts[i] for i in single]
         cells = [block(slots[i], starts[i] // size) * size + starts[i] % size for i in single]
         sampling = [*range(len(decodes.slots)), *(i for i, x in enumerate(chunks, len(decodes.slots)) if x.sample)]
-        sample_slots, ends = [slots[i] for i in sampling], [starts[i] + counts[i] for i in sampling]
+        if drafts:  # a sample at the last position, and at one before it for each draft
+            sampled = [(i, n) for i in sampling for n in range(len(drafts.get(slots[i], ())), -1, -1)]
+            sampling = [i for i, _ in sampled]
+            sample_rows = np.array([last[i] - n for i, n in sampled], np.int64)
+            ends = [starts[i] + counts[i] - n for i, n in sampled]
+        else:
+            sample_rows = np.array([last[i] for i in sampling], np.int64)
+            ends = [starts[i] + counts[i] for i in sampling]
+        sample_slots = [slots[i] for i in sampling]
         write_indices = [slot * stride + end for slot, end in zip(sample_slots, ends, strict=True)]
         firsts, num_queries, queries_start, tables = columns = np.array(by_row, np.int64)
         by_token = np.array((read_indices, positions, cells), np.int64)
         if len(single) < len(order):
             by_token = np.concatenate((by_token, self._expand_chunks(*columns[:, len(single) :])), axis=1)
         batch = Batch(size, firsts, num_queries, queries_start, tables, self._flat_blocks, by_token[2])
-        sample_rows = np.array([last[i] for i in sampling], np.int64)
         adapters = self._row_adapters([slots[i] for i in order], by_row[1]) if self._has_adapters else None
         output_rows = tuple(
             OutputRow(

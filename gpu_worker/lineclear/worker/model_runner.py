@@ -19,12 +19,14 @@ from torch import Tensor
 from lineclear.model_files import fingerprint
 from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.process.exception_location import exception_summary
-from lineclear.wire.messages import Hello, Logprobs, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.messages import BlockCopy, Hello, Logprobs, RowOutput, StepErrorKind, StepPlan, StepResult
 
 from .attention.base import block_bytes
 from .attention.registry import BACKENDS, choose
 from .constraints import ConstraintTable
 from .cpu.thread_tuner import ThreadTuner
+from .drafts.drafter import Drafter, PromptLookupDrafter
+from .drafts.verification import NO_DRAFTS, Drafts, verified
 from .grammar_compiler import GrammarCompiler
 from .input_batch import Capacity, InputBatch, PackedInputs
 from .kv_prefault import KvPrefaulter
@@ -57,10 +59,13 @@ class ModelRunner:
         max_step_tokens: int = 2048,
         attention_backend: str = "auto",
         kv_dtype: torch.dtype | None = None,
+        prompt_lookup_ngrams: tuple[int, int] = (4, 2),
+        drafter: Drafter | None = None,
     ) -> None:
         """Allocate the KV pools. num_blocks 0: as many as fit in `kv_cache_memory_fraction` of the free memory.
 
-        `num_workers` workers of this device divide that memory.
+        `num_workers` workers of this device divide that memory. `prompt_lookup_ngrams`: longest and shortest n-gram.
+        `drafter` replaces prompt lookup.
         kv_dtype None: the model's. Raises ModelRefused if the pools do not fit or no backend supports `kv_dtype`.
         """
         self._loaded = loaded
@@ -94,6 +99,7 @@ class ModelRunner:
         self._row_outputs = RowOutputs(self._batch.flat_tokens, loaded.device)
         self._grammars = GrammarCompiler(loaded.directory, loaded.vocab_size, loaded.eos_token_ids)
         self._constraints = ConstraintTable(self._grammars, loaded.vocab_size)
+        self._drafter = drafter or PromptLookupDrafter(*prompt_lookup_ngrams)
         self._thread_tuner: ThreadTuner | None = None
 
     def tune_threads(self, tuner: ThreadTuner) -> None:
@@ -139,6 +145,7 @@ class ModelRunner:
         self._row_outputs.reset()
         self._constraints.reset()
         self._adapters.clear()
+        self._drafter.reset()
 
     def prepare(self, grammar: str, done: Callable[[], None]) -> None:
         """Compile a grammar on another thread, which then calls `done()`."""
@@ -171,14 +178,27 @@ class ModelRunner:
         if self._thread_tuner is not None:
             self._thread_tuner.start_step(plan.num_tokens)
         try:
-            inflight = _InflightStep(plan, *self._step(plan), timer)
+            drafts = self._drafts(plan)
+            inflight = _InflightStep(plan, *self._step(plan, drafts), timer)
         except Exception as error:
             raise _step_failed(error) from error
         if self._thread_tuner is not None:
             self._thread_tuner.finish_step(plan.num_tokens)
         return inflight
 
-    def _step(self, plan: StepPlan) -> tuple[SamplingMetadata, Sampled | None, ReportedRows | None]:
+    def _drafts(self, plan: StepPlan) -> Drafts:
+        rows = [row for row in plan.chunks if row.num_drafts]
+        if not rows:
+            return NO_DRAFTS
+        # Vectors add up over rows, and matchers take each token once: such a step cannot be computed a second time.
+        slots = *plan.decodes.slots, *(row.slot for row in plan.chunks)
+        if any(row.output > RowOutput.SAMPLE for row in plan.chunks) or any(x in self._constraints for x in slots):
+            return NO_DRAFTS
+        return self._drafter.propose(rows, self._batch.read_tokens)
+
+    def _step(
+        self, plan: StepPlan, drafts: Drafts
+    ) -> tuple[SamplingMetadata, Sampled | None, ReportedRows | None, Drafts]:
         if plan.copy_blocks:
             self._backend.copy(plan.copy_blocks)  # first: the plan may zero a source
         if plan.zero_blocks:
@@ -186,9 +206,21 @@ class ModelRunner:
         for init in plan.inits:
             self._sampling.set_slot(init.slot, init.sampling)
             self._constraints.set_slot(init)
+            self._drafter.forget(init.slot)
         if plan.inits:
             self._row_outputs.set_slots(plan.inits)
-        packed = self._batch.apply(plan)
+        packed = self._batch.apply(plan, drafts)
+        metadata, sampled, reported = self._compute(packed)
+        if drafts and sampled is not None and sampled.bad is not None and bool(sampled.bad.any()):
+            # Values of a wrong draft may be non-finite, and some backends read them for the tokens before it.
+            self._clear_drafts(plan, drafts)
+            packed, drafts = self._batch.without_drafts(plan), NO_DRAFTS
+            metadata, sampled, reported = self._compute(packed)
+        if sampled is not None:
+            self._batch.write_sampled(packed, sampled.tokens if sampled.host_tokens is None else sampled.host_tokens)
+        return metadata, sampled, reported, drafts
+
+    def _compute(self, packed: PackedInputs) -> tuple[SamplingMetadata, Sampled | None, ReportedRows | None]:
         metadata = self._sampling.select(packed.sample_slots, packed.sample_positions, self._batch.prompt_len)
         if not len(packed.read_indices):
             return metadata, None, None
@@ -200,8 +232,15 @@ class ModelRunner:
         if logits is None:
             return metadata, None, reported
         sampled = sample(logits, metadata, self._batch.tokens, masks)
-        self._batch.write_sampled(packed, sampled.tokens if sampled.host_tokens is None else sampled.host_tokens)
         return metadata, sampled, reported
+
+    def _clear_drafts(self, plan: StepPlan, drafts: Drafts) -> None:
+        """Zero the cells of drafts, and of later positions, which were not written."""
+        cells = self._batch.draft_cells(plan, drafts)
+        if whole := [block for block, first in cells if not first]:
+            self._backend.zero(whole)
+        if partial_blocks := [BlockCopy(block, block, first) for block, first in cells if first]:
+            self._backend.copy(partial_blocks)
 
     def _logits(self, packed: PackedInputs) -> tuple[Logits | None, ReportedRows | None]:
         """Return the logits of the sampling rows, if any, and the outputs of the other rows."""
@@ -269,9 +308,10 @@ class _InflightStep:
         metadata: SamplingMetadata,
         sampled: Sampled | None,
         reported: ReportedRows | None,
+        drafts: Drafts,
         timer: _StepTimer,
     ) -> None:
-        self._plan = plan
+        self._plan, self._drafts = plan, drafts
         self._reported = None if reported is None else _reported_to_host(reported)
         self._metadata = metadata
         self._outputs = sampled if sampled is None or sampled.host_tokens is not None else _all_to_host(sampled)
@@ -296,7 +336,7 @@ class _InflightStep:
         epoch, step = self._plan.epoch, self._plan.step
         if self._outputs is None:
             return StepResult(epoch, step, (), step_seconds=seconds)
-        return StepResult(
+        result = StepResult(
             epoch=epoch,
             step=step,
             tokens=tuple(
@@ -307,6 +347,7 @@ class _InflightStep:
             step_seconds=seconds,
             stuck_rows=_rows_where(self._outputs.stuck),
         )
+        return verified(result, self._plan, self._drafts) if self._drafts else result
 
     def _logprobs(self, outputs: Sampled) -> tuple[Logprobs | None, ...]:
         if outputs.logprobs is None or outputs.top_ids is None or outputs.top_logprobs is None:

@@ -72,6 +72,7 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         max_step_tokens=settings.target_batch_tokens or _MAX_STEP_TOKENS.get(device.type, _MAX_STEP_TOKENS_ELSEWHERE),
         attention_backend=settings.attention_backend,
         kv_dtype=kv_dtype,
+        prompt_lookup_ngrams=(settings.prompt_lookup_max, settings.prompt_lookup_min),
     )
     with probe_threads(loaded.weight_bytes):
         self_test.check(runner, expected, loaded.dtype)

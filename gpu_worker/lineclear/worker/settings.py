@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lineclear.process import settings_base
@@ -65,6 +65,10 @@ class WorkerSettings(settings_base.ProcessSettings):
     cpu_kernels: str = COMPUTATION.field("auto")
     """C++ kernels for CPUs: auto, none or a name. auto: the fastest that were built and that this processor runs. none:
     torch, slower. A name as x86_64_avx2 is in the log line model_loaded."""
+    prompt_lookup_max: int = COMPUTATION.field(4, ge=1, le=32)
+    """Longest n-gram that prompt lookup searches. It searches the last tokens earlier in prompt and answer."""
+    prompt_lookup_min: int = COMPUTATION.field(2, ge=1, le=32)
+    """Shortest n-gram that prompt lookup searches. Shorter ones draft nothing."""
     threads: int = COMPUTATION.field(0, ge=0, le=1024)
     """Compute threads on the CPU; 0: chosen while serving. Chosen: the fastest count of recent steps, at most one
     thread for each usable core."""
@@ -105,6 +109,15 @@ class WorkerSettings(settings_base.ProcessSettings):
     @classmethod
     def _is_a_device(cls, value: str) -> str:
         return check_device(value)
+
+    @model_validator(mode="after")
+    def _ngrams_have_an_order(self) -> WorkerSettings:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"--prompt-lookup-min ({self.prompt_lookup_min}) is larger than --prompt-lookup-max"
+                f" ({self.prompt_lookup_max})"
+            )
+        return self
 
     @field_validator("machine_share")
     @classmethod

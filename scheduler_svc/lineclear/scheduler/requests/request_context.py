@@ -403,6 +403,8 @@ class RequestContext:
 
     def _max_drafts(self) -> int:
         most, wanted = self._services.max_drafts, self.validated.max_drafts
+        if self.validated.sampling.grammar:
+            return 0  # a grammar follows the sampled tokens, one at a time
         return most if wanted is None else min(wanted, most)
 
     def _shape(self) -> AnswerShape:

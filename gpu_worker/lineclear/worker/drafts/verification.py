@@ -1,0 +1,41 @@
+"""Accepts the drafts of a step: the leading ones of each row that equal the samples at their positions.
+
+Sampling is a pure function of logits, seed and position, so the accepted tokens are those of plain decoding, sampled
+ones too. This is stricter than the acceptance of Leviathan et al. (2023), which keeps only the distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from lineclear.wire.messages import StepPlan, StepResult
+
+Drafts = Mapping[int, Sequence[int]]
+"""The drafts of a step by slot, for rows that verify some."""
+
+NO_DRAFTS: Drafts = {}
+
+
+def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
+    """Return `result`, which has a sample for each position with a draft, without the samples behind a wrong draft."""
+    kept: list[int] = []
+    counts: list[int] = []
+    num_drafted: list[int] = []
+    first = 0
+    for slot in (*plan.decodes.slots, *(row.slot for row in plan.chunks if row.sample)):
+        drafted = drafts.get(slot, ())
+        count = 1
+        while count <= len(drafted) and result.tokens[first + count - 1] == drafted[count - 1]:
+            count += 1
+        kept += range(first, first + count)
+        counts.append(count)
+        num_drafted.append(len(drafted))
+        first += 1 + len(drafted)
+    return replace(
+        result,
+        tokens=tuple(result.tokens[i] for i in kept),
+        logprobs=tuple(result.logprobs[i] for i in kept) if result.logprobs else (),
+        counts=tuple(counts),
+        num_drafted=tuple(num_drafted),
+    )

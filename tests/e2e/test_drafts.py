@@ -1,0 +1,77 @@
+"""Speculative decoding in the whole service: the tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from support.demo import PROMPTS, SEEDED, greedy, reference
+from support.service import Service, running, wait_for
+
+from lineclear.client import Generation
+
+REPEATS = tuple(f"{prompt} {prompt} {prompt}" for prompt in PROMPTS)
+NUM_TOKENS = 48
+
+
+@pytest.fixture(scope="module", params=["1", "2"], ids=["depth-1", "depth-2"])
+def service(request: pytest.FixtureRequest) -> Iterator[Service]:
+    flags = "--speculative-method", "prompt_lookup", "--no-speculative-adaptive", "--pipeline-depth", request.param
+    with running("--max-batch-size", "4", *flags) as service:
+        yield service
+        wait_for(service.is_idle, "idle at the end")
+
+
+def generate(service: Service, prompt: str, **parameters: Any) -> Generation:
+    return service.client.generate(prompt, **{"ignore_eos": True, "max_tokens": NUM_TOKENS} | parameters)
+
+
+def at_once(service: Service, **parameters: Any) -> list[Generation]:
+    with ThreadPoolExecutor(len(REPEATS)) as pool:
+        return list(pool.map(lambda prompt: generate(service, prompt, **parameters), REPEATS))
+
+
+def test_greedy_answers_equal_generate(service: Service) -> None:
+    answers = at_once(service, **greedy(NUM_TOKENS))
+    assert [a.token_ids for a in answers] == [reference(p, NUM_TOKENS) for p in REPEATS]
+    accepted = sum(a.timings.accepted_tokens for a in answers)
+    assert 0 < accepted < sum(a.timings.drafted_tokens for a in answers)
+    counters = service.client.stats().counters
+    assert counters.spec_decode_num_accepted_tokens >= accepted
+
+
+def test_sampled_answers_are_those_of_plain_decoding(service: Service) -> None:
+    plain = at_once(service, num_speculative_tokens=0, **SEEDED)
+    drafted = at_once(service, **SEEDED)
+    assert [a.token_ids for a in drafted] == [a.token_ids for a in plain]
+    assert [a.text for a in drafted] == [a.text for a in plain]
+    assert all(a.timings.drafted_tokens == 0 for a in plain)
+    assert any(a.timings.drafted_tokens > 0 for a in drafted)
+
+
+def test_log_probabilities_belong_to_their_tokens(service: Service) -> None:
+    plain, drafted = (
+        generate(service, REPEATS[0], temperature=0.0, top_logprobs=2, num_speculative_tokens=most) for most in (0, 8)
+    )
+    assert drafted.timings.accepted_tokens > 0
+    assert [[top.token_id for top in x.top_logprobs] for x in drafted.logprobs] == [
+        [top.token_id for top in x.top_logprobs] for x in plain.logprobs
+    ]
+    assert [x.logprob for x in drafted.logprobs] == pytest.approx([x.logprob for x in plain.logprobs], abs=1e-3)
+
+
+def test_answers_survive_killed_workers(service: Service) -> None:
+    wanted = [reference(p, NUM_TOKENS) for p in REPEATS]
+    for _ in range(3):
+        with service.client.stream(REPEATS[0], ignore_eos=True, **greedy(NUM_TOKENS)) as stream:
+            next(iter(stream))
+            os.kill(service.client.stats().worker.pid, signal.SIGKILL)
+            answers = at_once(service, **greedy(NUM_TOKENS))
+            for _ in stream:
+                pass
+        assert stream.result.token_ids == wanted[0]
+        assert [a.token_ids for a in answers] == wanted
