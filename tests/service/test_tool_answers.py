@@ -150,6 +150,17 @@ async def test_ids_differ_between_answers(tmp_path: Path) -> None:
         assert not {call[0] for call in first[2]} & {call[0] for call in second[2]}
 
 
+async def test_each_of_several_outputs_has_calls_of_its_own(tmp_path: Path) -> None:
+    async with larger_serving(tmp_path, template=HERMES, tokenizer=TOKENIZER) as s:
+        s.engine.answer = lambda _: ids(ANSWERS["thinking"])
+        request = chat_request(sampling={"n": 2, "seed": 7})
+        responses = [response async for response in s.generate(request)]
+        first, second = (parts_of(r for r in responses if r.index == index) for index in range(2))
+        assert first[:2] == second[:2]
+        assert [call[1:] for call in first[2]] == [call[1:] for call in second[2]]
+        assert len({call[0] for call in (*first[2], *second[2])}) == 4
+
+
 async def test_session_and_submitted_requests_send_the_same(tmp_path: Path) -> None:
     async with larger_serving(tmp_path, template=HERMES, tokenizer=TOKENIZER) as s:
         expected = parts_of(await answer_of(s, ids(ANSWERS["thinking"]), chat_request()))

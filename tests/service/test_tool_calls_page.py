@@ -57,6 +57,8 @@ def test_example_runs_the_calls_of_the_model() -> None:
         if last.role == "user":
             return bad
         assert [tool.name for tool in request.chat.tools] == ["add"]
+        made = [call.id for message in request.chat.messages for call in message.tool_calls]
+        assert made == [message.tool_call_id for message in request.chat.messages if message.role == "tool"]
         return good if last.content.startswith("error: ") else f"It is {last.content}."
 
     fake = FakeTransport(reply)
