@@ -22,7 +22,7 @@ MAX_HEAD_DIM = 512
 AUTO, NONE = "auto", "none"
 """Names that `choose` accepts besides those of libraries: the best library, or none."""
 
-_ABI = 10
+_ABI = 11
 _FOLDER = Path(__file__).parent
 _INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 FUNCTIONS: dict[str, list[Any]] = {
@@ -106,8 +106,6 @@ def load(name: str) -> Any | None:
     except (OSError, AttributeError):
         return None
     for function, arguments in FUNCTIONS.items():
-        if not hasattr(found, function):
-            continue  # built before the function was added
         getattr(found, function).restype = None
         getattr(found, function).argtypes = arguments
     for function in ("lineclear_queries_per_item", "lineclear_bf16_gemm_is_faster", "lineclear_bf16_packed_size"):
