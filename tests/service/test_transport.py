@@ -343,7 +343,7 @@ async def test_long_requests_over_tcp_wait_without_yielding(tmp_path: Path) -> N
 
 def test_methods_with_prompts_use_long_read_slots() -> None:
     service = pb.DESCRIPTOR.services_by_name["InferenceService"]
-    large = {"text", "chat", "token_ids", "prompt", "request"}
+    large = {"text", "chat", "token_ids", "prompt", "request", "inputs"}
     unary = [m for m in service.methods if not m.client_streaming]
     assert {m.name for m in unary if large & set(m.input_type.fields_by_name)} == LONG
 

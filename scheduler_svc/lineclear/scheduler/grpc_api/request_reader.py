@@ -27,7 +27,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 MALFORMED = object()
 """Result of a deserializer for bytes that it cannot parse."""
 
-LONG = frozenset({"Generate", "Submit", "Tokenize", "Detokenize"})
+LONG = frozenset({"Generate", "Submit", "Score", "Embed", "Tokenize", "Detokenize"})
 """Methods whose request contains a prompt or token ids. All other requests are short."""
 
 _SHORT_SLICE_SECONDS = 0.25
