@@ -405,7 +405,7 @@ async def test_admin_listener_has_its_own_methods_and_tokens(tmp_path: Path) -> 
     (tmp_path / "admin").mkdir()
     files["admin_token_file"] = str(token_file(tmp_path / "admin", f"operator {BOB}"))
     async with (
-        serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", **files) as s,
+        serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", lora_dir=str(tmp_path), **files) as s,
         grpc.aio.insecure_channel(s.server.admin_address) as admin,
     ):
         for method in METHODS:
