@@ -26,6 +26,7 @@ CONNECTIONS = Group("Connections")
 BATCHING = Group("Batching")
 SPECULATION = Group("Speculative decoding")
 REQUESTS = Group("Queue and requests")
+FORMATS = Group("Conversations and structured output")
 SUBMITTED = Group("Submitted requests")
 WORKER = Group("Worker")
 STOPPING = Group("Stopping")
@@ -195,7 +196,7 @@ class SchedulerFields(settings_base.ProcessSettings):
     max_outputs: int = REQUESTS.field(128, ge=1, le=1024)
     """Most outputs of one request (n, best_of)."""
     max_held_tokens: int = REQUESTS.field(65_536, ge=1, le=2**31)
-    """Most output tokens of a request with best_of or num_beams. They are kept until its end. A token takes about 300
+    """Most output tokens of a request with best_of or beams. They are kept until its end. A token takes about 300
     bytes, with 20 log probabilities 3 KB."""
     default_deadline_seconds: float = REQUESTS.field(600.0, gt=0, le=7 * 86_400)
     """Deadline of a call that has none, from its arrival."""
@@ -206,26 +207,26 @@ class SchedulerFields(settings_base.ProcessSettings):
     max_tokenizer_queue_size: int = REQUESTS.field(64, ge=1, le=4096)
     """Most large inputs in or waiting for tokenization. The tenant or connection with most waiting inputs is refused
     the next one. Conversations that wait for rendering are limited by max_queue_size."""
-    max_chat_messages: int = REQUESTS.field(1024, ge=1, le=65_536)
+    max_chat_messages: int = FORMATS.field(1024, ge=1, le=65_536)
     """Most messages of a conversation."""
-    chat_template_processes: int = REQUESTS.field(2, ge=1, le=64)
+    chat_template_processes: int = FORMATS.field(2, ge=1, le=64)
     """Processes that render conversations. One caller uses at most all but one of them."""
-    max_chat_template_seconds: float = REQUESTS.field(2.0, ge=0.01, le=600)
+    max_chat_template_seconds: float = FORMATS.field(2.0, ge=0.01, le=600)
     """Most CPU time to render one conversation. A conversation that takes longer is refused."""
-    grammar_processes: int = REQUESTS.field(2, ge=1, le=64)
+    grammar_processes: int = FORMATS.field(2, ge=1, le=64)
     """Processes that compile structured output. One caller uses at most all but one of them."""
-    max_grammar_seconds: float = REQUESTS.field(1.0, ge=0.01, le=60)
+    max_grammar_seconds: float = FORMATS.field(1.0, ge=0.01, le=60)
     """Most CPU time to compile one schema, expression or grammar. One that takes longer is refused."""
-    max_grammar_bytes: int = REQUESTS.field(256 * 1024, ge=64, le=16 * 1024 * 1024)
-    """Largest schema, expression or grammar in bytes of UTF-8."""
-    max_grammar_depth: int = REQUESTS.field(64, ge=1, le=100)
+    max_grammar_bytes: int = FORMATS.field(256 * 1024, ge=64, le=16 * 1024 * 1024)
+    """Largest schema or grammar in bytes of UTF-8."""
+    max_grammar_depth: int = FORMATS.field(64, ge=1, le=100)
     """Most nested objects and arrays of a JSON Schema."""
-    max_cached_grammars: int = REQUESTS.field(256, ge=1, le=65_536)
-    """Compiled schemas, expressions and grammars kept for later requests, refused ones included."""
-    tool_call_parser: ToolCallParser = REQUESTS.field("auto")
+    max_cached_grammars: int = FORMATS.field(256, ge=1, le=65_536)
+    """Compiled grammars that are kept, with refused ones."""
+    tool_call_parser: ToolCallParser = FORMATS.field("auto")
     """Format in which the model writes tool calls. They are sent as calls instead of text. auto: by the chat template;
     none: calls are text."""
-    reasoning_parser: ReasoningParser = REQUESTS.field("auto")
+    reasoning_parser: ReasoningParser = FORMATS.field("auto")
     """Format in which the model writes its reasoning. It precedes an answer and is sent apart from the text. auto: by
     the chat template; none: reasoning is text."""
     max_unread_tokens: int = REQUESTS.field(4096, ge=1, le=2**20)

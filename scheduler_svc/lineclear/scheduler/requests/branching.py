@@ -23,7 +23,7 @@ def best_of(request: pb.GenerateRequest, num_outputs: int, max_outputs: int, vio
     params = request.sampling
     count = params.best_of if params.HasField("best_of") else num_outputs
     if not num_outputs <= count <= max_outputs:
-        violations.add("sampling.best_of", f"must be in [n, max_outputs], which are {num_outputs} and {max_outputs}")
+        violations.add("sampling.best_of", f"must be in [n, --max-outputs], here [{num_outputs}, {max_outputs}]")
     if count == num_outputs:
         return 0
     if request.HasField("resume"):
