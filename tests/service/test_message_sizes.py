@@ -82,9 +82,10 @@ async def test_session_delivers_tokens_before_an_error(tmp_path: Path) -> None:
 
 async def test_kept_answer_is_read_in_several_messages() -> None:
     """Tokens of 5,000 characters: a message of the largest number of tokens would have 5 MB."""
-    outputs = (SimpleNamespace(index=0, num_resumed=0),)
+    outputs = (SimpleNamespace(index=0, num_resumed=0, is_parsed=False),)
     validated = SimpleNamespace(wants_text=True)
     request: Any = SimpleNamespace(validated=validated, caller=ANONYMOUS, tenant="", request_id="x", outputs=outputs)
+    request.call_key = lambda output: ""
 
     answer = SubmittedAnswer(request)
     answer.add(pb.GenerateResponse(token_ids=range(2000)), ["x" * 5000] * 2000)
