@@ -240,7 +240,7 @@ class Oracle:
         tokens = zip(owners, result.tokens, strict=True)
         bad_rows = {i for i, token in tokens if not 0 <= token < self.scenario.vocab_size}
         bad_rows |= result.bad_rows
-        tainted = {(step.outputs[i][0], step.outputs[i][0].admission_count) for i in bad_rows}
+        tainted = {step.outputs[i][:2] for i in bad_rows}
         readers = worker.blocks.readers(tainted)
         wanted: list[object] = self._restart(readers)
         ends = list(accumulate(counts))

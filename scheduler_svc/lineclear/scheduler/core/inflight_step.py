@@ -69,6 +69,14 @@ class InflightStep:
         """Return the chunks with an output. Their indices in a result follow those of the decodes."""
         return [row for row in self.chunk_rows if row.output is not RowOutput.NONE]
 
+    def output_owners(self) -> Iterator[tuple[Sequence, int]]:
+        """Return sequence and admission_count of every row with an output, in the order of the result.
+
+        A preempted sequence waits for its samples, but not for its scores and vectors: it may be admitted again first.
+        """
+        decodes = ((sequence, sequence.admission_count) for sequence in self.decode_rows.sequences)
+        return chain(decodes, ((row.sequence, row.admission_count) for row in self.outputs()))
+
     def sampled(self) -> Iterator[Sequence]:
         """Return the sequence of every sampling row, in the order of the result."""
         return chain(self.decode_rows.sequences, (row.sequence for row in self.chunks_with(RowOutput.SAMPLE)))

@@ -35,8 +35,7 @@ class ResultApplier:
         bad_owners: dict[Sequence, int] = {}
         restarted: list[Event] = []
         if bad:
-            owners = (*inflight.decode_rows.sequences, *(row.sequence for row in inflight.outputs()))
-            bad_owners = {s: s.admission_count for row, s in enumerate(owners) if row in bad}
+            bad_owners = {s: count for row, (s, count) in enumerate(inflight.output_owners()) if row in bad}
             restarted = self._restart_readers(worker, bad_owners)
         failed = bad | result.stuck_rows if result.stuck_rows else bad
         candidates = self._append_tokens(result, worker, inflight, failed, tokens, failures, now)
