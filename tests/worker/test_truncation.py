@@ -78,6 +78,28 @@ def test_typical_p_behind_the_others_equals_transformers(vocabulary: int) -> Non
         torch.testing.assert_close(found[row], wanted, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.5, 2.0, 6.0])
+def test_typical_p_of_a_large_vocabulary_is_found_without_sorting(scale: float) -> None:
+    """From one token to all of them: a few hundred candidates, or the radix selection."""
+    parameters = [replace(BASE, typical_p=p) for p in (0.01, 0.3, 0.9, 0.999)]
+    logits = torch.randn(1, 9000, generator=torch.Generator().manual_seed(3)).mul(scale).repeat(4, 1)
+    found = distributions(logits, parameters)
+    for row, s in enumerate(parameters):
+        assert torch.equal(found[row] > 0, by_warpers(logits[:1], s)[0] > 0), s
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
+@pytest.mark.parametrize("sampling", [replace(BASE, top_k=300), replace(BASE, top_k=300, typical_p=0.5)])
+def test_row_without_a_token_leaves_the_others_alone(value: float, sampling: Sampling) -> None:
+    """Its NaN are negative integers to the radix selection."""
+    logits = random_logits(2, 6000)
+    logits[0] = value
+    sampled = run(logits, [sampling, sampling])
+    assert sampled.bad is not None
+    assert sampled.bad.tolist() == [True, False]
+    assert sampled.tokens[1] == run(logits[1:], [sampling]).tokens[0]
+
+
 logit_lists = st.lists(st.floats(-20, 20, width=32) | st.just(-math.inf), min_size=2, max_size=40).filter(
     lambda x: sum(map(math.isfinite, x)) >= 2
 )

@@ -16,6 +16,8 @@ _NUM_CANDIDATES = 256
 _MIN_TOPK_VOCABULARY = 4096
 """Larger vocabularies are not sorted on a CPU."""
 _LEAST_TEMPERATURE = 0.01
+_INFINITY_BITS = 0x7F800000
+"""Bits of the largest float32."""
 
 
 def truncated_weights(logits: Tensor, draws: Draws) -> Tensor:
@@ -71,11 +73,27 @@ def _is_typical(weights: Tensor, typical_p: Tensor) -> Tensor:
     probabilities = weights / weights.sum(dim=-1, keepdim=True)
     entropy = torch.special.entr(probabilities).sum(dim=-1, keepdim=True)
     distances = (-probabilities.log() - entropy).abs()
-    ascending, order = distances.sort(dim=-1)
-    mass = probabilities.gather(1, order).cumsum(dim=-1, dtype=wide_dtype(weights))
-    last = (mass < typical_p).sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
-    is_typical: Tensor = distances <= ascending.gather(1, last)
+    is_typical: Tensor = distances <= _farthest_kept(distances, probabilities, typical_p)
     return is_typical
+
+
+def _farthest_kept(distances: Tensor, probabilities: Tensor, typical_p: Tensor) -> Tensor:
+    """Return [rows, 1]: the least distance whose tokens, with all nearer ones, reach `typical_p`.
+
+    Searched as in `_cutoff`: among the nearest tokens, then by radix selection.
+    """
+    vocabulary = distances.shape[-1]
+    uses_candidates = _is_searched(distances)
+    near, ids = distances.topk(_NUM_CANDIDATES if uses_candidates else vocabulary, dim=-1, largest=False)
+    mass = probabilities.gather(1, ids).cumsum(dim=-1, dtype=wide_dtype(probabilities))
+    last = (mass < typical_p).sum(dim=-1, keepdim=True)
+    farthest = near.gather(1, last.clamp(max=near.shape[-1] - 1))
+    if uses_candidates:
+        for row in (last[:, 0] == _NUM_CANDIDATES).nonzero()[:, 0].tolist():
+            nearness = _INFINITY_BITS - distances[row].view(torch.int32)
+            found = _largest_reaching(nearness, probabilities[row].double(), float(typical_p[row]))
+            farthest[row] = torch.tensor(_INFINITY_BITS - found, dtype=torch.int32).view(torch.float32)
+    return farthest
 
 
 def _exclude_top_choices(weights: Tensor, threshold: Tensor) -> None:
@@ -94,7 +112,7 @@ def _cutoff(probabilities: Tensor, draws: Draws) -> Tensor:
     """
     top_k, top_p = draws.parameters["top_k"], draws.parameters["top_p"]
     vocabulary = probabilities.shape[-1]
-    uses_candidates = probabilities.device.type == "cpu" and vocabulary > _MIN_TOPK_VOCABULARY
+    uses_candidates = _is_searched(probabilities)
     candidates = probabilities.topk(_NUM_CANDIDATES if uses_candidates else vocabulary, dim=-1).values
     cutoff = _cutoff_of_sorted(candidates, top_k, top_p)
     if uses_candidates:
@@ -103,6 +121,11 @@ def _cutoff(probabilities: Tensor, draws: Draws) -> Tensor:
         for row in is_unknown[:, 0].nonzero()[:, 0].tolist():
             cutoff[row] = _cutoff_by_radix(probabilities[row], int(top_k[row]), float(top_p[row]))
     return cutoff
+
+
+def _is_searched(rows: Tensor) -> bool:
+    """Whether rows [num_rows, vocabulary] are searched instead of sorted."""
+    return rows.device.type == "cpu" and rows.shape[-1] > _MIN_TOPK_VOCABULARY
 
 
 def _cutoff_of_sorted(candidates: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -123,19 +146,25 @@ def _cutoff_by_radix(probabilities: Tensor, top_k: int, top_p: float) -> float:
     mass = probabilities.double()
     kth, total = 0.0, 1.0
     if top_k > 0:
-        kth = _largest_reaching(probabilities, torch.ones_like(mass), top_k)
+        kth = _largest_value_reaching(probabilities, torch.ones_like(mass), top_k)
         mass.mul_(probabilities >= kth)
         total = float(mass.sum())
-    return max(kth, _largest_reaching(probabilities, mass, top_p * total)) if top_p < 1 else kth
+    return max(kth, _largest_value_reaching(probabilities, mass, top_p * total)) if top_p < 1 else kth
 
 
-def _largest_reaching(values: Tensor, weights: Tensor, target: float) -> float:
-    """Return the largest v such that all values >= v weigh `target` together; the least value if all weigh less.
+def _largest_value_reaching(values: Tensor, weights: Tensor, target: float) -> float:
+    """Return `_largest_reaching` of non-negative floats, which are ordered like their bits."""
+    found = _largest_reaching(values.view(torch.int32), weights, target)
+    return float(torch.tensor(found, dtype=torch.int32).view(torch.float32))
 
-    A radix selection: non-negative floats are ordered like their bits. Each ten bits of the result are the bin at which
-    the weights, summed from the highest bin down, reach the rest of the target.
+
+def _largest_reaching(keys: Tensor, weights: Tensor, target: float) -> int:
+    """Return the largest k such that all keys >= k weigh `target` together; the least key if all weigh less.
+
+    A radix selection over keys [vocabulary], int32: each ten bits of the result are the bin at which the weights,
+    summed from the highest bin down, reach the rest of the target. NaN of a row without logits may be a negative key.
     """
-    bits, prefix = values.view(torch.int32), 0
+    bits, prefix = keys.clamp(min=0), 0
     for shift in (20, 10, 0):
         bins = (bits >> shift) - (prefix << 10)
         sums = torch.bincount(bins, weights)
@@ -145,7 +174,7 @@ def _largest_reaching(values: Tensor, weights: Tensor, target: float) -> float:
         target -= float(from_end[index] - sums[index])
         inside = bins == index
         bits, weights, prefix = bits[inside], weights[inside], prefix << 10 | index
-    return float(torch.tensor(prefix, dtype=torch.int32).view(torch.float32))
+    return prefix
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
