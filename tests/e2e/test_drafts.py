@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 from support.demo import PROMPTS, SEEDED, greedy, reference
 from support.service import Service, running, wait_for
+from support.worker_kills import signal_worker
 
 from lineclear.client import Generation
 
@@ -69,7 +68,7 @@ def test_answers_survive_killed_workers(service: Service) -> None:
     for _ in range(3):
         with service.client.stream(REPEATS[0], ignore_eos=True, **greedy(NUM_TOKENS)) as stream:
             next(iter(stream))
-            os.kill(service.client.stats().worker.pid, signal.SIGKILL)
+            signal_worker(lambda: service.client.stats().worker.pid)
             answers = at_once(service, **greedy(NUM_TOKENS))
             for _ in stream:
                 pass

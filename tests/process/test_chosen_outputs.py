@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from support.service import is_idle
 from support.time_limits import PATIENCE_SECONDS
 from support.toy import sample
 from support.toy_service import VOCABULARY, ToyService, toy_service
+from support.worker_kills import signal_worker
 
 from lineclear.client import Client, FinishReason, Generation
 from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, QueueFull
@@ -115,7 +114,7 @@ def test_beams_and_candidates_survive_the_death_of_the_worker(tmp_path: Path) ->
         for _ in range(2):
             done = client.stats().counters.steps
             until(lambda done=done: client.stats().counters.steps > done + 15)
-            os.kill(client.stats().worker.pid, signal.SIGKILL)
+            signal_worker(lambda: client.stats().worker.pid)
             until(lambda: client.stats().worker.up)
         for thread in threads:
             thread.join(PATIENCE_SECONDS)

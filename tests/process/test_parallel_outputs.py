@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ import pytest
 from support.service import is_idle
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_service import ToyService, answer, text_of, toy_service
+from support.worker_kills import signal_worker
 
 from lineclear.client import AsyncClient, Client, FinishReason, Generation, RetryPolicy
 from lineclear.client.testing import FakeTransport
@@ -140,7 +139,7 @@ def test_outputs_survive_the_death_of_the_worker(tmp_path: Path) -> None:
             with Client(service.target, sessions=sessions) as reader, reader.stream(PROMPT, n=4, **params) as stream:
                 for delta in stream:
                     if delta.token_ids and delta.index == 2 and delta.first_index in (20, 80):
-                        os.kill(client.stats().worker.pid, signal.SIGKILL)
+                        signal_worker(lambda: client.stats().worker.pid)
             assert [list(o.token_ids) for o in stream.result.outputs] == [answer(PROMPT, 150, seed=s) for s in SEEDS]
             assert stream.resumes == 0
 

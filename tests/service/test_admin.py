@@ -23,6 +23,7 @@ from service.serving import Serving, error_of, serving, text_request, until
 from support.engine_harness import ENVIRONMENT
 from support.time_limits import PATIENCE_SECONDS
 from support.toy import expected
+from support.worker_kills import signal_worker
 from typer.testing import CliRunner, Result
 
 from lineclear.cli.app import app
@@ -190,7 +191,7 @@ def test_log_level_reaches_restarted_workers(
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         for number in (1, 2):
             assert list(server.stub.Generate(endless()))  # plans follow the level, so the worker has it
-            os.kill(stub.GetStats(inference_pb2.GetStatsRequest()).worker.pid, signal.SIGTERM)
+            signal_worker(lambda: stub.GetStats(inference_pb2.GetStatsRequest()).worker.pid, signal.SIGTERM)
             server.wait_for("worker_crashed", number)
     assert admin("log-level", "info").exit_code == 0
     assert list(server.stub.Generate(endless()))

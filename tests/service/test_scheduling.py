@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ from service.serving import HELLO, Serving, error_of, serving
 from support.engine_harness import ENVIRONMENT
 from support.time_limits import PATIENCE_SECONDS
 from support.toy import expected
+from support.worker_kills import signal_worker
 from typer.testing import CliRunner, Result
 
 from lineclear.cli.app import app
@@ -139,7 +138,7 @@ def test_queued_requests_follow_a_new_order_and_a_worker_loss_keeps_it(
     assert tokens == expected([5], Sampling(seed=3), 4, 512)
     first = next(long)  # starts after the short one
     with Client(f"unix:{tmp_path}/a") as client:
-        os.kill(client.stats().worker.pid, signal.SIGKILL)
+        signal_worker(lambda: client.stats().worker.pid)
         received = [*first.token_ids, *(token for response in long for token in response.token_ids)]
         assert received == expected([5], Sampling(seed=2), 60, 512)
         admin = AdminClient(client)

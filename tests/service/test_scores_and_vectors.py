@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import struct
 import subprocess
 import sys
@@ -17,6 +15,7 @@ import pytest
 from support.service import wait_for
 from support.toy import expected_scores, expected_vector
 from support.toy_service import TOKENIZER, VOCABULARY, ToyService, answer, toy_service
+from support.worker_kills import signal_worker
 
 from lineclear import errors
 from lineclear.client import AsyncClient, Client
@@ -168,7 +167,7 @@ def test_scores_survive_the_death_of_the_worker(tmp_path: Path) -> None:
     ):
         scores = pool.submit(client.score, LONG, [[5, 6], [7]])
         wait_for(lambda: client.stats().counters.steps > 3, "some steps")
-        os.kill(client.stats().worker.pid, signal.SIGKILL)
+        signal_worker(lambda: client.stats().worker.pid)
         for score in scores.result().scores:
             assert plain(score.logprobs) == right([*LONG, *score.token_ids], len(LONG) - 1)
 
