@@ -64,7 +64,7 @@ class CheckedScheduler:
             self.transcript.append((now, "rejected", type(error)))
         if self.oracle:
             self.oracle.on_submit(request, now, outcome)
-            self._check()
+            self.check()
 
     def cancel(self, request_id: str, error: LineclearError | None, now: float) -> None:
         """Cancel a request."""
@@ -72,7 +72,7 @@ class CheckedScheduler:
         self._record("cancel", events, now)
         if self.oracle:
             self.oracle.on_cancel(request_id, Cancelled if error is None else type(error), now, events)
-            self._check()
+            self.check()
 
     def finish(self, request_id: str, num_tokens: int, now: float) -> None:
         """Finish a request after `num_tokens` tokens."""
@@ -80,7 +80,7 @@ class CheckedScheduler:
         self._record("finish", events, now)
         if self.oracle:
             self.oracle.on_finish(request_id, num_tokens, now, events)
-            self._check()
+            self.check()
 
     def expire(self, now: float) -> None:
         """Expire requests."""
@@ -89,12 +89,10 @@ class CheckedScheduler:
         if self.oracle:
             self.oracle.on_expire(now, events)
             if events:
-                self._check()
+                self.check()
 
     def plan(self, epoch: int, now: float) -> StepPlan | None:
-        """Plan a step of a worker."""
-        if self.oracle:
-            self.oracle.before_plan(self.core.snapshot())
+        """Plan a step of a worker. The next call checks what an answer of None left behind."""
         plan = self.core.plan(epoch, now)
         events = self.core.drain_events()
         if plan is not None:
@@ -104,7 +102,8 @@ class CheckedScheduler:
         self._record("plan", events, now)
         if self.oracle:
             self.oracle.on_plan(epoch, plan, now, events)
-            self._check()
+            if plan is not None or events:
+                self.check()
         return plan
 
     def apply(self, result: StepResult, now: float) -> None:
@@ -117,7 +116,7 @@ class CheckedScheduler:
         self._record("apply", events, now)
         if self.oracle:
             self.oracle.on_apply(result, now, events)
-            self._check()
+            self.check()
 
     def apply_invalid(self, result: StepResult, now: float) -> None:
         """Apply an invalid result, which must change nothing."""
@@ -130,7 +129,7 @@ class CheckedScheduler:
             raise InvariantViolated("I9", "an invalid result is refused")
         require(self.core.snapshot() == before, "I9", "a refused result changes nothing")
         if self.oracle:
-            self._check()
+            self.check()
 
     def on_step_error(self, error: StepError, now: float) -> None:
         """Report a step error."""
@@ -138,7 +137,7 @@ class CheckedScheduler:
         self._record("on_step_error", events, now)
         if self.oracle:
             self.oracle.on_step_error(error, now, events)
-            self._check()
+            self.check()
 
     def join(self, hello: Hello, now: float) -> None:
         """Join a worker."""
@@ -146,7 +145,7 @@ class CheckedScheduler:
         self._record("worker_joined", events, now)
         if self.oracle:
             self.oracle.on_worker_joined(hello, now, events)
-            self._check()
+            self.check()
 
     def lose(self, epoch: int, loss: WorkerLoss, now: float) -> None:
         """Lose a worker."""
@@ -154,7 +153,7 @@ class CheckedScheduler:
         self._record("worker_lost", events, now)
         if self.oracle:
             self.oracle.on_worker_lost(epoch, now, events, loss)
-            self._check()
+            self.check()
 
     def stop_placing(self, epoch: int, now: float) -> None:
         """Place no further requests on a worker."""
@@ -162,7 +161,7 @@ class CheckedScheduler:
         self.transcript.append((now, "stop_placing", epoch))
         if self.oracle:
             self.oracle.on_stop_placing(epoch)
-            self._check()
+            self.check()
 
     def switch(self, limits: CoreLimits, now: float) -> None:
         """Switch to other limits and policies."""
@@ -171,7 +170,7 @@ class CheckedScheduler:
         self.counts["switch"] += 1
         if self.oracle:
             self.oracle.on_switch(limits)
-            self._check()
+            self.check()
 
     def load_adapter(self, key: bytes, now: float) -> int | None:
         """Load an adapter and return its index; None if there is none left."""
@@ -183,7 +182,7 @@ class CheckedScheduler:
         self.transcript.append((now, "load_adapter", key, index))
         if self.oracle:
             self.oracle.on_load_adapter(key, index)
-            self._check()
+            self.check()
         return index
 
     def unload_adapter(self, key: bytes, now: float) -> None:
@@ -193,14 +192,14 @@ class CheckedScheduler:
         self.transcript.append((now, "unload_adapter", key, num_uses))
         if self.oracle:
             self.oracle.on_unload_adapter(key, num_uses)
-            self._check()
+            self.check()
 
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache."""
         self.core.clear_prefix_cache()
         if self.oracle:
             self.oracle.on_clear_prefix_cache()
-            self._check()
+            self.check()
 
     def drain(self, now: float) -> None:
         """Drain the core."""
@@ -208,11 +207,17 @@ class CheckedScheduler:
         self.transcript.append((now, "drain"))
         if self.oracle:
             self.oracle.on_drain()
-            self._check()
+            self.check()
 
     def transfer(self, message: Any) -> Any:
         """Return the message as the other process decodes it."""
         return decode(encode(message)) if self._codec else message
+
+    def check(self) -> None:
+        """Check the invariants and the snapshot, with `checked`."""
+        if self.oracle:
+            invariants.check(self.core)
+            self.oracle.check_snapshot(self.core.snapshot())
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -239,8 +244,3 @@ class CheckedScheduler:
             require(effect != "", "isolation", "no request fails for the crash of another")
         if isinstance(event, Failed) and isinstance(event.error, PoisonRequest):
             self.counts["PoisonRequest"] += 1
-
-    def _check(self) -> None:
-        assert self.oracle is not None
-        invariants.check(self.core)
-        self.oracle.check_snapshot(self.core.snapshot())

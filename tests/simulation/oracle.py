@@ -218,10 +218,6 @@ class Oracle:
         if epoch in self.state.workers:
             self.state.workers[epoch].is_stopping = True
 
-    def before_plan(self, snapshot: CoreSnapshot) -> None:
-        """Note the step-time models before a plan."""
-        self.plan_checks.placement.observe(snapshot.workers)
-
     def on_plan(self, epoch: int, plan: StepPlan | None, now: float, events: list[Event]) -> None:
         """Check a plan, or None, and its events."""
         self.plan_checks.on_plan(epoch, plan, now, events)
@@ -383,7 +379,8 @@ class Oracle:
     # --- after every call -------------------------------------------------------------------------------------------
 
     def check_snapshot(self, snapshot: CoreSnapshot) -> None:
-        """Check counters and gauges between two calls."""
+        """Check counters and gauges between two calls, and note the step-time models."""
+        self.plan_checks.placement.observe(snapshot.workers)
         for name in _COUNTERS:
             reported, counted = getattr(snapshot.counters, name), getattr(self.state.counters, name)
             require(reported == counted, "I21", f"{name} is {reported}, {counted} counted")

@@ -419,6 +419,7 @@ class SimulatedRun:
         )
         require(gauges == idle, "I22", "an idle core holds no slots and blocks")
         require(self.scheduler.core.next_deadline() is None, "I22", "no wakeup is left")
+        self.scheduler.check()
         for epoch in self.workers:
             require(self.scheduler.plan(epoch, self.now) is None, "I22", "nothing is planned without requests")
         # Private containers must be bounded by the live requests.

@@ -8,6 +8,7 @@ the parameters, so a wrong block, a stale share, a lost token or a lost paramete
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import struct
 from array import array
@@ -119,6 +120,7 @@ def expected_vector(prompt: Sequence[int], pooling: Pooling, model: str = "") ->
     return vector([prompt[: p + 1] for p in range(len(prompt))], pooling, model)
 
 
+@functools.lru_cache(maxsize=1024)
 def _parameters(sampling: Sampling, prompt_len: int) -> bytes:
     """Return the parameters as bytes, single precision as on the wire; nothing while all are neutral.
 
