@@ -86,6 +86,8 @@ chaos: $(STAMP) ## Kill workers and schedulers under load, and update the model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model --dtype bfloat16
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model --standby
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --mix --kills $(or $(KILLS),100) --model ../demo/model --streams 8 --seed $(or $(SEED),1)
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --mix --of scheduler --kills $(or $(KILLS),30) --model ../demo/model --streams 8
 	@cd tests && ../$(BIN)/python -m campaigns.rolling --updates $(or $(UPDATES),100) --seed $(or $(SEED),1)
 
 mutants: $(STAMP) ## Plant each listed bug in the core and for rows of tests/faults.yaml, and check that tests fail

@@ -1,10 +1,11 @@
 """Kill processes under load and check that clients see a pause and nothing else: `python -m campaigns.chaos --help`.
 
-python -m campaigns.chaos --of worker --kills 3000 --parallel 2       the toy worker over the real wire
+    python -m campaigns.chaos --of worker --kills 3000 --parallel 2       the toy worker over the real wire
     python -m campaigns.chaos --of worker --kills 30 --model ../demo/model  the torch worker, in fp32
     python -m campaigns.chaos --of worker --kills 30 --model ../demo/model --dtype bfloat16
     python -m campaigns.chaos --of worker --kills 500 --num-workers 2 --streams 32    random ones of two workers
     python -m campaigns.chaos --of scheduler --kills 300 --parallel 2     with the client library resuming answers
+    python -m campaigns.chaos --mix --kills 100 --model ../demo/model       constraints, outputs, beams, adapters ...
 
 Three tenants use Generate, Session, and Submit with Attach, with every sampling parameter, stop strings and log
 probabilities. All fields are compared (`questions`). Most kills are SIGKILL; some workers get SIGTERM or SIGSTOP. A
@@ -15,6 +16,11 @@ With several workers, a random one dies, sometimes while another one is still st
 of streams on the dead worker, on a living one, and at moments without a death (see `campaigns.pauses`);
 `killed_alone_...` has the streams whose worker was the only one, since the other was still starting;
 `continued_elsewhere` counts the deaths after which every stream went on before a new worker had joined.
+
+With `--mix`, requests combine features at random (`mix`), and steps verify drafts by prompt lookup. `features` counts
+complete answers by feature, `recovered` those that lost a worker, `bad_features` those that were wrong, and
+`pauses` has the longest gap around a kill by feature. `repeated` counts requests that a killed scheduler lost and
+that the client does not resume (best_of, beams, Score, Embed): the campaign sends them again.
 
 Prints a line of JSON. Exits with 1 unless each token index of each answer arrived once and is right, no answer failed,
 and no process is left.
@@ -31,7 +37,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -41,14 +46,16 @@ from pathlib import Path
 from typing import Any
 
 from campaigns.answers import Reader, Tally, Tolerance
-from campaigns.pauses import Death, Pauses
-from campaigns.questions import ROUTES, Answer, Ask, Question, toy_questions
+from campaigns.mix import FEATURES, mixed_questions, prepare
+from campaigns.model_questions import model_questions
+from campaigns.pauses import Death, Pauses, by_feature, quantiles
+from campaigns.questions import ROUTES, AskMixed, toy_questions
 from campaigns.server import BOUND_SECONDS, Server, is_orphan
 from campaigns.ties import settle
 from service.small_tokenizers import byte_level, save
 from support.toy_service import VOCABULARY
 
-from lineclear.client import Client, Sampling
+from lineclear.client import Client
 
 _TOY = {"vocab_size": VOCABULARY, "min_step_seconds": 0.002, "max_step_seconds": 0.006, "num_blocks": 2048}
 _MAX_TOKENS_BETWEEN = 400
@@ -60,14 +67,21 @@ _DEATHS = {"kill": 0.9, "term": 0.095, "stop": 0.005}
 """Share of each way to end a worker. A stopped worker is detected after heartbeat_timeout_seconds."""
 _DEATHS_WITH_STANDBY = {"kill": 0.8, "both": 0.1, "term": 0.095, "stop": 0.005}
 """With a standby, which may be killed together with the worker."""
+_DEATHS_OF_MIX = {"kill": 0.85, "term": 0.11, "stop": 0.04}
+_DRAFTS = ("--speculative-method", "prompt_lookup", "--no-speculative-adaptive")
+_BLOCKS_PER_STREAM = 12  # of 16 tokens: fewer than a request with several outputs needs, so that some are preempted
 FP32 = Tolerance(logprob=1e-3)
 BF16 = Tolerance(logprob=0.25, tie=0.125)
 """bf16 has 8 bits of mantissa: logits near 16 are 0.0625 apart, and two roundings may differ by one step each."""
 
 
+def _tokens() -> dict[str, str]:
+    return {name: f"chaos-token-of-{name}-0123456789" for name in TENANTS}
+
+
 def write_tokens(folder: Path) -> tuple[Path, dict[str, str]]:
     """Write a token file for three tenants. Return its path and the token of each tenant."""
-    tokens = {name: f"chaos-token-of-{name}-0123456789" for name in TENANTS}
+    tokens = _tokens()
     path = folder / "tokens"
     path.write_text("".join(f"{name} {token}\n" for name, token in tokens.items()))
     path.chmod(0o400)
@@ -80,7 +94,7 @@ class Campaign:
 
     target: str
     make_server: Callable[[], Server]
-    ask: Ask
+    ask: AskMixed
     num_streams: int
     rng: random.Random
     tokens: dict[str, str]
@@ -99,6 +113,7 @@ class Campaign:
     dead: list[Death] = field(default_factory=list)
     continued_elsewhere: int = 0
     """Deaths after which every stream went on before a new worker had joined."""
+    mix: bool = False
 
     def run(self, of: str, kills: int) -> None:
         """Kill `kills` times, then wait until all answers are complete."""
@@ -220,7 +235,7 @@ class Campaign:
     def figures(self) -> dict[str, Any]:
         """Return all figures."""
         tally = self.tally
-        names = ("answers", "tokens", "lost", "duplicated", "altered", "resumes", "forgotten")
+        names = ("answers", "tokens", "lost", "duplicated", "altered", "resumes", "forgotten", "repeated")
         counters = ("wrong", "failed", "routes", "ends")
         return {
             **{name: getattr(tally, name) for name in names},
@@ -233,11 +248,21 @@ class Campaign:
             "detection_seconds": quantiles(self.detected),
             "recovery_seconds": quantiles(self.recovered),
             **(self._figures_of_several() if self.num_workers > 1 else {}),
+            **(self._figures_of_features() if self.mix else {}),
         }
 
     def _figures_of_several(self) -> dict[str, Any]:
         pauses = Pauses.of(self.tally.timelines, self.dead)
         return {"continued_elsewhere": self.continued_elsewhere, **pauses.figures(quantiles)}
+
+    def _figures_of_features(self) -> dict[str, Any]:
+        tally = self.tally
+        gaps = by_feature(tally.timelines, self.dead)
+        return {
+            **{name: dict(getattr(tally, name)) for name in ("features", "recovered", "bad_features")},
+            **{name: getattr(tally, name) for name in ("bad", "accepted_tokens", "preemptions")},
+            "pauses": {name: quantiles(values) for name, values in gaps.items()},
+        }
 
     def missing(self) -> list[str]:
         """Name the events that this campaign needs and that never happened; without them it proves nothing."""
@@ -248,6 +273,8 @@ class Campaign:
             "resumes": self.tally.resumes if self.of == "scheduler" else 1,
             "promotions": 1 if self.promoted is None else self.promoted,
             "continued elsewhere": self.continued_elsewhere if self.num_workers > 1 else 1,
+            **({name: self.tally.features[name] for name in FEATURES} if self.mix else {}),
+            "accepted drafts": self.tally.accepted_tokens if self.mix else 1,
         }
         return [name for name, times in did.items() if not times]
 
@@ -266,52 +293,6 @@ def _wait(server: Server, condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return p50, p99 and the maximum, or nothing for no values."""
-    ordered = sorted(values)
-    if not ordered:
-        return {}
-    pick = lambda share: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)  # noqa: E731
-    return {"p50": pick(0.5), "p99": pick(0.99), "max": round(ordered[-1], 4)}
-
-
-def model_questions(target: str, make_server: Callable[[], Server], num: int, seed: int, *, greedy: bool) -> Ask:
-    """Return `num` questions whose answers the same server gives beforehand, one at a time.
-
-    With `greedy`, only the most likely token is right, because another batch may round differently.
-    """
-    rng = random.Random(seed)
-    server = make_server()
-    server.wait_for("worker_joined")
-    known: list[Question] = []
-    with Client(target, token=f"chaos-token-of-{TENANTS[0]}-0123456789") as client:
-        model = client.model()
-        for number in range(num):
-            prompt = tuple(rng.randrange(model.vocab_size) for _ in range(rng.randrange(8, 60)))
-            fields: dict[str, Any] = {"temperature": 0.0}
-            if not greedy:
-                penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
-                fields = {"temperature": 0.8 * (number % 2), "top_p": 0.95, **(penalties if number % 3 else {})}
-            banned = model.eos_token_ids if greedy else ()
-            sampling = Sampling(seed=number, max_tokens=96, ignore_eos=True, banned_token_ids=banned, **fields)
-            top = 2 if greedy or number % 2 else None
-            params: dict[str, Any] = {} if top is None else {"logprobs": True, "top_logprobs": top}
-            right = client.generate(list(prompt), sampling, **params)
-            if not greedy and number % 4 == 0 and len(right.text) > 40:
-                sampling = sampling.replace(stop=right.text[30:34])
-                right = client.generate(list(prompt), sampling, **params)
-            known.append(Question(prompt, sampling, Answer.of(right), top))
-    server.end(signal.SIGTERM)
-    lock = threading.Lock()
-
-    def ask() -> Question:
-        with lock:
-            question, route = rng.choice(known), rng.choice(ROUTES)
-        return Question(question.prompt, question.sampling, question.right, question.top_logprobs, route)
-
-    return ask
-
-
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +308,9 @@ def campaign(
     quantization: str = "",
     standby: bool = False,
     num_workers: int = 1,
+    mix: bool = False,
+    server_flags: str = "",
+    num_questions: int = 0,
     deaths: dict[str, float] | None = None,
 ) -> Campaign:
     """Run a campaign. `is_clean` is its verdict."""
@@ -336,6 +320,10 @@ def campaign(
     flags += ["--num-workers", str(num_workers)] if num_workers > 1 else []
     worker_flags = ["--quantization", quantization] if quantization else []
 
+    if mix:
+        more = [*flags, *server_flags.split()]
+        return _mixed(folder, of, kills, streams, seed, model, more, num_workers, num_questions, deaths)
+
     def make_server() -> Server:
         if model:
             return Server(target, [*flags, "--model", model, "--", "--dtype", dtype, *worker_flags])
@@ -343,7 +331,8 @@ def campaign(
 
     is_rounded = bool(model) and dtype != "float32"
     if model:
-        ask, tolerance = model_questions(target, make_server, streams, seed, greedy=is_rounded), FP32
+        ask: AskMixed = model_questions(target, make_server(), streams, seed, tokens[TENANTS[0]], greedy=is_rounded)
+        tolerance = FP32
     else:
         ask, tolerance = toy_questions(seed, ROUTES), Tolerance()
     if is_rounded:
@@ -353,6 +342,37 @@ def campaign(
     chosen = Campaign(target, make_server, ask, streams, rng, tokens, tolerance, dict(deaths or default))
     chosen.promoted = 0 if standby else None
     chosen.num_workers = num_workers
+    chosen.run(of, kills)
+    return chosen
+
+
+def _mixed(
+    folder: Path,
+    of: str,
+    kills: int,
+    streams: int,
+    seed: int,
+    model: str,
+    flags: list[str],
+    num_workers: int,
+    num_questions: int,
+    deaths: dict[str, float] | None,
+) -> Campaign:
+    """Run a campaign with all features. The worker computes in fp32."""
+    target, path, tokens = f"unix:{folder}/api.sock", folder / "tokens", _tokens()
+    served, adapters = prepare(folder, Path(model))
+    own = ["--token-file", str(path), "--model", str(served), *adapters]
+    last = ["--", "--dtype", "float32", "--threads", "1"]
+    plain = Server(target, [*own, "--pipeline-depth", "1", "--no-prefix-cache", *last])
+    ask = mixed_questions(target, plain, num_questions or 4 * streams, seed, tokens[TENANTS[0]])
+
+    def make_server() -> Server:
+        num_blocks = _BLOCKS_PER_STREAM * streams // num_workers
+        return Server(target, [*flags, *own[2:], *_DRAFTS, *last, "--num-blocks", str(num_blocks)])
+
+    rng = random.Random(seed)
+    chosen = Campaign(target, make_server, ask, streams, rng, tokens, FP32, dict(deaths or _DEATHS_OF_MIX))
+    chosen.num_workers, chosen.mix = num_workers, True
     chosen.run(of, kills)
     return chosen
 
@@ -395,16 +415,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", help="dtype of the torch worker")
     parser.add_argument("--quantization", default="", help="weights of the torch worker, e.g. int8")
     parser.add_argument("--num-workers", type=int, default=1)
+    parser.add_argument("--mix", action="store_true", help="constraints, outputs, beams, adapters, drafts ...")
+    parser.add_argument("--server-flags", default="", help="more flags of the server of --mix")
     parser.add_argument("--standby", action="store_true", help="run a standby worker")
     parser.add_argument(
         "--parallel", type=int, default=1, help="number of campaigns at the same time; they share the kills"
     )
     chosen = parser.parse_args(argv)
+    if chosen.mix and not chosen.model:
+        parser.error("--mix needs --model")
     started_at = time.monotonic()
     if chosen.parallel > 1:
         arguments = [f"--{n}={getattr(chosen, n)}" for n in ("of", "streams", "model", "dtype", "quantization")]
         arguments += [f"--num-workers={chosen.num_workers}"]
-        arguments += ["--standby"] if chosen.standby else []
+        arguments += [f"--{name}" for name in ("standby", "mix") if getattr(chosen, name)]
+        arguments += [f"--server-flags={chosen.server_flags}"]
         figures, clean = run_parallel(arguments, chosen.parallel, chosen.seed, chosen.kills)
         print(json.dumps({**figures, "clean": clean, "seconds": round(time.monotonic() - started_at, 1)}))
         return 0 if clean else 1

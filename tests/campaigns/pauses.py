@@ -20,6 +20,7 @@ class Timeline:
 
     times: tuple[float, ...]
     recoveries: int
+    features: tuple[str, ...] = ()
 
 
 class Death(NamedTuple):
@@ -65,6 +66,27 @@ class Pauses:
         """Return the quantiles of each kind of stream."""
         kinds = {name: getattr(self, name) for name in ("killed", "killed_alone", "living", "control")}
         return {f"{name}_stream_pause_seconds": quantiles(values) for name, values in kinds.items()}
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Return p50, p99 and the maximum, or nothing for no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    pick = lambda share: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)  # noqa: E731
+    return {"p50": pick(0.5), "p99": pick(0.99), "max": round(ordered[-1], 4)}
+
+
+def by_feature(timelines: Iterable[Timeline], deaths: Sequence[Death]) -> dict[str, list[float]]:
+    """Return the longest gap around a kill, in seconds, of the answers that lost their worker once, by feature."""
+    gaps: dict[str, list[float]] = {}
+    for timeline in (t for t in timelines if t.recoveries == 1 and t.times):
+        spanned = [death for death in deaths if death.lost_at > timeline.times[0] and death.at < timeline.times[-1]]
+        if len(spanned) == 1 and spanned[0].is_kill:
+            gap = _longest_gap(timeline.times, *spanned[0][:2])
+            for name in timeline.features:
+                gaps.setdefault(name, []).append(gap)
+    return gaps
 
 
 def _longest_gap(times: Sequence[float], begin: float, end: float) -> float:

@@ -9,56 +9,102 @@ from __future__ import annotations
 import codecs
 import random
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 from support.toy import expected, expected_logprobs
 from support.toy_service import EOS, TOKENIZER, VOCABULARY
 
-from lineclear.client import FinishReason, Generation, Sampling
+from lineclear.client import Client, FinishReason, Generation, Output, Sampling, TokenLogprobs
 from lineclear.wire.messages import Sampling as WireSampling
 
 ROUTES = ("generate", "session", "submit")
 _UNMATCHED_STOPS = ("\x00never", "zzzzzz")
 
 
+Logprobs = tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
+"""Of each token its log probability and those of the most likely tokens."""
+
+
 @dataclass(frozen=True)
 class Answer:
-    """The fields of an answer that must not change, whatever happens to the processes."""
+    """The fields of an output that must not change, whatever happens to the processes."""
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
     matched_stop: str | int | None
-    logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
+    logprobs: Logprobs = ()
+    prompt_logprobs: Logprobs = ()
+    calls: tuple[tuple[str, str, str], ...] = ()
+    """Id, name and arguments of each tool call."""
+    score: float | None = None
 
     @classmethod
-    def of(cls, got: Generation) -> Answer:
-        """Return the fields of a received answer."""
-        logprobs = tuple((e.logprob, tuple((t.token_id, t.logprob) for t in e.top_logprobs)) for e in got.logprobs)
-        return cls(got.token_ids, got.text, got.finish_reason, got.matched_stop, logprobs)
+    def of(cls, got: Generation | Output) -> Answer:
+        """Return the fields of a received answer or output."""
+        calls = tuple((call.id, call.name, call.arguments) for call in got.tool_calls)
+        return cls(
+            got.token_ids, got.text, got.finish_reason, got.matched_stop, _plain_logprobs(got.logprobs), calls=calls
+        )
+
+    @classmethod
+    def all_of(cls, got: Generation) -> tuple[Answer, ...]:
+        """Return the fields of each output. The first has the log probabilities of the prompt."""
+        first, *others = (replace(cls.of(output), score=output.score) for output in got.outputs)
+        return replace(first, prompt_logprobs=_plain_logprobs(got.prompt_logprobs)), *others
+
+
+def _plain_logprobs(entries: Sequence[TokenLogprobs]) -> Logprobs:
+    return tuple((e.logprob, tuple((t.token_id, t.logprob) for t in e.top_logprobs)) for e in entries)
 
 
 @dataclass(frozen=True)
 class Question:
     """A request, its route, and its expected answer."""
 
-    prompt: tuple[int, ...]
+    prompt: tuple[Any, ...]
+    """Token ids, or the messages of a conversation."""
     sampling: Sampling
     right: Answer
     top_logprobs: int | None = None
     """Number of top log probabilities to request; None requests no log probabilities."""
     route: str = "generate"
+    others: tuple[Answer, ...] = ()
+    """The expected outputs behind the first."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    features: tuple[str, ...] = ()
+    """Names under which the answer is counted."""
 
     @property
     def params(self) -> dict[str, Any]:
         """Parameters of the request, apart from `sampling`."""
-        return {} if self.top_logprobs is None else {"logprobs": True, "top_logprobs": self.top_logprobs}
+        return {
+            **({} if self.top_logprobs is None else {"logprobs": True, "top_logprobs": self.top_logprobs}),
+            **self.more,
+        }
+
+    @property
+    def arrives_whole(self) -> bool:
+        """Whether the outputs are chosen at the end. The client does not resume such an answer."""
+        sampling = self.sampling
+        return (sampling.num_beams or 1) > 1 or (sampling.best_of or 1) > (sampling.n or 1)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that returns numbers, and the expected ones."""
+
+    ask: Callable[[Client], tuple[float, ...]]
+    right: tuple[float, ...]
+    route: str
+    features: tuple[str, ...] = ()
 
 
 Ask = Callable[[], Question]
+AskMixed = Callable[[], Question | Call]
 
 
 def toy_questions(seed: int, routes: Sequence[str] = ("generate",)) -> Ask:

@@ -18,6 +18,7 @@ from campaigns.answers import Tolerance, differences, is_tie
 from campaigns.questions import Answer
 from campaigns.server import is_orphan
 from support.engine_harness import short_directory
+from support.service import DEMO_MODEL
 
 from lineclear.client import FinishReason, Sampling
 
@@ -47,6 +48,14 @@ def test_clients_notice_no_kill_of_one_of_two_workers(folder: Path) -> None:
     assert done.is_clean, done.figures()
     assert done.continued_elsewhere > 0
     assert done.figures()["living_stream_pause_seconds"]
+
+
+def test_clients_with_mixed_features_notice_no_kill(folder: Path) -> None:
+    sizes = {"kills": 2, "streams": 9, "num_questions": 10}
+    done = chaos.campaign(folder, of="worker", mix=True, model=str(DEMO_MODEL), seed=6, deaths={"kill": 1.0}, **sizes)
+    assert done.tally.is_clean, done.figures()
+    assert not done.orphans
+    assert done.tally.recovered.keys() >= {"adapter", "constraint", "outputs"}
 
 
 _LOSING = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 
 import grpc
@@ -111,6 +112,18 @@ async def test_logprobs_travel_with_their_tokens(tmp_path: Path) -> None:
         entries = [entry for r in await read_all(call) for entry in r.logprobs]
         assert [e.logprob for e in entries] == [-0.5, -1.5]
         assert [(t.token_id, t.logprob) for t in entries[0].top_logprobs] == [(40, -0.5), (9, -2.0)]
+
+
+async def test_masked_tokens_are_no_candidates(tmp_path: Path) -> None:
+    """Their log-probability is -inf, which is no value of JSON."""
+    async with serving(tmp_path) as s:
+        call = s.generate(text_request(output={"logprobs": True, "top_logprobs": 2}))
+        key = await s.engine.next_request()
+        s.engine.start(key)
+        s.engine.tokens(key, [40], [Logprobs(0.0, ((40, 0.0), (1, -inf)))])
+        s.engine.finish_by(key, FinishReason.LENGTH)
+        entries = [entry for r in await read_all(call) for entry in r.logprobs]
+        assert [t.token_id for t in entries[0].top_logprobs] == [40]
 
 
 async def test_special_tokens_are_text_only_when_kept(tmp_path: Path) -> None:
