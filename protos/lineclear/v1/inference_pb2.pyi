@@ -1968,7 +1968,9 @@ class TokenLogprobs(_message.Message):
     """Log-probability of the sampled token."""
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
-        """The most likely tokens, most likely first."""
+        """The most likely tokens, most likely first. Fewer than requested if the
+        parameters allow fewer tokens.
+        """
 
     def __init__(
         self,

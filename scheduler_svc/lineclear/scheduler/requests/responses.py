@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from google.protobuf.duration_pb2 import Duration
@@ -98,7 +99,8 @@ def add_parsed(message: pb.GenerateResponse, texts: Sequence[str], key: str) -> 
 
 
 def _logprobs(logprobs: Logprobs) -> pb.TokenLogprobs:
-    top = [pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top]
+    # Masked tokens have -inf, which JSON cannot hold, and no order.
+    top = [pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top if value > -math.inf]
     return pb.TokenLogprobs(logprob=logprobs.logprob, top_logprobs=top)
 
 
