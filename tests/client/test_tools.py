@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +121,75 @@ def test_call_that_begins_twice_is_data_loss() -> None:
     assert assembler.outputs[0].tool_calls == (ToolCall("a", "f", "{}"),)
     with pytest.raises(DataLoss):
         assembler.add(first)
+
+
+def test_choice_and_parallel_calls_are_sent() -> None:
+    for choice, expected in (("required", "mode"), ({"function": {"name": "weather"}}, "function")):
+        asked = Request.of([QUESTION], tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
+        chat = asked.to_proto().chat
+        assert chat.tool_choice.WhichOneof("choice") == expected
+        assert chat.HasField("parallel_tool_calls")
+        assert not chat.parallel_tool_calls
+    assert not Request.of([QUESTION], tools=[WEATHER]).to_proto().chat.HasField("parallel_tool_calls")
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+
+def calls_weather(request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
+    """Answer a user with two calls, and results with text."""
+    yield pb.GenerateResponse(started=pb.Started(request_id="r"))
+    if request.chat.messages[-1].role == "tool":
+        yield pb.GenerateResponse(first_index=0, token_ids=[1], text="Sunny.")
+        yield pb.GenerateResponse(first_index=1, finished=pb.Finished(finish_reason=pb.FINISH_REASON_STOP_EOS))
+        return
+    calls = [
+        pb.ToolCallDelta(index=index, id=f"call{index}", name="weather", arguments=json.dumps({"city": city}))
+        for index, city in enumerate(("Zürich", "Bern"))
+    ]
+    yield pb.GenerateResponse(first_index=0, token_ids=[1], tool_calls=calls)
+    yield pb.GenerateResponse(first_index=1, finished=pb.Finished(finish_reason=pb.FINISH_REASON_TOOL_CALLS))
+
+
+LINES = [
+    {"id": "call0", "name": "weather", "arguments": {"city": "Zürich"}},
+    {"id": "call1", "name": "weather", "arguments": {"city": "Bern"}},
+]
+
+
+def test_command_sends_tools_and_shows_calls(cli: Any, server: Any, tmp_path: Path) -> None:
+    server.script = calls_weather
+    file = tmp_path / "tools.json"
+    for tools, choice, kind in (([WEATHER], "weather", "function"), (WEATHER, "required", "mode")):
+        file.write_text(json.dumps(tools), "utf-8")
+        result = cli("generate", "Weather?", "--tools", str(file), "--tool-choice", choice, "--no-parallel-tool-calls")
+        assert [json.loads(line) for line in result.stdout.splitlines()] == LINES
+        chat = server.requests[-1].chat
+        assert [tool.name for tool in chat.tools] == ["weather"]
+        assert chat.tool_choice.WhichOneof("choice") == kind
+        assert [message.content for message in chat.messages] == ["Weather?"]
+
+
+def test_chat_sends_results_of_calls(cli: Any, server: Any, tmp_path: Path) -> None:
+    server.script = calls_weather
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps([WEATHER]), "utf-8")
+    result = cli("chat", "--tools", str(file), input="Weather?\nsunny\nrainy\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "Sunny."
+    last = server.requests[-1].chat.messages
+    assert [message.role for message in last] == ["user", "assistant", "tool", "tool"]
+    assert [(message.tool_call_id, message.content) for message in last[2:]] == [("call0", "sunny"), ("call1", "rainy")]
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", "[3]"])
+def test_bad_file_of_tools_is_wrong_usage(cli: Any, server: Any, tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "tools.json"
+    if content is not None:
+        file.write_text(content, "utf-8")
+    result = cli("generate", "x", "--tools", str(file))
+    assert result.exit_code == 2
+    assert "tools.json" in result.output
+    assert cli("generate", "x", "--tool-choice", "required").exit_code == 2
+    assert server.requests == []

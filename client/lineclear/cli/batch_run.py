@@ -22,6 +22,7 @@ from lineclear.errors import DataLoss, LineclearError
 from . import exit_status, output
 from .options import Shown
 from .prompt_file import Entry
+from .tool_calls import show_calls
 
 T = TypeVar("T")
 
@@ -49,6 +50,8 @@ def show(answer: Stream, shown: Shown) -> None:
         finally:
             if not shown.json_lines and stream.text:
                 output.show("\n")
+            if not shown.json_lines:
+                show_calls(stream.tool_calls)
     if shown.json_lines:
         result = stream.result.to_dict()
         output.show_json({"result": result} if shown.deltas else result)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lineclear.client import ChatMessage, Client, sigint
-from lineclear.client.requests import SAMPLING_FIELDS, Sampling
+from lineclear.client import ChatMessage, Client, ToolCall, sigint
+from lineclear.client.requests import SAMPLING_FIELDS, Params, Sampling
 from lineclear.errors import LineclearError
 
 from . import output
+from .tool_calls import show_calls
 
 
 def conversation(system: str | None, text: str) -> list[ChatMessage]:
@@ -28,7 +29,17 @@ class Conversation:
     A request stopped by Ctrl-C adds the partial answer, if it is not empty.
     """
 
-    def __init__(self, client: Client, sampling: Sampling, system: str | None, json_lines: bool = False) -> None:
+    def __init__(
+        self,
+        client: Client,
+        sampling: Sampling,
+        system: str | None,
+        json_lines: bool = False,
+        tools: Params | None = None,
+    ) -> None:
+        self._tools: Params = tools or {}
+        self._calls: list[ToolCall] = []  # of the last answer, without a result
+        self._results: list[ChatMessage] = []
         self.sampling = sampling
         self.system = system
         self.chat_messages: list[ChatMessage] = []
@@ -41,9 +52,19 @@ class Conversation:
         return self.chat_messages if self.system is None else [ChatMessage("system", self.system), *self.chat_messages]
 
     def say(self, text: str) -> str:
-        """Send a message and stream the answer. Returns a line with its figures."""
-        question = ChatMessage("user", text)
-        answer = self._client.stream([*self.messages, question], self.sampling, on_queued=output.queue_notice())
+        """Send a message and stream the answer. Returns a line with its figures.
+
+        After an answer with calls, each message is the result of one; the last result is sent with the others.
+        """
+        said = [ChatMessage("user", text)]
+        if self._calls:
+            call, *calls = self._calls
+            said = [*self._results, ChatMessage("tool", text, tool_call_id=call.id, name=call.name)]
+            if calls:
+                self._calls, self._results = calls, said
+                return f"the result of {call.name}; next that of {calls[0].name}"
+        params: Params = {**self._tools, "on_queued": output.queue_notice()}
+        answer = self._client.stream([*self.messages, *said], self.sampling, **params)
         try:
             with sigint.cancel_on_sigint(answer.cancel), answer as stream:
                 try:
@@ -54,23 +75,36 @@ class Conversation:
                 finally:
                     if not self._json_lines and stream.text:
                         output.show("\n")
+                    if not self._json_lines:
+                        show_calls(stream.tool_calls)
         except KeyboardInterrupt:
             if answer.text:
-                self.chat_messages += [question, ChatMessage("assistant", answer.text)]
+                self._add(said, ChatMessage("assistant", answer.text))
             raise
         result = stream.result
-        self.chat_messages += [question, ChatMessage("assistant", result.text)]
+        self._add(said, result.message)
+        self._calls = list(result.tool_calls)
         if self._json_lines:
             output.show_json({"prompt": text, **result.to_dict()})
         return output.summary(result)
 
     def undo(self) -> str | None:
-        """Remove the last message and its answer. Returns the message."""
-        if not self.chat_messages:
-            return None
-        text = self.chat_messages[-2].content
-        del self.chat_messages[-2:]
-        return text
+        """Remove the last message of the user and its answers. Returns the message."""
+        self._calls, self._results = [], []
+        while self.chat_messages:
+            message = self.chat_messages.pop()
+            if message.role == "user":
+                return message.content
+        return None
+
+    def reset(self) -> None:
+        """Remove all messages."""
+        self._calls, self._results = [], []
+        self.chat_messages.clear()
+
+    def _add(self, said: Sequence[ChatMessage], answer: ChatMessage) -> None:
+        self.chat_messages += [*said, answer]
+        self._calls, self._results = [], []
 
 
 def interactive(talk: Conversation, history: Path | None) -> None:
@@ -148,7 +182,7 @@ class Commands:
         output.print_stderr('A message of several lines begins and ends with """.', "")
 
     def _reset(self, _: str) -> None:
-        self._talk.chat_messages.clear()
+        self._talk.reset()
         output.print_stderr("a new conversation")
 
     def _system(self, text: str) -> None:

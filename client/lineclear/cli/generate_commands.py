@@ -13,8 +13,9 @@ from lineclear.exit_codes import ExitCode
 
 from . import batch_run, chat, exit_status, output
 from .command_runner import command
-from .options import AsChat, Connection, Json, RequestFlags, SamplingFlags, Shown, numbers
+from .options import AsChat, Connection, Json, RequestFlags, SamplingFlags, Shown, ToolFlags, numbers
 from .prompt_file import Entry, PromptFile
+from .tool_calls import show_calls
 
 
 @command(epilog="Example: lineclear generate 'Once upon a time' -n 64 --temperature 0")
@@ -22,6 +23,7 @@ def generate(
     connection: Connection,
     sampling: SamplingFlags,
     request: RequestFlags,
+    tools: ToolFlags,
     shown: Shown,
     prompts: Annotated[
         list[str] | None,
@@ -66,12 +68,12 @@ def generate(
     With several prompts, or with --file, each result is one line of JSON, in the order of the prompts. A failed one has
     `error`. The run ends if the server is unavailable.
     """
-    chosen = sampling.sampling()
+    chosen, calls = sampling.sampling(), tools.params()
 
     def make(prompt: Any) -> Request:
-        if isinstance(prompt, str) and (as_chat or system is not None):
+        if isinstance(prompt, str) and (as_chat or calls or system is not None):
             prompt = chat.conversation(system, prompt)
-        return request.request(prompt, chosen)
+        return Request.of(request.request(prompt, chosen), **calls)
 
     ids = numbers(token_ids, "--token-ids")
     if sum((bool(prompts), ids is not None, file is not None)) > 1:
@@ -101,6 +103,7 @@ def submit(
     connection: Connection,
     sampling: SamplingFlags,
     request: RequestFlags,
+    tools: ToolFlags,
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt. Default, or -: standard input.", show_default=False)
     ] = None,
@@ -112,7 +115,9 @@ def submit(
     The server keeps the answer for a while, until it restarts.
     """
     text = _text(prompt, "a PROMPT")
-    asked = request.request(chat.conversation(None, text) if as_chat else text, sampling.sampling())
+    calls = tools.params()
+    prompted = chat.conversation(None, text) if as_chat or calls else text
+    asked = Request.of(request.request(prompted, sampling.sampling()), **calls)
     with connection.client() as client:
         submitted = client.submit(asked, queue_position=sys.stderr.isatty() or None)
     if submitted.queued is not None and (notice := output.queue_notice()) is not None:
@@ -149,7 +154,11 @@ def result(
         submitted = client.submitted(request_id)
         if wait:
             found = submitted.result()
-            output.show_json(found.to_dict()) if json_lines else output.show(f"{found.text}\n")
+            if json_lines:
+                output.show_json(found.to_dict())
+            else:
+                output.show(f"{found.text}\n" if found.text or not found.tool_calls else "")
+                show_calls(found.tool_calls)
             return
         snapshot = submitted.poll()
     if json_lines:
@@ -179,6 +188,7 @@ def cancel(
 def converse(
     connection: Connection,
     sampling: SamplingFlags,
+    tools: ToolFlags,
     system: Annotated[str | None, typer.Option(help="The system message.", show_default=False)] = None,
     history: Annotated[
         Path | None,
@@ -190,10 +200,10 @@ def converse(
     """Chat with the model.
 
     On a terminal: /help lists the commands, Ctrl-C stops an answer, Ctrl-D exits. Otherwise each line of standard
-    input is a message, and the first error ends the run.
+    input is a message, and the first error ends the run. After calls of tools, a message is the result of a call.
     """
     with connection.client() as client:
-        talk = chat.Conversation(client, sampling.sampling(), system, json_lines)
+        talk = chat.Conversation(client, sampling.sampling(), system, json_lines, tools.params())
         if sys.stdin.isatty() and not json_lines:
             chat.interactive(talk, history)
         else:

@@ -24,6 +24,7 @@ from lineclear.client.results import Queued
 from lineclear.errors import InvalidRequest
 
 from . import output
+from .tool_calls import choice_of, read_tools
 from .wait_notice import WaitNotice
 
 CONNECTION = "Connection"
@@ -31,6 +32,7 @@ SAMPLING = "Sampling"
 STOPPING = "Stopping"
 OUTPUT = "Output"
 FORM = "Form of the answer"
+TOOLS = "Tools"
 
 
 def _option(panel: str, help: str, *names: str, **settings: Any) -> Any:
@@ -377,6 +379,36 @@ class RequestFlags:
 
 
 @dataclass(frozen=True)
+class ToolFlags:
+    """The tools of a conversation."""
+
+    tools: Annotated[
+        Path | None,
+        _option(TOOLS, "Tools that the model may call, a JSON file; the prompt is a user's message.", dir_okay=False),
+    ] = None
+    tool_choice: Annotated[
+        str | None, _option(TOOLS, "auto, none, required, or the name of the tool to call.", metavar="CHOICE")
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None,
+        _option(TOOLS, "Several calls in an answer, or one.", "--parallel-tool-calls/--no-parallel-tool-calls"),
+    ] = None
+
+    def params(self) -> Params:
+        """Return the fields of `Request`. Raises typer.BadParameter."""
+        if self.tools is None:
+            if self.tool_choice is not None or self.parallel_tool_calls is not None:
+                raise typer.BadParameter("is missing", param_hint="--tools")
+            return {}
+        choice = None if self.tool_choice is None else choice_of(self.tool_choice)
+        return {
+            "tools": read_tools(self.tools),
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+
+
+@dataclass(frozen=True)
 class Shown:
     """The format of the output."""
 
@@ -390,7 +422,7 @@ class Shown:
         return None if self.quiet else output.queue_notice()
 
 
-BUNDLES: tuple[type[Any], ...] = (Connection, SamplingFlags, RequestFlags, Shown)
+BUNDLES: tuple[type[Any], ...] = (Connection, SamplingFlags, RequestFlags, ToolFlags, Shown)
 
 
 def expanded(function: Callable[..., None]) -> Callable[..., None]:

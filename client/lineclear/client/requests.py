@@ -189,6 +189,7 @@ class Params(TypedDict, total=False):
     add_generation_prompt: bool | None
     tools: Sequence[Tool] | None
     tool_choice: ToolChoice | None
+    parallel_tool_calls: bool | None
     omit_text: bool | None
     logprobs: bool | None
     top_logprobs: int | None
@@ -220,7 +221,7 @@ class Request:
     `response_format`: pydantic model, dataclass, TypedDict or JSON Schema of the answer; `Generation.parsed` is then
     a value of it.
     `tools`: what the model may call in a conversation. `tool_choice`: "auto" (the default), "none", "required" or a
-    dict that names a function.
+    dict that names a function. `parallel_tool_calls`: whether an answer may have several calls (the default).
     `tenant`: whose share of the server the request takes, unless the token or certificate of the client names one.
 
     `on_delta` is called with each Delta, then `on_token` with each of its token ids, on the thread or task that reads
@@ -244,6 +245,7 @@ class Request:
     add_generation_prompt: bool | None = None
     tools: Sequence[Tool] | None = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     omit_text: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -288,6 +290,7 @@ class Request:
             if not is_chat(self.prompt):
                 raise InvalidRequest.at("tools", "need a list of chat messages as the prompt")
             set_tools(message.chat, self.tools, self.tool_choice)
+            set_field(message.chat, "parallel_tool_calls", self.parallel_tool_calls, path="chat.parallel_tool_calls")
         sampling = _merged(self.sampling, default_sampling)
         if self.response_format is not None:
             sampling = sampling.replace(json_schema=schema_of(self.response_format))

@@ -23,6 +23,12 @@ def token_table(directory: Path, vocab_size: int | None = None, eos_ids: Sequenc
     return LLTokenizer(json.dumps(definition), n_vocab=vocab_size, eos_token=list(eos_ids) or None)
 
 
+def special_texts(table: LLTokenizer) -> tuple[str, ...]:
+    """Return the texts of the tokens that text in a grammar does not stand for."""
+    ids = (i for i in range(table.vocab_size) if table.is_special_token(i))
+    return tuple(filter(None, (table.decode_bytes([i]).decode(errors="replace") for i in ids)))
+
+
 def parser_limits() -> LLParserLimits:
     """Return the limits of one grammar. A mask takes at most about 15 ms, compiling is limited by time as well."""
     return LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)

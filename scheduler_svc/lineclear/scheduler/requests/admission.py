@@ -64,7 +64,9 @@ class Admission:
         self._adapters = adapters
         max_drafts = settings.num_speculative_tokens if settings.speculative_method != "none" else 0
         self._services = RequestServices(
-            tokenizers, grammars, streams, engine, lengths, stats, incident, clock, max_drafts, {}, self._on_close
+            *(tokenizers, grammars, parsers, streams, engine, lengths, stats, incident, clock, max_drafts),
+            live={},
+            on_close=self._on_close,
         )
         self.fairness = FairnessWindow(quota.tenants, self._services.live.values, settings.weights)
         """How equally tenants are served."""
@@ -230,6 +232,7 @@ class Admission:
         }
         tokenizer = self._services.tokenizers.tokenizer
         if validated.is_chat and validated.wants_text and self._parsers.are_needed(validated.tool_names):
+            options["is_parallel"] = validated.has_parallel_calls
             return ParsedAnswerText(tokenizer, self._parsers, validated.tool_names, **options)
         return AnswerText(tokenizer, **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lineclear.scheduler.requests.violations import Violations
+from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
 MAX_START_BYTES = 64
@@ -35,6 +36,18 @@ def check_form(params: sampling_pb2.SamplingParams, has_ends: bool, max_bytes: i
     if not has_ends:
         violations.add(_PATH, "needs a token that ends the answer: unset ignore_eos, or set stop.token_ids")
     return form.constraint_start
+
+
+def check_forced(request: pb.GenerateRequest, has_ends: bool, max_bytes: int, violations: Violations) -> None:
+    """Add what keeps the answer from being a call that `tool_choice` forces."""
+    path = "chat.tool_choice"
+    _check_size("chat.tools", sum(len(tool.parameters.encode()) for tool in request.chat.tools), max_bytes, violations)
+    if request.sampling.HasField("structured_output"):
+        violations.add(_PATH, f"must be unset if {path} forces a call")
+    if request.sampling.num_beams > 1:
+        violations.add("sampling.num_beams", f"must be unset if {path} forces a call")
+    if not has_ends:
+        violations.add(path, "needs a token that ends the answer: unset ignore_eos, or set stop.token_ids")
 
 
 def _check_choice(choice: sampling_pb2.Choice, max_bytes: int, violations: Violations) -> None:

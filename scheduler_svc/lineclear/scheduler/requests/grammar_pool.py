@@ -14,7 +14,8 @@ from lineclear.errors import InvalidRequest, NoStructuredOutput
 from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
 from lineclear.scheduler.requests.limited_processes import LimitedProcesses, ProcessKilled, Work
 from lineclear.scheduler.security import identity
-from lineclear.scheduler.text.grammar_process import pack_definition, pack_form
+from lineclear.scheduler.text.call_grammar import ForcedCalls
+from lineclear.scheduler.text.grammar_process import FORCED_CALLS, pack_definition, pack_form
 from lineclear.scheduler.text.limited_child import ANSWERED
 from lineclear.v1 import sampling_pb2
 
@@ -72,18 +73,25 @@ class GrammarPool:
 
         Raises InvalidRequest with the reason, NoStructuredOutput, or QueueFull if too many forms wait.
         """
+        kind = form.WhichOneof("form") or ""
+        content = json.dumps(list(form.choice.texts)) if kind == "choice" else str(getattr(form, kind))
+        frame = pack_form(kind, content, any_whitespace=form.json_whitespace == sampling_pb2.JSON_WHITESPACE_ANY)
+        return await self._grammar(f"{_FIELD}.{kind}", frame)
+
+    async def grammar_of_calls(self, calls: ForcedCalls) -> str:
+        """Return the grammar of an answer that must call tools. Raises as `grammar`."""
+        return await self._grammar("chat.tools", pack_form(FORCED_CALLS, calls.packed(), any_whitespace=False))
+
+    async def _grammar(self, path: str, frame: bytes) -> str:
         if self._pool is None:
             raise NoStructuredOutput(
                 "structured output needs a tokenizer of bytes (byte-level BPE, or with byte fallback), which this "
                 "model does not have"
             )
-        kind = form.WhichOneof("form") or ""
-        content = json.dumps(list(form.choice.texts)) if kind == "choice" else str(getattr(form, kind))
-        frame = pack_form(kind, content, any_whitespace=form.json_whitespace == sampling_pb2.JSON_WHITESPACE_ANY)
         key = hashlib.sha256(frame).digest()
         task = self._known.get(key)
         if task is None:
-            task = self._known[key] = asyncio.ensure_future(self._compile(self._pool, kind, frame))
+            task = self._known[key] = asyncio.ensure_future(self._compile(self._pool, path, frame))
             task.add_done_callback(lambda done: self._forget_failure(key, done))
             while len(self._known) > self._limits.max_cached:
                 self._known.popitem(last=False)
@@ -99,8 +107,7 @@ class GrammarPool:
         if (task.cancelled() or task.exception() is not None) and self._known.get(key) is task:
             del self._known[key]
 
-    async def _compile(self, pool: LimitedProcesses, kind: str, frame: bytes) -> str | InvalidRequest:
-        path = f"{_FIELD}.{kind}"
+    async def _compile(self, pool: LimitedProcesses, path: str, frame: bytes) -> str | InvalidRequest:
         async with self._turns.slot(identity.flow(), 1.0):
             try:
                 answer = await pool.ask(frame)

@@ -23,7 +23,7 @@ from lineclear.scheduler.core.events import (
     Started,
 )
 from lineclear.scheduler.requests.queue_limits import PlaceShare, QueuePlace
-from lineclear.scheduler.text.detokenizer import AnswerText
+from lineclear.scheduler.text.detokenizer import AnswerText, StopMatch
 from lineclear.scheduler.text.parsed_answer import ParsedAnswerText, ParsedText
 from lineclear.wire.messages import Logprobs, Scores
 
@@ -81,6 +81,13 @@ class OutputChunk(NamedTuple):
     def text(self) -> str:
         """The text of all tokens."""
         return "".join(self.texts)
+
+
+def end_of(match: StopMatch) -> FinishReason:
+    """Return the reason of an end that the engine does not know."""
+    if match.is_call:
+        return FinishReason.STOP_TOKEN
+    return FinishReason.REPETITION if match.is_repetition else FinishReason.STOP_STRING
 
 
 class OutputStream:
@@ -414,8 +421,7 @@ class OutputStream:
         match = self._text.match if self._text is not None else None
         if match is not None:
             # The stop string wins over a later end by the engine.
-            why = FinishReason.REPETITION if match.string is None else FinishReason.STOP_STRING
-            self._end = Completion(why, match.string, None, self.num_received, stats)
+            self._end = Completion(end_of(match), match.string, None, self.num_received, stats, match.is_call)
         else:
             has_calls = self._text is not None and self._text.has_tool_calls
             self._end = Completion(reason, None, matched_token_id, self.num_received, stats, has_calls)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
@@ -21,10 +21,11 @@ from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.requests.beam_group import BeamGroup
 from lineclear.scheduler.requests.beam_search import BeamSettings
 from lineclear.scheduler.requests.best_of import BestOf
+from lineclear.scheduler.requests.forced_calls import forced_calls
 from lineclear.scheduler.requests.grammar_pool import GrammarPool
 from lineclear.scheduler.requests.output_length import AnswerShape, OutputLengths
 from lineclear.scheduler.requests.output_router import OutputRouter
-from lineclear.scheduler.requests.output_stream import Completion, OutputStream
+from lineclear.scheduler.requests.output_stream import Completion, OutputStream, end_of
 from lineclear.scheduler.requests.queue_limits import NoPlace, QueuePlace
 from lineclear.scheduler.requests.request_stats import RequestTimings, ServerStats, request_timings
 from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
@@ -32,10 +33,9 @@ from lineclear.scheduler.requests.validation import ModelBounds, ValidatedReques
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.identity import Identity
 from lineclear.scheduler.text.detokenizer import AnswerText
-from lineclear.scheduler.text.parsed_answer import ParsedAnswerText
+from lineclear.scheduler.text.parsed_answer import AnswerParsers, ParsedAnswerText
 from lineclear.scheduler.text.template_renderer import wall_clock_us
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.v1 import sampling_pb2
 from lineclear.wire.messages import Pooling, Sampling
 
 log = structlog.get_logger()
@@ -66,6 +66,7 @@ class RequestServices:
 
     tokenizers: TokenizerPool
     grammars: GrammarPool
+    parsers: AnswerParsers
     streams: OutputRouter
     engine: Submitter
     lengths: OutputLengths
@@ -207,8 +208,7 @@ class RequestContext:
                 if message.truncate_prompt_tokens:
                     prompt = prompt[-message.truncate_prompt_tokens :]
                 await self._resolve_texts()
-                if message.sampling.HasField("structured_output"):
-                    await self._resolve_form(message.sampling.structured_output)
+                await self._resolve_form(message, prompt)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the prompt was tokenized") from None
         if self.has_ended:  # cancelled in the meantime
@@ -310,9 +310,16 @@ class RequestContext:
         """Return the fingerprint of the answer's model: with an adapter, of both."""
         return model_fingerprint if self.adapter is None else self.adapter.fingerprint(model_fingerprint)
 
-    async def _resolve_form(self, form: sampling_pb2.StructuredOutput) -> None:
-        """Compile the form of the answer, here and on the workers."""
-        grammar = await self._services.grammars.grammar(form)
+    async def _resolve_form(self, message: pb.GenerateRequest, prompt: Sequence[int]) -> None:
+        """Compile the form of the answer, if it has one, here and on the workers."""
+        services = self._services
+        if self.validated.is_call_forced:
+            calls = forced_calls(message.chat, services.parsers, services.tokenizers.tokenizer, prompt)
+            grammar = await services.grammars.grammar_of_calls(calls)
+        elif message.sampling.HasField("structured_output"):
+            grammar = await services.grammars.grammar(message.sampling.structured_output)
+        else:
+            return
         loop, prepared = asyncio.get_running_loop(), asyncio.Event()
 
         def done() -> None:
@@ -463,8 +470,8 @@ def _end_of_resumed(request: Request, text: AnswerText | None) -> tuple[FinishRe
     count, last = len(request.output), request.output[-1]
     if text is not None and text.match is not None:
         if text.match.num_tokens < count:
-            raise InvalidRequest.at("resume.token_ids", "has tokens after a stop string or a repetition")
-        return (FinishReason.REPETITION if text.match.string is None else FinishReason.STOP_STRING), None
+            raise InvalidRequest.at("resume.token_ids", "has tokens after a stop string, a repetition or the only call")
+        return end_of(text.match), None
     if last in request.sampling.stop_ids and count > request.sampling.min_tokens:
         return (FinishReason.STOP_EOS if last in request.eos_ids else FinishReason.STOP_TOKEN), last
     return (FinishReason.LENGTH, None) if count == request.max_tokens else None

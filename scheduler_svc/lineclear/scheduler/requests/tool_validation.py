@@ -17,7 +17,6 @@ MAX_TOOL_CALLS = 128
 MAX_CALL_ID = 64
 MAX_JSON_DEPTH = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_NOT_FORCED = "is not supported: this server cannot force a call; send AUTO and check the answer"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
@@ -91,12 +90,10 @@ def _check_choice(path: str, chat: pb.ChatMessages, names: Sequence[str], violat
     if chat.tool_choice.WhichOneof("choice") == "function":
         if function not in names:
             violations.add(f"{path}.function", "must be the name of one of the tools")
-        else:
-            violations.add(f"{path}.function", _NOT_FORCED)
     elif mode not in pb.ToolChoiceMode.values():
         violations.add(f"{path}.mode", "must be AUTO, NONE or REQUIRED")
-    elif mode == pb.TOOL_CHOICE_MODE_REQUIRED:
-        violations.add(f"{path}.mode", _NOT_FORCED if names else "is REQUIRED, and the request has no tools")
+    elif mode == pb.TOOL_CHOICE_MODE_REQUIRED and not names:
+        violations.add(f"{path}.mode", "is REQUIRED, and the request has no tools")
 
 
 def _check_message(path: str, message: pb.ChatMessage, violations: Violations) -> None:

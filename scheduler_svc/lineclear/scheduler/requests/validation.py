@@ -17,7 +17,8 @@ from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary
 from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.scheduler.requests import branching, tool_validation
 from lineclear.scheduler.requests.beam_search import BeamSettings
-from lineclear.scheduler.requests.form_validation import check_form
+from lineclear.scheduler.requests.forced_calls import is_forced
+from lineclear.scheduler.requests.form_validation import check_forced, check_form
 from lineclear.scheduler.requests.sampling_validation import check_allowed, read_sampling
 from lineclear.scheduler.requests.violations import Violations, check_vocabulary, checked_ids, checked_texts
 from lineclear.scheduler.text.repetition import RepetitionLimits
@@ -109,6 +110,10 @@ class ValidatedRequest:
     is_chat: bool = False
     tool_names: frozenset[str] = frozenset()
     """Tools that the model may call."""
+    is_call_forced: bool = False
+    """Whether the model must call a tool."""
+    has_parallel_calls: bool = True
+    """Whether the answer may have several calls."""
     prompt_digest: str = ""
     """Prompt digest of a resumed answer; empty to skip the comparison."""
     bad_words: tuple[str, ...] = ()
@@ -154,6 +159,8 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     logprobs = _logprobs(request.output, violations)
     prompt_logprobs = _prompt_logprobs(request, violations)
     grammar_start = check_form(request.sampling, bool(eos_ids | stop_ids), bounds.max_grammar_bytes, violations)
+    if is_forced(request.chat):
+        check_forced(request, bool(eos_ids | stop_ids), bounds.max_grammar_bytes, violations)
     received = _received(request, sampling, eos_ids | stop_ids, bounds, violations)
     best_of = branching.best_of(request, len(received), bounds.max_outputs, violations)
     beams = branching.beams(request, len(received), eos_ids | stop_ids, violations)
@@ -192,12 +199,19 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         prompt_logprobs=prompt_logprobs,
         is_chat=request.WhichOneof("prompt") == "chat",
         tool_names=tool_validation.names(request.chat),
+        is_call_forced=is_forced(request.chat),
+        has_parallel_calls=request.chat.parallel_tool_calls or not request.chat.HasField("parallel_tool_calls"),
         prompt_digest=request.resume.prompt_digest,
         bad_words=bad_words,
         dry_breakers=dry_breakers,
-        starts_text=not request.sampling.HasField("structured_output") or bool(grammar_start),
+        starts_text=_starts_text(request, grammar_start),
         max_drafts=request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None,
     )
+
+
+def _starts_text(request: pb.GenerateRequest, grammar_start: str) -> bool:
+    has_grammar = request.sampling.HasField("structured_output") or is_forced(request.chat)
+    return not has_grammar or bool(grammar_start)
 
 
 def resolve(

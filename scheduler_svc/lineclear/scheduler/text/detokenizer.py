@@ -99,10 +99,16 @@ def decode(pieces: Pieces, token_ids: Iterable[int], *, keep_special: bool) -> s
 
 @dataclass(slots=True)
 class StopMatch:
-    """What ended an answer: a stop string, or None for a repetition. And the number of tokens up to its last one."""
+    """What ended an answer: a stop string, or None for a repetition or a call. And the number of tokens up to it."""
 
     string: str | None
     num_tokens: int
+    is_call: bool = False
+
+    @property
+    def is_repetition(self) -> bool:
+        """Whether a repetition ended the answer."""
+        return self.string is None and not self.is_call
 
 
 class AnswerText:

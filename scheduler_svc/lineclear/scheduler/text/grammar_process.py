@@ -7,16 +7,22 @@ the grammar in the form that workers compile.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from lineclear.model_files.token_table import parser_limits, token_table
+from lineclear.model_files.token_table import parser_limits, special_texts, token_table
+from lineclear.scheduler.text import call_grammar
 from lineclear.scheduler.text.limited_child import ANSWERED, REFUSED, serve
 
 _MAX_REASON = 300
+_ESCAPE = re.compile(r"\\+u([0-9a-fA-F]{4})")
+_OPTIONS = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
+FORCED_CALLS = "forced_calls"
+"""The kind of a form whose content is a packed `ForcedCalls`."""
 
 
 def pack_definition(model: Path, *, cpu_seconds: float, max_depth: int) -> bytes:
@@ -25,7 +31,7 @@ def pack_definition(model: Path, *, cpu_seconds: float, max_depth: int) -> bytes
 
 
 def pack_form(kind: str, content: str, *, any_whitespace: bool) -> bytes:
-    """Return the content of a frame. `kind` is a field of StructuredOutput."""
+    """Return the content of a frame. `kind` is a field of StructuredOutput, or FORCED_CALLS."""
     return json.dumps({"kind": kind, "content": content, "any_whitespace": any_whitespace}).encode()
 
 
@@ -35,6 +41,8 @@ def grammar_of(kind: str, content: str, *, any_whitespace: bool, max_depth: int)
         return LLMatcher.grammar_from_regex(content)
     if kind == "grammar":
         return LLMatcher.grammar_from_lark(content)
+    if kind == FORCED_CALLS:
+        return _grammar_of_calls(call_grammar.unpacked(content), max_depth)
     if kind == "choice":
         texts = json.loads(content)
         return LLMatcher.grammar_from_lark(
@@ -52,6 +60,13 @@ def grammar_of(kind: str, content: str, *, any_whitespace: bool, max_depth: int)
     )
 
 
+def _grammar_of_calls(calls: call_grammar.ForcedCalls, max_depth: int) -> str:
+    for index, parameters in enumerate(calls.parameters):
+        if parameters and _depth(json.loads(parameters)) > max_depth:
+            raise ValueError(f"tool {index} has parameters deeper than {max_depth} levels (--max-grammar-depth)")
+    return LLMatcher.grammar_from_lark(call_grammar.lark(calls))
+
+
 def _depth(value: Any) -> int:
     """Return the number of nested objects and arrays."""
     depth, level = 0, [value]
@@ -66,9 +81,24 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _answer(tokens: LLTokenizer, frame: bytes, max_depth: int) -> bytes:
+def spelled(grammar: str, special: Iterable[str]) -> str:
+    """Return a grammar that spells texts of special tokens that occur in it, such as a constant "</s>".
+
+    Where llguidance can force text, it allows only the first token of its tokenization. That may be a special token,
+    which the grammar then does not allow.
+    """
+    plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)), grammar).replace("\\", "")
+    if not any(text.replace("\\", "") in plain for text in special):
+        return grammar
+    if grammar.startswith("{"):  # JSON of one grammar
+        (entry,) = json.loads(grammar)["grammars"]
+        grammar = entry["lark_grammar"] or "start: %json " + json.dumps(entry["json_schema"])
+    return grammar if _OPTIONS.search(grammar) else '%llguidance {"no_forcing": true}\n' + grammar
+
+
+def _answer(tokens: LLTokenizer, special: Sequence[str], frame: bytes, max_depth: int) -> bytes:
     try:
-        grammar = grammar_of(**json.loads(frame), max_depth=max_depth)
+        grammar = spelled(grammar_of(**json.loads(frame), max_depth=max_depth), special)
     except ValueError as error:
         return _refused(str(error) if not isinstance(error, json.JSONDecodeError) else f"is no JSON: {error.msg}")
     except (RecursionError, MemoryError):
@@ -77,8 +107,20 @@ def _answer(tokens: LLTokenizer, frame: bytes, max_depth: int) -> bytes:
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        return _refused(f"cannot be used: {matcher.get_error()}")
+        return _refused(_problem(tokens, frame) or f"cannot be used: {matcher.get_error()}")
     return ANSWERED + grammar.encode()
+
+
+def _problem(tokens: LLTokenizer, frame: bytes) -> str:
+    """Name the tool whose parameters cannot be used; empty for other forms."""
+    form = json.loads(frame)
+    calls = call_grammar.unpacked(form["content"]) if form["kind"] == FORCED_CALLS else None
+    for index, parameters in enumerate(calls.parameters if calls is not None else ()):
+        schema = json.dumps(call_grammar.arguments_schema(parameters))
+        one = LLMatcher(tokens, LLMatcher.grammar_from_json_schema(schema), log_level=0, limits=parser_limits())
+        if one.is_error():
+            return f"has parameters of tool {index} that cannot be used: {one.get_error()}"
+    return ""
 
 
 def _refused(reason: str) -> bytes:
@@ -87,7 +129,8 @@ def _refused(reason: str) -> bytes:
 
 def _prepare(definition: dict[str, Any]) -> Callable[[bytes], bytes]:
     tokens = token_table(Path(definition["model"]))
-    return lambda frame: _answer(tokens, frame, definition["max_depth"])
+    special = special_texts(tokens)
+    return lambda frame: _answer(tokens, special, frame, definition["max_depth"])
 
 
 if __name__ == "__main__":

@@ -62,10 +62,19 @@ class AnswerParsers:
 
     tool_calls: str = ""
     reasoning: str = ""
+    call_tags: tuple[str, ...] = ()
+    """The markers within calls that the chat template has."""
 
     def are_needed(self, tool_names: Set[str]) -> bool:
         """Whether answers of a conversation with these tools are parsed."""
         return bool(self.reasoning or (self.tool_calls and tool_names))
+
+
+def phase_of(parsers: AnswerParsers, pieces: Pieces, prompt: Sequence[int]) -> Phase:
+    """Return the phase that the answer to a prompt begins in."""
+    if not parsers.reasoning:
+        return Phase.CONTENT
+    return first_phase(parsers.reasoning, decode(pieces, prompt[-_PROMPT_END_TOKENS:], keep_special=True))
 
 
 class ParsedAnswerText(AnswerText):
@@ -74,13 +83,25 @@ class ParsedAnswerText(AnswerText):
     Stop strings match the text of the model as without parsers, except across markers that are special tokens.
     """
 
-    __slots__ = ("_calls", "_content", "_markers", "_parsers", "_pieces", "_reasoning", "_special", "_thoughts")
+    __slots__ = (
+        *("_calls", "_content", "_is_parallel", "_markers", "_parsers", "_pieces", "_reasoning", "_special"),
+        "_thoughts",
+    )
 
-    def __init__(self, pieces: MarkedPieces, parsers: AnswerParsers, tool_names: Set[str], **options: Any) -> None:
-        """`options` are those of AnswerText."""
+    def __init__(
+        self,
+        pieces: MarkedPieces,
+        parsers: AnswerParsers,
+        tool_names: Set[str],
+        *,
+        is_parallel: bool = True,
+        **options: Any,
+    ) -> None:
+        """Without `is_parallel` the answer ends after its first call. `options` are those of AnswerText."""
         super().__init__(pieces, **options)
         self._pieces = pieces
         self._parsers = parsers
+        self._is_parallel = is_parallel
         form = FORMATS[parsers.tool_calls] if parsers.tool_calls and tool_names else None
         markers = (MARKERS if parsers.reasoning else frozenset()) | (form.markers if form is not None else frozenset())
         self._markers = {i: text for i, text in pieces.special_ids(markers).items() if i not in self._silent_ids}
@@ -98,9 +119,7 @@ class ParsedAnswerText(AnswerText):
     def begin(self, prompt: Sequence[int]) -> None:
         """Begin the answer to a prompt."""
         if self._parsers.reasoning:
-            prompt_end = decode(self._pieces, prompt[-_PROMPT_END_TOKENS:], keep_special=True)
-            phase = first_phase(self._parsers.reasoning, prompt_end)
-            self._reasoning = ReasoningParser(phase, self._special)
+            self._reasoning = ReasoningParser(phase_of(self._parsers, self._pieces, prompt), self._special)
 
     def push(self, token_id: int) -> ParsedText:
         """Return what one more token releases."""
@@ -113,6 +132,8 @@ class ParsedAnswerText(AnswerText):
             if self.match is None:
                 self._parse_special(marker)
                 self._check_repetition(token_id)
+        if self.match is None and self.has_tool_calls and not self._is_parallel:
+            self.match = StopMatch(None, self._num_tokens, is_call=True)
         if self.match is not None:
             self._end()
         return self._take()

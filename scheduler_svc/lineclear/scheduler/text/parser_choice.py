@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lineclear.scheduler.text.call_formats import FORMATS
 from lineclear.scheduler.text.parsed_answer import AnswerParsers
 
 _LLAMA3_MARKS = ("<|python_tag|>", "<|start_header_id|>")
@@ -13,9 +14,11 @@ def choose_parsers(tool_calls: str, reasoning: str, template: str | None) -> Ans
     `template` is the source of the chat template; without one "auto" is none.
     """
     source = template or ""
+    call_parser = _tool_call_parser(source) if tool_calls == "auto" else _named(tool_calls)
     return AnswerParsers(
-        _tool_call_parser(source) if tool_calls == "auto" else _named(tool_calls),
+        call_parser,
         _reasoning_parser(source) if reasoning == "auto" else _named(reasoning),
+        tuple(tag for tag in FORMATS[call_parser].inner if tag in source) if call_parser else (),
     )
 
 

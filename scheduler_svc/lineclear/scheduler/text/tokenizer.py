@@ -109,6 +109,12 @@ class Tokenizer:
         """Return the ids of the special tokens among `contents`."""
         return {i: content for i, content in self._special.items() if content in contents}
 
+    def token_ids(self, contents: Set[str]) -> dict[str, int]:
+        """Return the ids of the texts among `contents` that are one token, special or not."""
+        special = {content: i for i, content in self._special.items()}
+        found = {content: special.get(content, self._library.token_to_id(content)) for content in contents}
+        return {content: i for content, i in found.items() if i is not None}
+
     def piece(self, token_id: int, *, first: bool) -> bytes | None:
         pieces = self._first if first else self._rest
         try:
