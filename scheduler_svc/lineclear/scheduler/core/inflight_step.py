@@ -88,7 +88,8 @@ class InflightStep:
             n = self._check_counts(result)
         if len(result.tokens) != n or len(result.logprobs) not in (0, n):
             raise BadResult(f"{len(result.tokens)} tokens and {len(result.logprobs)} logprobs for {n} samples")
-        if not all(0 <= index < result.num_outputs for index in (*result.bad_rows, *result.stuck_rows)):
+        failed = result.bad_rows or result.stuck_rows
+        if failed and not all(0 <= index < result.num_outputs for index in (*result.bad_rows, *result.stuck_rows)):
             raise BadResult(f"a bad or stuck row beyond the {result.num_outputs} outputs")
         if not 0.0 <= result.step_seconds < float("inf"):  # also False for NaN
             raise BadResult(f"a step of {result.step_seconds} seconds")
@@ -122,7 +123,7 @@ class InflightStep:
 
     def computed(self, result: StepResult) -> tuple[int, int]:
         """Return `num_tokens` and `kv_tokens` without the drafts that the worker did not find."""
-        if not any(row.num_drafts for row in self.chunk_rows):
+        if not self.chunk_rows or not any(row.num_drafts for row in self.chunk_rows):
             return self.num_tokens, self.kv_tokens
         num_tokens, kv_tokens = self.num_tokens, self.kv_tokens
         chunks = self.chunks_with(RowOutput.SAMPLE)

@@ -111,18 +111,11 @@ class StepPlanner:
         ready = [s for s in batch.not_decoding_by_age() if s.num_unplanned == 1 and s.planned_step != self._step]
         if tokens_left <= 0 or not (ready or batch.decode_batch):
             return
-        singles = []  # first tokens and recomputed positions are counted one by one, as chunks
-        drafting = DraftPlan(self._state.limits, self._worker, self._step)
-        for sequence in ready:
-            is_first = sequence.first_token_at is None and not sequence.in_flight
-            if is_first or sequence.num_planned < sequence.max_computed_before:
-                singles.append(sequence)
-            elif sequence.draft_history is None or not drafting.takes(sequence):
-                batch.join_decode(sequence)
+        singles, drafting = self._without_batch(ready) if ready else ([], None)
         growing = batch.decode_batch.needing_block()
-        num_rows, num_blocks = len(batch.decode_batch) + len(singles) + len(drafting), len(growing)
-        if drafting:
-            num_blocks += drafting.num_blocks
+        num_rows, num_blocks = len(batch.decode_batch) + len(singles), len(growing)
+        if drafting is not None:
+            num_rows, num_blocks = num_rows + len(drafting), num_blocks + drafting.num_blocks
         if num_rows > tokens_left or num_blocks > batch.pool.num_free:
             self._plan_decodes_one_by_one()
             return
@@ -133,6 +126,21 @@ class StepPlanner:
         while drafting:
             sequence, num_drafts, blocks = drafting.next(self._budget - self.num_tokens)
             self._add(sequence, 1, blocks, num_drafts=num_drafts)
+
+    def _without_batch(self, ready: list[Sequence]) -> tuple[list[Sequence], DraftPlan | None]:
+        """Let sequences that lack one position join the decode batch; return those that need a row of their own.
+
+        Those are first tokens and recomputed positions, which are counted one by one as chunks, and those with drafts.
+        """
+        singles = []
+        drafting = DraftPlan(self._state.limits, self._worker, self._step)
+        for sequence in ready:
+            is_first = sequence.first_token_at is None and not sequence.in_flight
+            if is_first or sequence.num_planned < sequence.max_computed_before:
+                singles.append(sequence)
+            elif sequence.draft_history is None or not drafting.takes(sequence):
+                self._batch.join_decode(sequence)
+        return singles, drafting or None
 
     def _plan_decode_batch(self, growing: list[Sequence]) -> None:
         """Plan a row for every member of the decode batch, and a further block for the `growing` members."""
