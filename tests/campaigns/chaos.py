@@ -17,7 +17,8 @@ of streams on the dead worker, on a living one, and at moments without a death (
 `killed_alone_...` has the streams whose worker was the only one, since the other was still starting;
 `continued_elsewhere` counts the deaths after which every stream went on before a new worker had joined.
 
-With `--mix`, requests combine features at random (`mix`), and steps verify drafts by prompt lookup. `features` counts
+With `--mix`, requests combine features at random (`mix`), and steps verify drafts by prompt lookup, or as
+`--server-flags "--speculative-method draft_model --draft-model ../demo/model-tiny"` says. `features` counts
 complete answers by feature, `recovered` those that lost a worker, `bad_features` those that were wrong, and
 `pauses` has the longest gap around a kill by feature. `repeated` counts requests that a killed scheduler lost and
 that the client does not resume (best_of, beams, Score, Embed): the campaign sends them again.
@@ -368,7 +369,8 @@ def _mixed(
 
     def make_server() -> Server:
         num_blocks = _BLOCKS_PER_STREAM * streams // num_workers
-        return Server(target, [*flags, *own[2:], *_DRAFTS, *last, "--num-blocks", str(num_blocks)])
+        drafts = () if "--speculative-method" in flags else _DRAFTS
+        return Server(target, [*flags, *own[2:], *drafts, *last, "--num-blocks", str(num_blocks)])
 
     rng = random.Random(seed)
     chosen = Campaign(target, make_server, ask, streams, rng, tokens, FP32, dict(deaths or _DEATHS_OF_MIX))

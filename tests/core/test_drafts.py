@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from core.harness import CoreHarness, answer
 
-from lineclear.scheduler.core.draft_history import DraftCosts, DraftHistory, draft_costs
+from lineclear.scheduler.core.draft_costs import DraftCosts, DraftTimes, TrialBudget
+from lineclear.scheduler.core.draft_history import DraftHistory
 from lineclear.scheduler.core.events import Finished, FinishReason, TokensReady
 from lineclear.scheduler.core.inflight_step import BadResult
 from lineclear.scheduler.core.step_time_model import StepTimeModel
@@ -162,15 +163,20 @@ def test_other_requests_do_not_wait_for_drafts() -> None:
     assert all(len(plan.decodes.slots) >= 3 for plan in h.plans[5:20])
 
 
+def observe(history: DraftHistory, num_drafted: int, num_accepted: int, costs: DraftCosts = FREE) -> None:
+    history.charge(costs, num_drafted)
+    history.observe(num_drafted, num_drafted, num_accepted)
+
+
 def test_history_follows_results() -> None:
     history = DraftHistory()
     before = history.accepted
-    history.observe(4, 4)
+    observe(history, 4, 4)
     assert history.accepted > before
     for _ in range(20):
-        history.observe(4, 0)
+        observe(history, 4, 0)
     assert history.accepted < 0.15
-    assert history.best_length(8, FREE) > 0, "one was accepted, and they cost nothing"
+    assert history.best_length(8, FREE) > 0, "some were accepted, and they cost nothing"
     assert history.best_length(8, FREE._replace(per_position=0.2)) == 0
 
 
@@ -182,22 +188,41 @@ def test_length_ends_where_the_next_draft_costs_more_than_its_chance() -> None:
     assert history.best_length(16, DraftCosts(0.9, 0.0)) == 0
 
 
-def test_row_that_leaves_out_a_step_must_gain_a_token_after_its_trial() -> None:
+def test_row_must_gain_its_own_cost_after_the_trial() -> None:
     history = DraftHistory()
     history.accepted, history.found = 0.6, 0.5  # gains 0.75 tokens at most
     assert history.best_length(16, DraftCosts(0.0, 1.0)) == 16, "a trial"
-    history.trial_rows, history.has_gained = 0, True
+    history.trial_rows, history.balance = 0, 1.0
     assert history.best_length(16, DraftCosts(0.0, 1.0)) == 0
-    assert history.best_length(16, FREE) == 16
+    assert history.best_length(16, DraftCosts(0.0, 0.5)) == 16
 
 
-def test_trial_without_an_accepted_draft_ends_in_a_pause() -> None:
-    history = DraftHistory()
-    for num_drafted in (0, 3, 0):
-        history.observe(num_drafted, 0)
-        assert history.best_length(8, FREE) > 0
-    history.observe(0, 0)
-    assert history.best_length(8, FREE) == 0
+def test_trial_that_lost_tokens_ends_in_a_pause() -> None:
+    """One draft of eight was accepted, and eight rows of 0.2 tokens cost more."""
+    history, costs = DraftHistory(), DraftCosts(0.0, 0.3)
+    for num_accepted in (0, 1, 0):
+        observe(history, 2, num_accepted, costs)
+        assert history.best_length(8, costs) > 0
+    observe(history, 2, 0, costs)
+    assert history.balance == pytest.approx(-0.2)
+    assert history.best_length(8, costs) == 0
+
+
+def test_drafts_that_the_worker_did_not_find_cost_only_the_row() -> None:
+    history, costs = DraftHistory(), DraftCosts(0.25, 0.5)
+    assert history.charge(costs, 8) == 2.5
+    assert history.observe(8, 2, 1) == 6 * 0.25 + 1
+    assert history.balance == 1 - 0.5 - 2 * 0.25
+
+
+def test_gains_of_long_ago_do_not_pay_for_losses() -> None:
+    history, costs = DraftHistory(), DraftCosts(0.0, 0.5)
+    for _ in range(50):
+        observe(history, 8, 8, costs)
+    for _ in range(8):
+        assert history.best_length(8, costs) > 0
+        observe(history, 8, 0, costs)
+    assert history.best_length(8, costs) == 0
 
 
 def test_pauses_double_until_drafts_gain_again() -> None:
@@ -210,11 +235,101 @@ def test_pauses_double_until_drafts_gain_again() -> None:
     history.resume()
     assert history.paused_until is None
     assert history.found >= 0.15
+    observe(history, 8, 8)
+    history.rest(100)
+    assert history.paused_until == 116
+
+
+# --- costs ----------------------------------------------------------------------------------------------------------
+
+
+def linear_model(base: float) -> StepTimeModel:
+    model = StepTimeModel()
+    for tokens in (1, 8, 2, 16, 4, 1, 3, 9, 5, 7) * 8:
+        model.observe(tokens, 10 * tokens, base + 0.001 * tokens)
+    return model
 
 
 def test_cost_of_a_position_is_that_of_a_row_where_steps_have_no_base() -> None:
-    model = StepTimeModel()
-    assert draft_costs(model, 1, 100, is_pipelined=False).per_position == 0.1, "not fitted"
-    for tokens in (1, 8, 2, 16, 4, 1, 3, 9, 5, 7) * 4:
-        model.observe(tokens, 10 * tokens, 0.001 * tokens)
-    assert draft_costs(model, 32, 320, is_pipelined=True) == pytest.approx((1.0, 1.0), abs=0.05)
+    times = DraftTimes()
+    assert times.costs(StepTimeModel(), 1, 100, 2, is_pipelined=False).per_position == 0.1, "not fitted"
+    costs = times.costs(linear_model(0.0), 32, 320, 2, is_pipelined=True)
+    assert costs == pytest.approx((1.0, 1.0), abs=0.05)
+
+
+def test_row_that_waits_for_a_result_costs_the_way_to_the_scheduler() -> None:
+    """A step takes 10 ms; a plan that waits takes 2 ms more than one made ahead."""
+    times, model = DraftTimes(), linear_model(0.008)
+    for _ in range(40):
+        times.observe(0.009, 0.010, is_ahead=True)
+        times.observe(0.009, 0.012, is_ahead=False)
+    costs = times.costs(model, 1, 10, 2, is_pipelined=False)
+    assert costs == pytest.approx((0.1, 0.2), abs=0.02)
+    assert times.costs(model, 1, 10, 1, is_pipelined=False).per_row == 0, "at depth 1 every plan waits"
+    assert times.costs(model, 1, 10, 3, is_pipelined=True).per_row == 2
+
+
+def test_time_to_make_drafts_is_a_cost_of_their_positions() -> None:
+    times, model = DraftTimes(), linear_model(0.008)
+    for _ in range(4):
+        times.observe_drafts(8, 0.016)
+    assert times.costs(model, 1, 10, 1, is_pipelined=False).per_position == pytest.approx(1 / 9 + 2 / 9, abs=0.03)
+
+
+def test_time_to_make_drafts_is_no_time_of_the_step() -> None:
+    """The worker needs 10 ms for each step, and 30 ms more for its drafts."""
+    h = CoreHarness(worker_num_blocks=512, worker_max_model_len=256)
+    h.submit("a", 20, max_tokens=60, seed=RIGHT, max_drafts=4)
+    while h.core.num_live:
+        h.plan()
+        result = h.compute()
+        drafting = 0.03 if any(result.num_drafted) else 0.0
+        h.record(h.core.apply(replace(result, step_seconds=0.01 + drafting, draft_seconds=drafting), h.now))
+    base, per_token, per_kv = h.core.snapshot().workers[0].step_time
+    assert base + 5 * per_token + 100 * per_kv == pytest.approx(0.01, rel=0.1)
+
+
+@pytest.mark.parametrize("seconds", [-0.1, 0.2, float("nan")])
+def test_result_with_impossible_draft_seconds_is_refused(seconds: float) -> None:
+    h = always()
+    h.submit("a", 5, max_tokens=30, seed=0, max_drafts=4)
+    h.plan()
+    with pytest.raises(BadResult):
+        h.core.apply(replace(h.compute(), step_seconds=0.1, draft_seconds=seconds), h.now)
+
+
+# --- trials of many requests ----------------------------------------------------------------------------------------
+
+
+def test_trials_of_many_requests_begin_one_after_the_other() -> None:
+    h = CoreHarness(worker_num_blocks=512, worker_num_slots=32, worker_max_model_len=256, max_batch_size=32)
+    h.seconds_per_step, h.seconds_per_token = 0.01, 0.0005
+    for i in range(24):
+        h.submit(f"r{i}", 10, max_tokens=150, seed=4 * i, max_drafts=8)  # drafts of these seeds are all wrong
+    h.run()
+    drafting = [len(drafts_of(plan)) - drafts_of(plan).count(0) for plan in h.plans]
+    assert 0 < max(drafting) < 24
+    tried = {row.slot for plan in h.plans for row in plan.chunks if row.num_drafts}
+    assert len(tried) > 6
+
+
+def test_drafts_in_vain_cost_a_small_share_of_all_tokens() -> None:
+    h = CoreHarness(worker_num_blocks=512, worker_num_slots=32, worker_max_model_len=512, max_batch_size=16)
+    h.seconds_per_step, h.seconds_per_token = 0.01, 0.001
+    for i in range(16):
+        h.submit(f"r{i}", 10, max_tokens=400, seed=4 * i, max_drafts=8)
+    h.run()
+    counters = h.core.snapshot().counters
+    assert 0 < counters.spec_decode_num_draft_tokens < 0.04 * counters.generation_tokens
+
+
+def test_budget_has_a_share_of_the_tokens_and_a_bound() -> None:
+    budget = TrialBudget()
+    budget.add(-10.0)
+    owed = budget.tokens
+    budget.earn(50, 4)
+    assert budget.tokens - owed == pytest.approx(2.0), "1 % of 50 steps of 4 rows"
+    budget.earn(50, 4)
+    assert budget.tokens - owed == pytest.approx(2.0)
+    budget.earn(5000, 64)
+    assert budget.tokens == 8.0

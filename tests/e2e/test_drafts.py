@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.demo import PROMPTS, SEEDED, greedy, reference
-from support.service import Service, running, wait_for
+from support.service import DEMO_MODEL, Service, running, wait_for
 from support.worker_kills import signal_worker
 
 from lineclear.client import Generation
@@ -17,9 +17,16 @@ REPEATS = tuple(f"{prompt} {prompt} {prompt}" for prompt in PROMPTS)
 NUM_TOKENS = 48
 
 
-@pytest.fixture(scope="module", params=["1", "2"], ids=["depth-1", "depth-2"])
+METHODS = {
+    "prompt_lookup": ("--speculative-method", "ngram"),
+    "draft_model": ("--speculative-method", "draft_model", "--draft-model", str(DEMO_MODEL.with_name("model-tiny"))),
+}
+
+
+@pytest.fixture(scope="module", params=[(m, d) for m in METHODS for d in "12"], ids=lambda p: f"{p[0]}-depth-{p[1]}")
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
-    flags = "--speculative-method", "prompt_lookup", "--no-speculative-adaptive", "--pipeline-depth", request.param
+    method, depth = request.param
+    flags = *METHODS[method], "--no-speculative-adaptive", "--pipeline-depth", depth
     with running("--max-batch-size", "4", *flags) as service:
         yield service
         wait_for(service.is_idle, "idle at the end")

@@ -71,6 +71,7 @@ EXAMPLES: tuple[Message, ...] = (
         vectors=(b"", b"\0\0\x80\x3f\0\0\0\0"),
         stuck_rows=frozenset({0}),
         num_drafted=(0, 3),
+        draft_seconds=0.004,
     ),
     Hello(
         *(3, 4096, 16, 64, 2048, 32000, (2, 3), 256),
@@ -86,6 +87,7 @@ EXAMPLES: tuple[Message, ...] = (
             2**63,
             "e00f4dad74647f96",
             "85c2f1e536bd6dd3",
+            "m-draft",
         ),
     ),
     Heartbeat(3, 812, 1.5, (4, 5)),

@@ -125,6 +125,7 @@ def results(draw: st.DrawFn) -> StepResult:
         vectors=pooled,
         stuck_rows=draw(st.frozensets(st.integers(0, num_outputs - 1))) if num_outputs else frozenset(),
         num_drafted=draw(st.just(()) | tuples(naturals)),
+        draft_seconds=draw(seconds),
     )
 
 
@@ -146,6 +147,7 @@ hellos = st.builds(
     pid=naturals,
     torch_version=st.text(),
     transformers_version=st.text(),
+    draft_model=st.text(),
     instance=uint64,
 )
 heartbeats = st.builds(Heartbeat, uint64, uint64, seconds, tuples(naturals))

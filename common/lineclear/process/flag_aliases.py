@@ -12,6 +12,9 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "max_queue_size": ("max_num_queued_reqs", "max_queued_requests"),  # vLLM, SGLang
     "scheduling_policy": ("schedule_policy",),  # SGLang
     "prefix_cache": ("enable_prefix_caching",),  # vLLM
+    "speculative_method": ("speculative_algorithm",),  # SGLang
+    "draft_model": ("speculative_model", "speculative_draft_model_path", "model_draft"),  # vLLM, SGLang, llama.cpp
+    "num_speculative_tokens": ("speculative_num_draft_tokens", "draft_max"),  # SGLang, llama.cpp
     "tls_cert_file": ("ssl_certfile", "ssl_cert_file"),  # vLLM and SGLang, llama.cpp
     "tls_key_file": ("ssl_keyfile", "ssl_key_file"),
     "tls_client_ca_file": ("ssl_ca_certs",),

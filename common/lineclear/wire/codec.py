@@ -256,7 +256,7 @@ def _result_to(result: StepResult) -> pb.Result:
         message.num_top = _ints(-1 if x is None else len(x.top) for x in result.logprobs)
         tops = [entry for x in result.logprobs if x is not None for entry in x.top]
         message.top_ids, message.top_logprobs = _ints(i for i, _ in tops), _floats(v for _, v in tops)
-    if result.counts or result.scores or result.vectors or result.num_drafted:
+    if result.counts or result.scores or result.vectors or result.num_drafted or result.draft_seconds:
         message.outputs.CopyFrom(_outputs_to(result))
     return message
 
@@ -272,6 +272,7 @@ def _outputs_to(result: StepResult) -> pb.Outputs:
         top_logprobs=_floats(chain.from_iterable(row.top_logprobs for row in scores)),
         vectors=result.vectors,
         num_drafted=_ints(result.num_drafted),
+        draft_seconds=result.draft_seconds,
     )
 
 
@@ -303,7 +304,8 @@ def _with_outputs(result: StepResult, m: pb.Outputs) -> StepResult:
     drafted = tuple(_read_indices(m.num_drafted))
     if (counts and sum(counts) != len(result.tokens)) or any(len(vector) % 4 for vector in vectors):
         raise ValueError("columns disagree")
-    return replace(result, counts=tuple(counts), scores=scores, vectors=vectors, num_drafted=drafted)
+    result = replace(result, counts=tuple(counts), scores=scores, vectors=vectors)
+    return replace(result, num_drafted=drafted, draft_seconds=m.draft_seconds)
 
 
 # --- control ---------------------------------------------------------------------------------------------------------

@@ -209,6 +209,8 @@ class StepResult:
     """Indices, as in `bad_rows`, of sampling rows whose parameters allow no token; their token means nothing."""
     num_drafted: tuple[int, ...] = ()
     """Number of drafts that each sampling row verified; empty when none did."""
+    draft_seconds: float = 0.0
+    """Of `step_seconds`, those to make the drafts."""
 
     @property
     def num_outputs(self) -> int:
@@ -222,7 +224,7 @@ class Hello:
 
     `pid` does not identify a process: in separate containers it is often the same. `model_fingerprint` identifies the
     weights, configuration and number formats. `text_fingerprint` is a digest of the files that the scheduler reads too
-    (lineclear.model_files.fingerprint); if empty, it is not compared.
+    (lineclear.model_files.fingerprint); if empty, it is not compared. `draft_model` is the id of the draft model.
     """
 
     epoch: int
@@ -244,6 +246,7 @@ class Hello:
     instance: int = 0
     model_fingerprint: str = ""
     text_fingerprint: str = ""
+    draft_model: str = ""
     protocol: int = PROTOCOL
 
 

@@ -165,6 +165,10 @@ class InputBatch:
         tokens: list[int] = self.tokens[slot, start:end].tolist()
         return tokens
 
+    def blocks_of(self, slot: int) -> IntArray:
+        """Return a copy of the block table of a slot."""
+        return self._blocks[slot, : self._num_blocks[slot]].astype(np.int64)
+
     def fetch_last_tokens(self, packed: PackedInputs, rows: list[int]) -> Callable[[], list[int]]:
         """Return a function that waits for the token before the sampled position of these sampling rows.
 

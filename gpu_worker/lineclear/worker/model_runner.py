@@ -19,12 +19,13 @@ from torch import Tensor
 from lineclear.model_files import fingerprint
 from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.process.exception_location import exception_summary
-from lineclear.wire.messages import BlockCopy, Hello, Logprobs, RowOutput, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.messages import BlockCopy, Hello, Logprobs, Row, RowOutput, StepErrorKind, StepPlan, StepResult
 
 from .attention.base import block_bytes
 from .attention.registry import BACKENDS, choose
 from .constraints import ConstraintTable
 from .cpu.thread_tuner import ThreadTuner
+from .draft_model import DraftModelDrafter, max_catch_up
 from .drafts.drafter import Drafter, PromptLookupDrafter
 from .drafts.verification import NO_DRAFTS, Drafts, verified
 from .grammar_compiler import GrammarCompiler
@@ -61,23 +62,25 @@ class ModelRunner:
         kv_dtype: torch.dtype | None = None,
         prompt_lookup_ngrams: tuple[int, int] = (4, 2),
         drafter: Drafter | None = None,
+        draft_model: LoadedModel | None = None,
     ) -> None:
         """Allocate the KV pools. num_blocks 0: as many as fit in `kv_cache_memory_fraction` of the free memory.
 
         `num_workers` workers of this device divide that memory. `prompt_lookup_ngrams`: longest and shortest n-gram.
-        `drafter` replaces prompt lookup.
+        `draft_model` or `drafter` replaces prompt lookup.
         kv_dtype None: the model's. Raises ModelRefused if the pools do not fit or no backend supports `kv_dtype`.
         """
         self._loaded = loaded
         self._device_type = loaded.device.type  # torch takes 10 µs or more to return it, at every step
         self._kv_dtype = kv_dtype or loaded.dtype
         fraction = kv_cache_memory_fraction
-        num_blocks = num_blocks or _num_blocks(loaded, block_size, self._kv_dtype, num_slots, fraction, num_workers)
+        size = block_bytes(loaded.layers, block_size, self._kv_dtype)
+        draft_size = block_bytes(draft_model.layers, block_size, draft_model.dtype) if draft_model else 0
+        num_blocks = num_blocks or _num_blocks(loaded, block_size, size + draft_size, num_slots, fraction, num_workers)
         self.capacity = Capacity(
             num_slots, num_blocks, block_size, loaded.max_model_len, max_step_tokens, loaded.vocab_size
         )
         kind = loaded.layers, block_size, loaded.dtype, loaded.device, self._kv_dtype
-        size = block_bytes(loaded.layers, block_size, self._kv_dtype)
         try:
             self.backend_name = choose(attention_backend, *kind)
             self._backend = BACKENDS[self.backend_name](loaded.layers, num_blocks, *kind[1:])
@@ -99,8 +102,15 @@ class ModelRunner:
         self._row_outputs = RowOutputs(self._batch.flat_tokens, loaded.device)
         self._grammars = GrammarCompiler(loaded.directory, loaded.vocab_size, loaded.eos_token_ids)
         self._constraints = ConstraintTable(self._grammars, loaded.vocab_size)
-        self._drafter = drafter or PromptLookupDrafter(*prompt_lookup_ngrams)
+        self._draft_model_id = draft_model.model_id if draft_model else ""
+        self._drafter = drafter or self._make_drafter(draft_model, prompt_lookup_ngrams)
         self._thread_tuner: ThreadTuner | None = None
+
+    def _make_drafter(self, draft_model: LoadedModel | None, ngrams: tuple[int, int]) -> Drafter:
+        if draft_model is None:
+            return PromptLookupDrafter(*ngrams)
+        catch_up = max_catch_up(self._loaded, draft_model, self.capacity.max_step_tokens)
+        return DraftModelDrafter(draft_model, self._batch, catch_up)
 
     def tune_threads(self, tuner: ThreadTuner) -> None:
         """Let `tuner` set the number of compute threads of each step. For CPUs."""
@@ -127,6 +137,7 @@ class ModelRunner:
             transformers_version=transformers.__version__,
             model_fingerprint=self._fingerprint(),
             text_fingerprint=loaded.text_fingerprint,
+            draft_model=self._draft_model_id,
         )
 
     def _fingerprint(self) -> str:
@@ -178,18 +189,24 @@ class ModelRunner:
         if self._thread_tuner is not None:
             self._thread_tuner.start_step(plan.num_tokens)
         try:
-            drafts = self._drafts(plan)
-            inflight = _InflightStep(plan, *self._step(plan, drafts), timer)
+            drafts, draft_seconds = self._timed_drafts(plan)
+            inflight = _InflightStep(plan, *self._step(plan, drafts), draft_seconds, timer)
         except Exception as error:
             raise _step_failed(error) from error
         if self._thread_tuner is not None:
             self._thread_tuner.finish_step(plan.num_tokens)
         return inflight
 
-    def _drafts(self, plan: StepPlan) -> Drafts:
+    def _timed_drafts(self, plan: StepPlan) -> tuple[Drafts, float]:
+        """Return the drafts of the plan's rows and the seconds to make them."""
         rows = [row for row in plan.chunks if row.num_drafts]
         if not rows:
-            return NO_DRAFTS
+            return NO_DRAFTS, 0.0
+        started_at = time.perf_counter()
+        drafts = self._drafts(plan, rows)
+        return drafts, time.perf_counter() - started_at
+
+    def _drafts(self, plan: StepPlan, rows: list[Row]) -> Drafts:
         # Vectors add up over rows, and matchers take each token once: such a step cannot be computed a second time.
         slots = *plan.decodes.slots, *(row.slot for row in plan.chunks)
         if any(row.output > RowOutput.SAMPLE for row in plan.chunks) or any(x in self._constraints for x in slots):
@@ -254,10 +271,9 @@ class ModelRunner:
 
 
 def _num_blocks(
-    loaded: LoadedModel, block_size: int, kv_dtype: torch.dtype, num_slots: int, fraction: float, num_workers: int
+    loaded: LoadedModel, block_size: int, size: int, num_slots: int, fraction: float, num_workers: int
 ) -> int:
-    """Return how many blocks fit in the free memory, at most twice as many as all slots can fill."""
-    size = block_bytes(loaded.layers, block_size, kv_dtype)
+    """Return how many blocks of `size` bytes fit in the free memory, at most twice as many as all slots can fill."""
     max_blocks = 2 * num_slots * -(-loaded.max_model_len // block_size)
     count = blocks_that_fit(size, max_blocks, fraction, loaded.device, num_workers)
     if count < 1:
@@ -309,9 +325,10 @@ class _InflightStep:
         sampled: Sampled | None,
         reported: ReportedRows | None,
         drafts: Drafts,
+        draft_seconds: float,
         timer: _StepTimer,
     ) -> None:
-        self._plan, self._drafts = plan, drafts
+        self._plan, self._drafts, self._draft_seconds = plan, drafts, draft_seconds
         self._reported = None if reported is None else _reported_to_host(reported)
         self._metadata = metadata
         self._outputs = sampled if sampled is None or sampled.host_tokens is not None else _all_to_host(sampled)
@@ -346,6 +363,7 @@ class _InflightStep:
             bad_rows=_rows_where(self._outputs.bad),
             step_seconds=seconds,
             stuck_rows=_rows_where(self._outputs.stuck),
+            draft_seconds=min(self._draft_seconds, seconds),
         )
         return verified(result, self._plan, self._drafts) if self._drafts else result
 

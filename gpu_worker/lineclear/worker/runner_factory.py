@@ -12,6 +12,7 @@ from lineclear.process.settings_base import ConfigurationError
 
 from . import host_info, self_test
 from .cpu.thread_tuner import ThreadTuner, openmp_setter, probe_threads
+from .draft_model import check_vocabulary
 from .host_info import usable_cores
 from .kernels import native_library as kernels
 from .model.loaded_model import LoadedModel
@@ -58,6 +59,7 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     except ValueError as error:
         raise ConfigurationError(f"--cpu-kernels: {error}") from None
     loaded = _load(settings, device)
+    draft = _load_draft(settings, device, loaded) if settings.draft_model else None
     kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None
     with probe_threads(loaded.weight_bytes):
         expected = self_test.expected_answers(loaded, kv_dtype)
@@ -73,6 +75,7 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         attention_backend=settings.attention_backend,
         kv_dtype=kv_dtype,
         prompt_lookup_ngrams=(settings.prompt_lookup_max, settings.prompt_lookup_min),
+        draft_model=draft,
     )
     with probe_threads(loaded.weight_bytes):
         self_test.check(runner, expected, loaded.dtype)
@@ -99,6 +102,19 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedModel:
     if not settings.fused_cpu_forward:
         return load_once()
     return build_fused(load_once()) or load_once()  # a failed comparison leaves a model without matrices
+
+
+def _load_draft(settings: WorkerSettings, device: torch.device, served: LoadedModel) -> LoadedModel:
+    """Load the draft model in the dtype of the served one."""
+
+    def load_once() -> LoadedModel:
+        return load(settings.draft_model, device, served.dtype, flag="--draft-model")
+
+    draft = load_once()
+    check_vocabulary(served, draft)
+    if not settings.fused_cpu_forward:
+        return draft
+    return build_fused(draft) or load_once()
 
 
 def _take_cores(device: str, share: MachineShare) -> None:

@@ -65,6 +65,9 @@ class WorkerSettings(settings_base.ProcessSettings):
     cpu_kernels: str = COMPUTATION.field("auto")
     """C++ kernels for CPUs: auto, none or a name. auto: the fastest that were built and that this processor runs. none:
     torch, slower. A name as x86_64_avx2 is in the log line model_loaded."""
+    draft_model: str = COMPUTATION.field("")
+    """Directory of a draft model, for speculative decoding. It has the same tokenizer and far fewer weights, and
+    replaces prompt lookup. Empty: none."""
     prompt_lookup_max: int = COMPUTATION.field(4, ge=1, le=32)
     """Longest n-gram that prompt lookup searches. It searches the last tokens earlier in prompt and answer."""
     prompt_lookup_min: int = COMPUTATION.field(2, ge=1, le=32)

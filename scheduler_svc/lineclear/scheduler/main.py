@@ -164,6 +164,8 @@ def _worker_command(
         "drain_timeout_seconds": settings.drain_timeout_seconds + _WORKER_DRAIN_MARGIN_SECONDS,
         "log_format": logging_setup.chosen(settings.log_format),  # both write to the same standard error
     }
+    if settings.draft_model:
+        shared["draft_model"] = settings.draft_model
     command = shlex.split(settings.worker_command) or [sys.executable, "-P", "-m", "lineclear.worker.main"]
     return [*command, *(f"{flag_of(name)}={value}" for name, value in shared.items()), *worker_flags]
 

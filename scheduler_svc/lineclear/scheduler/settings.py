@@ -23,6 +23,7 @@ _MIN_MESSAGE_BYTES = 4096
 # A Generate call beyond queue and batch is refused at once. These streams are for calls that do not wait in the queue.
 _SPARE_STREAMS = 128
 _MAX_STREAMS = 4096
+_METHODS = {"ngram": "prompt_lookup", "standalone": "draft_model"}  # vLLM and SGLang, SGLang
 
 
 class SchedulerSettings(SchedulerFields):
@@ -62,6 +63,11 @@ class SchedulerSettings(SchedulerFields):
         if value not in ("none", "learned") and not re.fullmatch(r"[\w.]+:\w+", value):
             raise ValueError("give none, learned, or module:factory")
         return value
+
+    @field_validator("speculative_method", mode="before")
+    @classmethod
+    def _is_a_known_method(cls, value: object) -> object:
+        return _METHODS.get(value.lower(), value) if isinstance(value, str) else value
 
     @field_validator("worker_command")
     @classmethod
@@ -133,6 +139,7 @@ class SchedulerSettings(SchedulerFields):
                 "--standby-worker needs --spawn-worker; where another program starts workers, start two of them"
             )
         self._check_workers()
+        self._check_drafts()
         if "max_prompt_bytes" in self.model_fields_set and self.max_prompt_bytes > self.max_request_bytes:
             raise ValueError(
                 f"--max-prompt-bytes is {self.max_prompt_bytes}, but a request has at most {self.max_request_bytes}"
@@ -161,6 +168,12 @@ class SchedulerSettings(SchedulerFields):
             raise ValueError(
                 f"--num-workers ({self.worker_count}) is larger than --max-workers ({self.max_workers}); raise that"
             )
+
+    def _check_drafts(self) -> None:
+        if self.draft_model and self.speculative_method != "draft_model":
+            raise ValueError("--draft-model needs --speculative-method draft_model")
+        if self.speculative_method == "draft_model" and self.spawn_worker and not self.draft_model:
+            raise ValueError("--speculative-method draft_model needs --draft-model DIR, or use prompt_lookup")
 
     def _check_security(self) -> None:
         if bool(self.tls_cert_file) != bool(self.tls_key_file):

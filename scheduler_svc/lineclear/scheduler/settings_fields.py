@@ -15,7 +15,7 @@ SchedulingPolicy = Literal["fifo", "prefill_first", "priority", "shortest", "dea
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3"]
 PreemptionPolicy = Literal["cheapest", "newest"]
-SpeculativeMethod = Literal["none", "prompt_lookup"]
+SpeculativeMethod = Literal["none", "prompt_lookup", "draft_model"]
 
 MAX_MESSAGE_BYTES = 2**29
 
@@ -170,7 +170,11 @@ class SchedulerFields(settings_base.ProcessSettings):
     # --- speculative decoding ---
     speculative_method: SpeculativeMethod = SPECULATION.field("none")
     """How drafts of the next tokens are made. A step verifies several drafts of a request at once, and the answer stays
-    the same. prompt_lookup drafts what followed the last tokens earlier in the prompt or the answer."""
+    the same. prompt_lookup drafts what followed the last tokens earlier in the prompt or the answer; the last method
+    drafts with a smaller model. The names ngram (vLLM, SGLang) and standalone (SGLang) are accepted too."""
+    draft_model: str = SPECULATION.field("")
+    """Directory of the draft model, for the speculative_method of that name. It has the tokenizer of the served model
+    and far fewer weights. Workers that another program starts have this setting of their own."""
     num_speculative_tokens: int = SPECULATION.field(8, ge=1, le=64)
     """Most drafts that a step verifies for a request."""
     speculative_adaptive: bool = SPECULATION.field(True)

@@ -313,6 +313,7 @@ class Outputs(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     VECTORS_FIELD_NUMBER: _builtins.int
     NUM_DRAFTED_FIELD_NUMBER: _builtins.int
+    DRAFT_SECONDS_FIELD_NUMBER: _builtins.int
     counts: _builtins.bytes
     """int32 per sampling row: how many tokens it has; empty when each has one."""
     score_counts: _builtins.bytes
@@ -324,6 +325,8 @@ class Outputs(_message.Message):
     top_logprobs: _builtins.bytes
     num_drafted: _builtins.bytes
     """int32 per sampling row: how many drafts it verified; empty when none did."""
+    draft_seconds: _builtins.float
+    """Of step_seconds, those to make the drafts."""
     @_builtins.property
     def vectors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Per pooled row: float32, empty until the row of the last token."""
@@ -339,10 +342,11 @@ class Outputs(_message.Message):
         top_logprobs: _builtins.bytes = ...,
         vectors: _abc.Iterable[_builtins.bytes] | None = ...,
         num_drafted: _builtins.bytes = ...,
+        draft_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "num_drafted", b"num_drafted", "num_top", b"num_top", "score_counts", b"score_counts", "scores", b"scores", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs", "vectors", b"vectors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "draft_seconds", b"draft_seconds", "num_drafted", b"num_drafted", "num_top", b"num_top", "score_counts", b"score_counts", "scores", b"scores", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs", "vectors", b"vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,6 +377,7 @@ class Hello(_message.Message):
     INSTANCE_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     TEXT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
@@ -397,6 +402,8 @@ class Hello(_message.Message):
     """Digest of the files that the scheduler reads too: tokenizer, chat template
     and sampling defaults. Empty: not compared.
     """
+    draft_model: _builtins.str
+    """Id of the draft model; empty without one."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -421,10 +428,11 @@ class Hello(_message.Message):
         instance: _builtins.int = ...,
         model_fingerprint: _builtins.str = ...,
         text_fingerprint: _builtins.str = ...,
+        draft_model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "instance", b"instance", "max_model_len", b"max_model_len", "max_step_tokens", b"max_step_tokens", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "pid", b"pid", "protocol", b"protocol", "text_fingerprint", b"text_fingerprint", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "draft_model", b"draft_model", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "instance", b"instance", "max_model_len", b"max_model_len", "max_step_tokens", b"max_step_tokens", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "pid", b"pid", "protocol", b"protocol", "text_fingerprint", b"text_fingerprint", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

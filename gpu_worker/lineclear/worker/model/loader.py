@@ -46,14 +46,17 @@ _INT8_TOLERANCE = 0.5
 """Largest relative error of the probe's logits with int8 weights. Usual errors are below 0.1."""
 
 
-def load(source: str, device: torch.device, dtype: torch.dtype | None, max_model_len: int = 0) -> LoadedModel:
+def load(
+    source: str, device: torch.device, dtype: torch.dtype | None, max_model_len: int = 0, *, flag: str = "--model"
+) -> LoadedModel:
     """Load the model in directory `source`, or with that id in the local Hugging Face cache.
 
-    dtype None: the checkpoint's own. Raises ModelRefused, and ModelFilesChanged if the files change during the load.
+    dtype None: the checkpoint's own. `flag` is what the caller names `source` by. Raises ModelRefused, and
+    ModelFilesChanged if the files change during the load.
     """
-    directory = _locate(source)
+    directory = _locate(source, flag)
     if reason := directory_check.of_directory(directory, with_weights=True):
-        raise ModelRefused(f"--model {source} {reason}")
+        raise ModelRefused(f"{flag} {source} {reason}")
     before = _stamps(directory)
     config = _read_config(directory)
     _check_weights(directory)
@@ -165,12 +168,12 @@ def import_model_class(source: str) -> None:
 # --- the checkpoint ------------------------------------------------------------------------------------------------
 
 
-def _locate(source: str) -> Path:
+def _locate(source: str, flag: str = "--model") -> Path:
     path = Path(source)
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelRefused(f"--model {source} {directory_check.of_file(path)}")
+        raise ModelRefused(f"{flag} {source} {directory_check.of_file(path)}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -178,7 +181,7 @@ def _locate(source: str) -> Path:
         return Path(snapshot_download(source, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError) as error:
         raise ModelRefused(
-            f"--model {source} is neither a directory nor a repository in the local Hugging Face cache;"
+            f"{flag} {source} is neither a directory nor a repository in the local Hugging Face cache;"
             f" nothing is downloaded at start: run `hf download {source}` first"
         ) from error
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from lineclear.scheduler.core.draft_history import DraftCosts, draft_costs
+from lineclear.scheduler.core.draft_costs import DraftCosts, TrialBudget
+from lineclear.scheduler.core.draft_history import DraftHistory
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Sequence
 from lineclear.scheduler.core.worker_state import WorkerState
@@ -16,6 +17,7 @@ class DraftPlan:
     def __init__(self, limits: CoreLimits, worker: WorkerState, step: int) -> None:
         self._limits, self._worker, self._step = limits, worker, step
         self._rows: list[tuple[Sequence, int]] = []
+        self._trial_cost = 0.0  # of the trials that begin
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -35,21 +37,44 @@ class DraftPlan:
         longest = min(sequence.request.max_drafts, sequence.max_len - sequence.num_known - 1)
         if longest <= 0:
             return False
-        length = history.best_length(longest, self._costs) if self._limits.adaptive_drafts else longest
+        length = self._chosen_length(history, longest) if self._limits.adaptive_drafts else longest
         if length == 0:
-            history.rest(self._step)
             self._worker.draft_pauses.add(sequence)
             return False
         if not sequence.in_flight:
             self._rows.append((sequence, length))
         return True
 
+    def _chosen_length(self, history: DraftHistory, longest: int) -> int:
+        """Return the number of drafts that gains most; with 0, the sequence pauses."""
+        length = history.best_length(longest, self._costs)
+        if length == 0:
+            history.rest(self._step)
+        elif history.begins_trial:
+            if self._budget.tokens <= self._trial_cost:
+                history.postpone(self._step)
+                return 0
+            self._trial_cost += self._costs.of(length)
+        return length
+
+    @cached_property
+    def _budget(self) -> TrialBudget:
+        budget = self._worker.trial_budget
+        budget.earn(self._step, self._num_rows)
+        return budget
+
     @cached_property
     def _costs(self) -> DraftCosts:
+        worker, depth = self._worker, self._limits.pipeline_depth
+        worker.draft_times.is_used = True
+        is_pipelined = depth > 1 and len(worker.batch.decode_batch) > 0
+        model, kv_tokens = worker.step_time, worker.batch.num_positions
+        return worker.draft_times.costs(model, self._num_rows, kv_tokens, depth, is_pipelined=is_pipelined)
+
+    @cached_property
+    def _num_rows(self) -> int:
         batch = self._worker.batch
-        is_pipelined = self._limits.pipeline_depth > 1 and len(batch.decode_batch) > 0
-        rows = len(batch.decode_batch) + len(batch.not_decoding)
-        return draft_costs(self._worker.step_time, rows, batch.num_positions, is_pipelined=is_pipelined)
+        return len(batch.decode_batch) + len(batch.not_decoding)
 
     @property
     def num_blocks(self) -> int:
@@ -74,4 +99,6 @@ class DraftPlan:
         blocks = batch.pool.take(max(0, min(num_missing, num_needed + num_spare)))
         sequence.blocks += blocks
         num_drafts = min(num_drafts, len(sequence.blocks) * size - sequence.num_planned - 1)
+        if num_drafts > 0 and self._limits.adaptive_drafts and sequence.draft_history is not None:
+            self._budget.add(-sequence.draft_history.charge(self._costs, num_drafts))
         return sequence, num_drafts, tuple(blocks)

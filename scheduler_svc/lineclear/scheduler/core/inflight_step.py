@@ -51,6 +51,9 @@ class InflightStep:
     chunk_rows: list[ChunkRow]
     num_tokens: int
     kv_tokens: int
+    planned_at: float = 0.0
+    is_ahead: bool = False
+    """It was planned while another step was in flight."""
 
     @property
     def num_rows(self) -> int:
@@ -93,6 +96,8 @@ class InflightStep:
             raise BadResult(f"a bad or stuck row beyond the {result.num_outputs} outputs")
         if not 0.0 <= result.step_seconds < float("inf"):  # also False for NaN
             raise BadResult(f"a step of {result.step_seconds} seconds")
+        if not 0.0 <= result.draft_seconds <= result.step_seconds:
+            raise BadResult(f"drafts of {result.draft_seconds} seconds in a step of {result.step_seconds}")
         if self.chunk_rows or result.scores or result.vectors:
             self._check_outputs(result)
 
@@ -137,7 +142,7 @@ class InflightStep:
         """Return a copy of the state; sequences by number."""
         rows = self.decode_rows
         return {
-            "numbers": [self.step, self.decode_step, self.num_tokens, self.kv_tokens],
+            "numbers": [self.step, self.decode_step, self.num_tokens, self.kv_tokens, self.planned_at, self.is_ahead],
             "decodes": [[s.number for s in rows.sequences], rows.slots, rows.offsets, rows.index_offsets],
             "completing_block": [s.number for s in self.completing_block],
             "chunk_rows": [[row.sequence.number, *row[1:]] for row in self.chunk_rows],
@@ -146,7 +151,7 @@ class InflightStep:
     @classmethod
     def load(cls, state: dict[str, Any], sequences: Mapping[int, Sequence]) -> InflightStep:
         """Return the step of a dump that went through JSON."""
-        step, decode_step, num_tokens, kv_tokens = state["numbers"]
+        step, decode_step, *rest = state["numbers"]
         numbers, *columns = state["decodes"]
         members = tuple(sequences[number] for number in numbers)
         ids, tokens = tuple(s.request.request_id for s in members), tuple(s.tokens for s in members)
@@ -156,7 +161,7 @@ class InflightStep:
             ChunkRow(sequences[number], admission, start, end, RowOutput(output), num_drafts)
             for number, admission, start, end, output, num_drafts in state["chunk_rows"]
         ]
-        return cls(step, decode_step, rows, completing_block, chunk_rows, num_tokens, kv_tokens)
+        return cls(step, decode_step, rows, completing_block, chunk_rows, *rest)
 
 
 def kv_of_drafts(first: int, count: int) -> int:

@@ -29,7 +29,11 @@ class ResultApplier:
             raise BadResult(f"step {result.step} is not the oldest in flight")
         inflight.check(result)
         worker.inflight.popleft()
-        worker.step_time.observe(*inflight.computed(result), result.step_seconds)
+        worker.step_time.observe(*inflight.computed(result), result.step_seconds - result.draft_seconds)
+        if worker.draft_times.is_used:
+            began_at = worker.last_result_at if inflight.is_ahead else inflight.planned_at
+            worker.draft_times.observe(result.step_seconds, now - began_at, is_ahead=inflight.is_ahead)
+        worker.last_result_at = now
         tokens, failures, batch = ResultTokens(result), list[Event](), worker.batch
         bad = _bad_rows(result, inflight, worker.hello.vocab_size)
         bad_owners: dict[Sequence, int] = {}
@@ -103,7 +107,7 @@ class ResultApplier:
             counters.generation_tokens += len(rows) - len(left)
         singles = [(row, row, 1, rows[row]) for row in left]  # output, first token, number of tokens, sequence
         if inflight.chunk_rows:
-            singles += self._sampling_chunks(result, inflight)
+            singles += self._sampling_chunks(result, worker, inflight)
         for row, first, count, sequence in singles:
             if sequence.state is State.FINISHED:
                 counters.wasted_samples += 1
@@ -131,7 +135,9 @@ class ResultApplier:
             return self._live.fail(sequence, _stuck_row(), now)
         return self._live.fail(sequence, _bad_row(row in result.bad_rows), now, tainted=True)
 
-    def _sampling_chunks(self, result: StepResult, inflight: InflightStep) -> list[tuple[int, int, int, Sequence]]:
+    def _sampling_chunks(
+        self, result: StepResult, worker: WorkerState, inflight: InflightStep
+    ) -> list[tuple[int, int, int, Sequence]]:
         """Return output, first token, number of tokens and sequence of the chunks that sample; count their drafts."""
         first = num_decodes = len(inflight.decode_rows.sequences)
         chunks = [(row, x.sequence) for row, x in enumerate(inflight.outputs(), num_decodes) if x.output is _SAMPLE]
@@ -141,15 +147,17 @@ class ResultApplier:
             found.append((row, first, count, sequence))
             first += count
         if any(row.num_drafts for row in inflight.chunk_rows):
-            self._observe_drafts(result, inflight)
+            self._observe_drafts(result, worker, inflight)
         return found
 
-    def _observe_drafts(self, result: StepResult, inflight: InflightStep) -> None:
+    def _observe_drafts(self, result: StepResult, worker: WorkerState, inflight: InflightStep) -> None:
         """Count the drafts of live sequences that were verified and accepted."""
         counters, first = self._state.counters, len(inflight.decode_rows.sequences)
         rows = inflight.chunks_with(_SAMPLE)
         drafted = result.num_drafted[first:] or (0,) * len(rows)
         counts = result.counts[first:] or (1,) * len(rows)
+        if any(drafted):
+            worker.draft_times.observe_drafts(sum(drafted), result.draft_seconds)
         for row, num_drafted, count in zip(rows, drafted, counts, strict=True):
             sequence = row.sequence
             if row.num_drafts and sequence.state is not State.FINISHED and not sequence.num_void:
@@ -159,7 +167,8 @@ class ResultApplier:
                 counters.spec_decode_num_draft_tokens += num_drafted
                 counters.spec_decode_num_accepted_tokens += count - 1
                 if sequence.draft_history is not None:
-                    sequence.draft_history.observe(num_drafted, count - 1)
+                    gained = sequence.draft_history.observe(row.num_drafts, num_drafted, count - 1)
+                    worker.trial_budget.add(gained)
 
     def _append_one(self, sequence: Sequence, step: int, now: float) -> None:
         """Account for a token of a sequence that is not in the decode batch, or was not when the token was planned."""

@@ -359,6 +359,8 @@ class Scheduler:
             planner.chunk_rows,
             planner.num_tokens,
             planner.kv_tokens,
+            now,
+            bool(worker.inflight),
         )
         worker.add_step(inflight)
         state.counters.steps += 1

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lineclear.scheduler.core.block_pool import BlockHash
+from lineclear.scheduler.core.draft_costs import DraftTimes, TrialBudget
 from lineclear.scheduler.core.draft_pauses import DraftPauses
 from lineclear.scheduler.core.inflight_step import InflightStep
 from lineclear.scheduler.core.limits import CoreLimits
@@ -44,6 +45,8 @@ class WorkerState:
         self.step_time = StepTimeModel()
         self.inflight: deque[InflightStep] = deque()
         self.draft_pauses = DraftPauses()
+        self.draft_times, self.trial_budget = DraftTimes(), TrialBudget()
+        self.last_result_at = 0.0
         self.step = 0
         """The last step planned in this epoch."""
         self.last_step_tokens = self.last_step_positions = 0
@@ -165,6 +168,7 @@ class WorkerState:
             "step_time": self.step_time.dump(),
             "batch": self.batch.dump(),
             "draft_pauses": self.draft_pauses.dump(),
+            "drafts": [self.draft_times.dump(), self.trial_budget.dump(), self.last_result_at],
             "inflight": [inflight.dump() for inflight in self.inflight],
         }
 
@@ -180,6 +184,9 @@ class WorkerState:
         self.step_time.load(state["step_time"])
         self.batch.load(state["batch"], sequences)
         self.draft_pauses.load(state["draft_pauses"], sequences)
+        times, budget, self.last_result_at = state["drafts"]
+        self.draft_times.load(times)
+        self.trial_budget.load(budget)
         self.inflight = deque(InflightStep.load(entry, sequences) for entry in state["inflight"])
 
 

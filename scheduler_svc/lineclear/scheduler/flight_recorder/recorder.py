@@ -181,7 +181,8 @@ class RecordingScheduler(Scheduler):
             if isinstance(event, Finished) and event.reason in (FinishReason.STOP_EOS, FinishReason.STOP_TOKEN)
         ]
         bad, stuck = sorted(result.bad_rows), sorted(result.stuck_rows)
-        facts = [result.epoch, result.step, result.step_seconds, bad, void, stops, stuck, counts, result.num_drafted]
+        drafts = result.num_drafted, result.draft_seconds
+        facts = [result.epoch, result.step, result.step_seconds, bad, void, stops, stuck, counts, *drafts]
         self._record("apply", now, facts, self._summary(events))
         return events
 

@@ -179,6 +179,7 @@ class _Replayer:
         stuck: list[int],
         counts: list[int],
         num_drafted: list[int],
+        draft_seconds: float,
     ) -> Any:
         last = {str(n): BLANK_EOS if reason == FinishReason.STOP_EOS.value else BLANK_STOP for n, reason in stops}
         tokens: list[int] = []
@@ -200,5 +201,6 @@ class _Replayer:
             vectors=vectors,
             stuck_rows=frozenset(stuck),
             num_drafted=tuple(num_drafted),
+            draft_seconds=draft_seconds,
         )
         return event_summary(self._core.apply(result, now), int)

@@ -1,0 +1,177 @@
+"""Drafts by a draft model: a smaller model of the same vocabulary continues each sequence greedily.
+
+(Speculative decoding, Leviathan et al. 2023; vLLM's draft_model.) The draft model has keys and values of its own, in
+cells with the numbers of the served model's: the block table of a slot holds for both. They are computed when a slot
+drafts for the first time, from its tokens, so that preemption, resume and a lost worker need no care (law 2).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from lineclear.wire.messages import Row
+
+from .attention.base import Chunk, IntArray, pack_chunks, to_device
+from .attention.registry import BACKENDS, choose
+from .drafts.drafter import ReadTokens
+from .drafts.verification import Drafts
+from .input_batch import InputBatch
+from .model.loaded_model import LoadedModel, ModelRefused
+
+_MAX_BEHIND = 16
+"""Positions that the first pass of a step computes together with the last known token."""
+
+
+class _Drafted(NamedTuple):
+    """Drafts whose keys and values were computed, from position `first` on."""
+
+    first: int
+    tokens: list[int]
+
+
+class DraftModelDrafter:
+    """Drafts by a draft model, for the slots of `batch`.
+
+    A step computes at most `max_catch_up` positions that earlier steps have known: a longer prompt takes several.
+    """
+
+    def __init__(self, loaded: LoadedModel, batch: InputBatch, max_catch_up: int) -> None:
+        """Allocate the KV pool of the draft model: as many blocks as the served model has."""
+        c = batch.capacity
+        kind = loaded.layers, c.block_size, loaded.dtype, loaded.device
+        self._loaded, self._batch = loaded, batch
+        self._backend = BACKENDS[choose("auto", *kind)](loaded.layers, c.num_blocks, *kind[1:])
+        loaded.attach(self._backend)
+        self._max_catch_up = max_catch_up
+        self._computed: dict[int, int] = {}  # slot -> leading positions whose keys and values are computed
+        self._drafted: dict[int, _Drafted] = {}
+
+    def reset(self) -> None:
+        """Forget every slot."""
+        self._computed.clear()
+        self._drafted.clear()
+
+    def forget(self, slot: int) -> None:
+        """Forget the sequence of a slot that gets another one."""
+        self._computed.pop(slot, None)
+        self._drafted.pop(slot, None)
+
+    def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
+        """Return drafts for rows that may verify some. Rows without drafts are left out."""
+        # Its positional embeddings may end before those of the served model.
+        rows = [row for row in rows if row.start + row.num_drafts <= self._loaded.max_model_len]
+        tables = {row.slot: self._blocks(row) for row in rows}
+        for row in rows:
+            self._drop_rejected(row, read_tokens)
+        left, ready = self._max_catch_up, list[Row]()
+        for row in rows:
+            left -= self._catch_up(row, tables[row.slot], left)
+            if row.start - self._computed.get(row.slot, 0) < _MAX_BEHIND:
+                ready.append(row)
+        drafts = self._draft(ready, tables)
+        for row in ready:
+            self._drafted[row.slot] = _Drafted(row.start + 1, drafts[row.slot])
+            self._computed[row.slot] = row.start + row.num_drafts
+        return drafts
+
+    def _blocks(self, row: Row) -> IntArray:
+        return np.concatenate((self._batch.blocks_of(row.slot), np.array(row.new_blocks, np.int64)))
+
+    def _drop_rejected(self, row: Row, read_tokens: ReadTokens) -> None:
+        """Count only positions as computed whose tokens were accepted."""
+        drafted = self._drafted.pop(row.slot, None)
+        if drafted is None:
+            return
+        known = read_tokens(row.slot, drafted.first, min(drafted.first + len(drafted.tokens), row.start + 1))
+        count = 0
+        while count < len(known) and known[count] == drafted.tokens[count]:
+            count += 1
+        self._computed[row.slot] = min(self._computed[row.slot], drafted.first + count, row.start)
+
+    def _catch_up(self, row: Row, blocks: IntArray, most: int) -> int:
+        """Compute up to `most` positions before that of the row, if it lags far behind. Returns how many.
+
+        Whole blocks: the pool zeroes a block that is begun and not filled, and others may share it.
+        """
+        start, size = self._computed.get(row.slot, 0), self._batch.capacity.block_size
+        if row.start - start < _MAX_BEHIND:
+            return 0
+        end = row.start if row.start - start <= most else (start + most) // size * size
+        piece = max(self._batch.capacity.max_step_tokens // size * size, size)
+        for first in range(start - start % piece, end, piece):
+            begin, stop = max(first, start), min(first + piece, end)
+            if begin < stop:
+                self._forward([(row.slot, begin, stop)], {row.slot: blocks})
+                self._computed[row.slot] = stop
+        return max(0, end - start)
+
+    def _draft(self, rows: Sequence[Row], tables: dict[int, IntArray]) -> dict[int, list[int]]:
+        """Return the drafts of each row, made in as many passes as the longest has."""
+        table, stride = self._batch.flat_tokens, self._batch.stride
+        passes: list[tuple[list[int], Tensor]] = []
+        for n in range(max((row.num_drafts for row in rows), default=0)):
+            active = [row for row in rows if row.num_drafts > n]
+            spans = [(x.slot, x.start + n if n else self._computed.get(x.slot, 0), x.start + n + 1) for x in active]
+            # Chunks of one query come first.
+            spans.sort(key=lambda span: (span[2] - span[1] > 1, span[2]))
+            tokens = self._forward(spans, tables)
+            behind = np.array([slot * stride + end for slot, _, end in spans], np.int64)
+            table.index_copy_(0, to_device(behind, table.device), tokens)  # where the next pass reads them
+            passes.append(([slot for slot, _, _ in spans], tokens))
+        found: dict[int, list[int]] = {row.slot: [] for row in rows}
+        for slots, tokens in passes:
+            for slot, token in zip(slots, tokens.tolist(), strict=True):
+                found[slot].append(token)
+        return found
+
+    def _forward(self, spans: Sequence[tuple[int, int, int]], tables: dict[int, IntArray]) -> Tensor:
+        """Compute positions [start, end) of slots, given as (slot, start, end); return the likeliest token behind each.
+
+        The tensor is a copy.
+        """
+        size, stride = self._batch.capacity.block_size, self._batch.stride
+        chunks, positions, read, num_tokens = list[Chunk](), list[IntArray](), list[IntArray](), 0
+        for slot, start, end in spans:
+            chunks.append(Chunk(num_tokens, end - start, start, tables[slot][: -(-end // size)]))
+            positions.append(np.arange(start, end))
+            read.append(positions[-1] + slot * stride)
+            num_tokens += end - start
+        self._backend.start_step(pack_chunks(chunks, size))
+        last = np.cumsum([chunk.num_queries for chunk in chunks]) - 1
+        arrays = np.concatenate(read), np.concatenate(positions), last
+        return self._loaded.logits(self._batch.flat_tokens, *arrays).max_ids.clone()
+
+
+def max_catch_up(served: LoadedModel, draft: LoadedModel, max_step_tokens: int) -> int:
+    """Return how many positions the draft model computes in about the time of a full step of the served one."""
+    return max_step_tokens * max(1, served.weight_bytes // max(1, draft.weight_bytes))
+
+
+def check_vocabulary(served: LoadedModel, draft: LoadedModel) -> None:
+    """Raise ModelRefused unless the same token ids mean the same in both models."""
+    advice = "give a draft model with the tokenizer of the served one"
+    if draft.vocab_size != served.vocab_size:
+        raise ModelRefused(
+            f"the draft model has {draft.vocab_size} token ids and the served model {served.vocab_size}; {advice}"
+        )
+    ours, theirs = _tokens(served.directory), _tokens(draft.directory)
+    if ours and theirs and ours != theirs:
+        differing = sum(ours.get(token) != index for token, index in theirs.items())
+        raise ModelRefused(f"the tokenizer of the draft model has other ids for {differing} tokens; {advice}")
+
+
+def _tokens(directory: Path | None) -> dict[str, int]:
+    """Return the ids of tokenizer.json by token; empty if there is none of a known form."""
+    try:
+        content: Any = {} if directory is None else json.loads((directory / "tokenizer.json").read_bytes())
+        entries = content["model"]["vocab"]
+        vocabulary = entries if isinstance(entries, dict) else {entry[0]: i for i, entry in enumerate(entries)}
+        return vocabulary | {entry["content"]: entry["id"] for entry in content.get("added_tokens", ())}
+    except (OSError, ValueError, TypeError, LookupError):
+        return {}
