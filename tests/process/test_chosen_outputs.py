@@ -143,6 +143,15 @@ def test_cancel_and_deadline_end_everything(service: ToyService, kind: dict[str,
 
 
 @pytest.mark.parametrize("kind", [{"num_beams": 4}, {"best_of": 4}], ids=["beams", "best_of"])
+def test_submitted_request_is_running_before_its_outputs_arrive(service: ToyService, kind: dict[str, int]) -> None:
+    with Client(service.target) as client:
+        submitted = client.submit(PROMPT, max_tokens=400, ignore_eos=True, **kind)
+        until(lambda: submitted.poll().state == "running")
+        assert submitted.poll().token_ids == ()
+        submitted.cancel()
+
+
+@pytest.mark.parametrize("kind", [{"num_beams": 4}, {"best_of": 4}], ids=["beams", "best_of"])
 def test_a_full_queue_rejects_the_request(tmp_path: Path, kind: dict[str, int]) -> None:
     flags = ("--max-batch-size", "1", "--max-queue-size", "1")
     with toy_service(tmp_path, *flags, **SLOW) as service, Client(service.target, max_attempts=1) as client:

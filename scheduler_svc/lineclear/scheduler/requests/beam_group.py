@@ -99,7 +99,9 @@ class BeamGroup:
                 return
             if chunk.queued is not None:
                 self._outputs[0].on_admitted(chunk.queued)
-            self._started = self._started or chunk.started
+            if chunk.started is not None and self._started is None:
+                self._started = chunk.started
+                self._outputs[0].start_held(chunk.started)
             if chunk.logprobs:
                 self._steps[index] = chunk.logprobs[0]
             if chunk.end is not None:

@@ -67,7 +67,9 @@ class BestOf:
             candidate.texts += chunk.texts
             candidate.logprobs += chunk.logprobs
             candidate.times += chunk.times
-            candidate.started = chunk.started or candidate.started
+            if chunk.started is not None:
+                candidate.started = chunk.started
+                self._outputs[0].start_held(chunk.started)
             if chunk.queued is not None:
                 self._outputs[0].on_admitted(chunk.queued)
             if chunk.end is not None:

@@ -308,6 +308,10 @@ class OutputStream:
         self.cancel(error, discard_unread=True)
         self._unsent_start = self._unsent_position = None
 
+    def start_held(self, started: Started) -> None:
+        """Record the start of an output that `deliver` delivers later."""
+        self.started = self.started or started
+
     def deliver(
         self,
         started: Started,

@@ -54,13 +54,14 @@ class SubmittedAnswer:
         self.queued: pb.Queued | None = None
         self.error: LineclearError | None = None
         self.outputs = [SubmittedOutput(self, output, request) for output in request.outputs]
+        self._streams: Sequence[OutputStream] = request.outputs
         self._by_index = {output.index: output for output in self.outputs}
         self._changed = asyncio.Event()
 
     @property
     def has_started(self) -> bool:
         """Whether an output has left the queue."""
-        return any(output.started is not None for output in self.outputs)
+        return any(stream.started is not None for stream in self._streams)
 
     @property
     def has_ended(self) -> bool:
@@ -93,6 +94,8 @@ class SubmittedAnswer:
             self.queued = message.queued
         if error is None:
             self._by_index[message.index].add(message, texts)
+        if self.has_ended:
+            self._streams = ()
         self._changed.set()
         self._changed = asyncio.Event()
 
