@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -115,6 +116,8 @@ class Campaign:
     continued_elsewhere: int = 0
     """Deaths after which every stream went on before a new worker had joined."""
     mix: bool = False
+    max_seconds: float = math.inf
+    """No kill begins after so long."""
 
     def run(self, of: str, kills: int) -> None:
         """Kill `kills` times, then wait until all answers are complete."""
@@ -125,7 +128,10 @@ class Campaign:
             readers = [self._reader(stack, number, of) for number in range(self.num_streams)]
             for reader in readers:
                 reader.start()
+            end = time.monotonic() + self.max_seconds
             for _ in range(kills):
+                if time.monotonic() > end:
+                    break
                 self._wait_for_tokens(server, readers, self.rng.randrange(_MAX_TOKENS_BETWEEN))
                 server = self._kill_worker(server, readers) if of == "worker" else self._kill_server(server, readers)
             for reader in readers:
@@ -290,7 +296,7 @@ def _wait(server: Server, condition: Callable[[], bool], what: str) -> None:
     while not condition():
         code = server.process.poll()
         assert code is None, f"the server exited with {code} instead of {what}"
-        assert time.monotonic() < end, f"no {what} within {BOUND_SECONDS:g} s"
+        assert time.monotonic() < end, f"no {what} within {BOUND_SECONDS:g} s: {server.last_events()}"
         time.sleep(0.002)
 
 
@@ -312,69 +318,44 @@ def campaign(
     mix: bool = False,
     server_flags: str = "",
     num_questions: int = 0,
+    max_seconds: float = math.inf,
     deaths: dict[str, float] | None = None,
 ) -> Campaign:
     """Run a campaign. `is_clean` is its verdict."""
     target = f"unix:{folder}/api.sock"
     path, tokens = write_tokens(folder)
-    flags = ["--token-file", str(path), *(["--standby-worker"] if standby else [])]
-    flags += ["--num-workers", str(num_workers)] if num_workers > 1 else []
+    flags = ["--token-file", str(path)]
+    more = [*(["--standby-worker"] if standby else []), *server_flags.split()]
+    more += ["--num-workers", str(num_workers)] if num_workers > 1 else []
     worker_flags = ["--quantization", quantization] if quantization else []
-
-    if mix:
-        more = [*flags, *server_flags.split()]
-        return _mixed(folder, of, kills, streams, seed, model, more, num_workers, num_questions, deaths)
+    served, adapters = prepare(folder, Path(model)) if mix else (model, [])
+    in_fp32 = ["--", "--dtype", "float32", "--threads", "1"]
 
     def make_server() -> Server:
+        if mix:
+            num_blocks = ["--num-blocks", str(_BLOCKS_PER_STREAM * streams // num_workers)]
+            drafts = () if "--speculative-method" in more else _DRAFTS
+            mixed = [*flags, *more, "--model", str(served), *adapters, *drafts, *in_fp32, *num_blocks]
+            return Server(target, mixed)
         if model:
-            return Server(target, [*flags, "--model", model, "--", "--dtype", dtype, *worker_flags])
-        return Server(target, [*flags, "--model", str(save(folder, byte_level()))], toy=_TOY)
+            return Server(target, [*flags, *more, "--model", model, "--", "--dtype", dtype, *worker_flags])
+        return Server(target, [*flags, *more, "--model", str(save(folder, byte_level()))], toy=_TOY)
 
     is_rounded = bool(model) and dtype != "float32"
-    if model:
-        ask: AskMixed = model_questions(target, make_server(), streams, seed, tokens[TENANTS[0]], greedy=is_rounded)
-        tolerance = FP32
+    ask: AskMixed
+    if mix:
+        plain = [*flags, "--model", str(served), *adapters, "--pipeline-depth", "1", "--no-prefix-cache", *in_fp32]
+        ask = mixed_questions(target, Server(target, plain), num_questions or 4 * streams, seed, tokens[TENANTS[0]])
+    elif model:
+        ask = model_questions(target, make_server(), streams, seed, tokens[TENANTS[0]], greedy=is_rounded)
     else:
-        ask, tolerance = toy_questions(seed, ROUTES), Tolerance()
-    if is_rounded:
-        tolerance = BF16
+        ask = toy_questions(seed, ROUTES)
+    tolerance = BF16 if is_rounded else FP32 if model else Tolerance()
+    default = _DEATHS_WITH_STANDBY if standby else _DEATHS_OF_MIX if mix else _DEATHS
     rng = random.Random(seed)
-    default = _DEATHS_WITH_STANDBY if standby else _DEATHS
     chosen = Campaign(target, make_server, ask, streams, rng, tokens, tolerance, dict(deaths or default))
     chosen.promoted = 0 if standby else None
-    chosen.num_workers = num_workers
-    chosen.run(of, kills)
-    return chosen
-
-
-def _mixed(
-    folder: Path,
-    of: str,
-    kills: int,
-    streams: int,
-    seed: int,
-    model: str,
-    flags: list[str],
-    num_workers: int,
-    num_questions: int,
-    deaths: dict[str, float] | None,
-) -> Campaign:
-    """Run a campaign with all features. The worker computes in fp32."""
-    target, path, tokens = f"unix:{folder}/api.sock", folder / "tokens", _tokens()
-    served, adapters = prepare(folder, Path(model))
-    own = ["--token-file", str(path), "--model", str(served), *adapters]
-    last = ["--", "--dtype", "float32", "--threads", "1"]
-    plain = Server(target, [*own, "--pipeline-depth", "1", "--no-prefix-cache", *last])
-    ask = mixed_questions(target, plain, num_questions or 4 * streams, seed, tokens[TENANTS[0]])
-
-    def make_server() -> Server:
-        num_blocks = _BLOCKS_PER_STREAM * streams // num_workers
-        drafts = () if "--speculative-method" in flags else _DRAFTS
-        return Server(target, [*flags, *own[2:], *drafts, *last, "--num-blocks", str(num_blocks)])
-
-    rng = random.Random(seed)
-    chosen = Campaign(target, make_server, ask, streams, rng, tokens, FP32, dict(deaths or _DEATHS_OF_MIX))
-    chosen.num_workers, chosen.mix = num_workers, True
+    chosen.num_workers, chosen.mix, chosen.max_seconds = num_workers, mix, max_seconds
     chosen.run(of, kills)
     return chosen
 
@@ -419,6 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-workers", type=int, default=1)
     parser.add_argument("--mix", action="store_true", help="constraints, outputs, beams, adapters, drafts ...")
     parser.add_argument("--server-flags", default="", help="more flags of the server of --mix")
+    parser.add_argument("--max-seconds", type=float, default=math.inf, help="kill no process after so long")
     parser.add_argument("--standby", action="store_true", help="run a standby worker")
     parser.add_argument(
         "--parallel", type=int, default=1, help="number of campaigns at the same time; they share the kills"
@@ -429,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started_at = time.monotonic()
     if chosen.parallel > 1:
         arguments = [f"--{n}={getattr(chosen, n)}" for n in ("of", "streams", "model", "dtype", "quantization")]
-        arguments += [f"--num-workers={chosen.num_workers}"]
+        arguments += [f"--num-workers={chosen.num_workers}", f"--max-seconds={chosen.max_seconds}"]
         arguments += [f"--{name}" for name in ("standby", "mix") if getattr(chosen, name)]
         arguments += [f"--server-flags={chosen.server_flags}"]
         figures, clean = run_parallel(arguments, chosen.parallel, chosen.seed, chosen.kills)

@@ -99,6 +99,11 @@ class Server:
         with self._changed:
             return [line for _, line in self.events if line.get("event") == event]
 
+    def last_events(self, count: int = 30) -> list[tuple[float, dict[str, Any]]]:
+        """Return the last log lines, except those of requests."""
+        with self._changed:
+            return [event for event in self.events if not event[1].get("event", "").startswith("request_")][-count:]
+
     def end(self, number: signal.Signals) -> int:
         """Send a signal and wait for the exit. Return the exit code."""
         if self.process.poll() is None:
