@@ -122,6 +122,7 @@ def test_parsed_answer() -> None:
         assert isinstance(parsed, Model)
         assert parsed.number == 4
         assert client.generate("x", json_object=True).parsed == {"number": 4}
+        assert isinstance(client.generate("x", response_format=Model).outputs[0].parsed, Model)
         assert "response_format" not in client.generate("x", response_format=Model).to_dict()
     with Client(transport=FakeTransport('so </think> {"number":4}')) as client:
         assert client.generate("x", json_object=True, constraint_start="</think>").parsed == {"number": 4}

@@ -170,11 +170,18 @@ class Output:
     reasoning: str = ""
     score: float | None = None
     """What `best_of` and beam search rank outputs by."""
+    response_format: Any = dataclasses.field(default=None, repr=False, compare=False)
+    constraint_start: str = dataclasses.field(default="", repr=False, compare=False)
 
     @property
     def seed(self) -> int:
         """The seed of this output."""
         return self.started.seed
+
+    @property
+    def parsed(self) -> Any:
+        """The JSON of this output, as `Generation.parsed`."""
+        return _parsed(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +222,7 @@ class Generation:
 
         Raises ValueError if the text is no JSON: the answer was cut off, or had no form.
         """
-        _, _, text = self.text.rpartition(self.constraint_start) if self.constraint_start else ("", "", self.text)
-        return value_of(self.response_format, text)
+        return _parsed(self)
 
     @property
     def message(self) -> ChatMessage:
@@ -243,8 +249,11 @@ class Generation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for json.dumps, without the fields that were not requested."""
-        plain = {"request_id": self.request_id, **dataclasses.asdict(dataclasses.replace(self, response_format=None))}
-        del plain["response_format"], plain["constraint_start"]
+        outputs = tuple(dataclasses.replace(output, response_format=None) for output in self.outputs)
+        bare = dataclasses.replace(self, response_format=None, outputs=outputs)
+        plain = {"request_id": self.request_id, **dataclasses.asdict(bare)}
+        for entry in (plain, *plain["outputs"]):
+            del entry["response_format"], entry["constraint_start"]
         plain["tokens_per_second"] = self.tokens_per_second
         for name in ("logprobs", "prompt_logprobs", "token_times_seconds", "tool_calls", "reasoning"):
             if not plain[name]:
@@ -252,6 +261,12 @@ class Generation:
         if len(self.outputs) < 2:
             del plain["outputs"]
         return plain
+
+
+def _parsed(answer: Generation | Output) -> Any:
+    start = answer.constraint_start
+    _, _, text = answer.text.rpartition(start) if start else ("", "", answer.text)
+    return value_of(answer.response_format, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,9 @@ class AsyncStream:
                 "response_format": self._options.response_format,
                 "constraint_start": self._options.constraint_start,
             }
-            self._result = replace(self._assembler.generation(), **form)
+            result = self._assembler.generation()
+            outputs = tuple(replace(output, **form) for output in result.outputs)
+            self._result = replace(result, outputs=outputs, **form)
         return self._result
 
     async def __aenter__(self) -> Self:

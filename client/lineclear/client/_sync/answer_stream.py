@@ -110,7 +110,9 @@ class Stream:
                 "response_format": self._options.response_format,
                 "constraint_start": self._options.constraint_start,
             }
-            self._result = replace(self._assembler.generation(), **form)
+            result = self._assembler.generation()
+            outputs = tuple(replace(output, **form) for output in result.outputs)
+            self._result = replace(result, outputs=outputs, **form)
         return self._result
 
     def __enter__(self) -> Self:
