@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -59,7 +60,8 @@ def test_options_are_in_the_request(cli: Any, server: Any) -> None:
         "--repetition-detection", "20,4", "--truncate-prompt-tokens", "50",
         "--seed", "7", "--min-tokens", "1", "--ignore-eos", "--stop", "a", "--stop", "b", "--stop-token-ids", "8, 9",
         "--eos-token-ids", "3", "--include-stop-string", "--priority", "0", "--expected-tokens", "4",
-        "--top-logprobs", "2", "--token-timings", "--header", "a=b=c",
+        "--top-logprobs", "2", "--logprob-token-ids", "7,5", "--prompt-logprobs", "0", "--token-timings",
+        "--num-speculative-tokens", "0", "--header", "a=b=c",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert server.requests == [
@@ -82,7 +84,11 @@ def test_options_are_in_the_request(cli: Any, server: Any) -> None:
             priority=0,
             truncate_prompt_tokens=50,
             expected_tokens=4,
-            output={"logprobs": True, "top_logprobs": 2, "token_timings": True},
+            num_speculative_tokens=0,
+            output={
+                "logprobs": True, "top_logprobs": 2, "logprob_token_ids": [7, 5], "prompt_logprobs": 0,
+                "token_timings": True,
+            },
         )
     ]  # fmt: skip
     assert server.metadata[0]["a"] == "b=c"
@@ -108,6 +114,12 @@ def test_json_output_with_deltas(cli: Any) -> None:
     assert (result["text"], result["token_ids"], result["finish_reason"]) == ("one two", [100, 101], "length")
     *pieces, last = lines(cli("generate", "one two", "--json", "--deltas").stdout)
     assert "".join(piece["delta"]["text"] for piece in pieces) == last["result"]["text"] == "one two"
+
+
+def test_numbers_that_json_lacks_are_null() -> None:
+    """A banned token has the log-probability minus infinity."""
+    line = output.json_line({"logprobs": [(5, -math.inf), {"x": math.nan}], "y": 1.5})
+    assert json.loads(line, parse_constant=pytest.fail) == {"logprobs": [[5, None], {"x": None}], "y": 1.5}
 
 
 def test_several_prompts_are_lines_in_order(cli: Any) -> None:

@@ -86,6 +86,14 @@ def test_every_parameter_sets_its_field() -> None:
     assert message.output == pb.OutputOptions(logprobs=True, top_logprobs=2)
 
 
+def test_logprob_token_ids_ask_for_logprobs() -> None:
+    assert Request.of("", logprob_token_ids=(3, 1)).to_proto().output == pb.OutputOptions(
+        logprobs=True, logprob_token_ids=[3, 1]
+    )
+    with pytest.raises(InvalidRequest, match="logprob_token_ids"):
+        Request.of("", logprob_token_ids=[-1]).to_proto()
+
+
 def test_none_leaves_a_field_unset() -> None:
     assert Request.of("").to_proto() == pb.GenerateRequest(text="")
     assert Request.of("").to_proto().WhichOneof("prompt") == "text"

@@ -87,9 +87,10 @@ def test_a_deadline_passes_in_a_delay(ask: Any) -> None:
 
 def test_options_shape_the_answer(ask: Any) -> None:
     answer = Answer(pieces=("ab", "c"), finish_reason=FinishReason.STOP_STRING, matched_stop="!", delay_seconds=0.001)
-    result = ask(FakeTransport(answer), "x", top_logprobs=2, token_timings=True, omit_text=True)
+    result = ask(FakeTransport(answer), "x", top_logprobs=2, logprob_token_ids=[9], token_timings=True, omit_text=True)
     assert (result.text, result.token_ids, result.matched_stop) == ("", (97, 98, 99), "!")
     assert [len(entry.top_logprobs) for entry in result.logprobs] == [2, 2, 2]
+    assert [[x.token_id for x in entry.token_id_logprobs] for entry in result.logprobs] == [[9]] * 3
     assert len(result.token_times_seconds) == 3
 
 

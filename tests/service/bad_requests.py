@@ -195,6 +195,13 @@ def _cases() -> Iterator[Bad]:
         INVALID,
         ("output.top_logprobs",),
     )
+    for ids, sampling in (([1] * 129, {}), ([1], {"num_beams": 2, "temperature": 0})):
+        bad = request(output={"logprob_token_ids": ids}, sampling=sampling)
+        yield Bad(f"{len(ids)} logprob ids with {sampling}", bad, INVALID, ("output.logprob_token_ids",))
+    bad = request(output={"logprob_token_ids": [0, HUGE_IDS[0]]})
+    yield Bad("logprob id", bad, VOCAB, ("output.logprob_token_ids[1]",))
+    bad = request(output={"logprobs": False, "logprob_token_ids": [1]})
+    yield Bad("logprob ids without logprobs", bad, INVALID, ("output.logprob_token_ids",))
     # prompts
     yield Bad("no prompt", pb.GenerateRequest(), INVALID, ("prompt",))
     yield Bad("empty text", request(text=""), INVALID, ("text",))

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 from support.service import wait_for
-from support.toy import expected_scores, expected_vector
+from support.toy import expected_logprobs, expected_scores, expected_vector
 from support.toy_service import TOKENIZER, VOCABULARY, ToyService, answer, toy_service
 from support.worker_kills import signal_worker
 
 from lineclear import errors
-from lineclear.client import AsyncClient, Client
+from lineclear.client import AsyncClient, Client, Generation
 from lineclear.client.retry import RetryPolicy
 from lineclear.scheduler.requests import validation
 from lineclear.scheduler.requests.validation import ModelBounds
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.messages import Pooling, PoolingKind
+from lineclear.wire.messages import Pooling, PoolingKind, Sampling
 
 PROMPT = list(range(1, 40))
 LONG = list(range(1, 200))
@@ -104,6 +104,27 @@ def test_prompt_logprobs_in_session(service: ToyService) -> None:
         assert plain(submitted.attach().read_all().prompt_logprobs) == right(PROMPT, 0), "each reader gets them"
 
 
+def of_tokens(generation: Generation, given: list[int]) -> list[list[tuple[int, float]]]:
+    """Return the log-probabilities of the given tokens that the toy worker has at the places of an answer."""
+    sampling = Sampling(temperature=1.0, seed=3, logprobs=1, logprob_ids=tuple(given))
+    rows = expected_logprobs(PROMPT, generation.token_ids, sampling, VOCABULARY)
+    return [list(row.top[1:]) for row in rows if row is not None]
+
+
+@pytest.mark.parametrize("sessions", [False, True])
+def test_logprobs_of_given_tokens(service: ToyService, sessions: bool) -> None:
+    given = [9, 500, 9]
+    options: dict[str, Any] = {"max_tokens": 5, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    options |= {"logprob_token_ids": given, "top_logprobs": 1}
+    with Client(service.target, sessions=sessions) as client:
+        for found in (client.generate(PROMPT, **options), client.submit(PROMPT, **options).result()):
+            assert list(found.token_ids) == answer(PROMPT, 5, seed=3)
+            assert [plain([x])[0][1][0][0] for x in found.logprobs] == list(found.token_ids)
+            by_id = [[(x.token_id, x.logprob) for x in entry.token_id_logprobs] for entry in found.logprobs]
+            assert by_id == of_tokens(found, given)
+            assert not client.generate(PROMPT, max_tokens=1, logprobs=True).logprobs[0].token_id_logprobs
+
+
 @pytest.mark.parametrize("pooling", ["last_token", "mean"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_vectors(client: Client, pooling: Any, normalize: bool) -> None:
@@ -134,6 +155,7 @@ def test_vectors(client: Client, pooling: Any, normalize: bool) -> None:
         (lambda c: c.embed([[1]], dimensions=0), "dimensions"),
         (lambda c: c.embed([[1]], dimensions=3), "dimensions"),
         (lambda c: c.generate(PROMPT, prompt_logprobs=21), "output.prompt_logprobs"),
+        (lambda c: c.generate(PROMPT, best_of=2, logprob_token_ids=[1]), "output.logprob_token_ids"),
     ],
 )
 def test_invalid_fields_are_named(client: Client, call: Any, path: str) -> None:

@@ -69,7 +69,8 @@ def sample(
     if sampling.logprobs < 0:
         return token, None
     logprob = -((number >> 40) % 4096) / 256
-    return token, Logprobs(logprob, tuple(((token + i) % vocab_size, logprob - i) for i in range(sampling.logprobs)))
+    top = tuple(((token + i) % vocab_size, logprob - i) for i in range(sampling.logprobs))
+    return token, Logprobs(logprob, top + tuple((i, logprob - i % 8) for i in sampling.logprob_ids))
 
 
 def expected(prompt: Sequence[int], sampling: Sampling, max_tokens: int, vocab_size: int, model: str = "") -> list[int]:
@@ -140,7 +141,7 @@ def _parameters(sampling: Sampling, prompt_len: int) -> bytes:
     return data
 
 
-_APPLIED = {"allowed_ids", "banned_ids", "stop_ids", "min_tokens", "seed", "logprobs"}
+_APPLIED = {"allowed_ids", "banned_ids", "stop_ids", "min_tokens", "seed", "logprobs", "logprob_ids"}
 _DEFAULT = ("temperature", 1.0)
 
 

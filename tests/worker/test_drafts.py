@@ -78,7 +78,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "frequency": {"temperature": 0.3, "seed": 7, "frequency_penalty": 0.7, "presence_penalty": 0.4},
     "biased": {"logit_bias": ((11, 3.0), (12, -4.0)), "banned_ids": (20, 21)},
     "allowed": {"allowed_ids": (30, 31, 32, 33), "temperature": 1.0, "seed": 1},
-    "logprobs": {"logprobs": 3, "temperature": 0.5, "seed": 9},
+    "logprobs": {"logprobs": 3, "logprob_ids": (5, 90), "temperature": 0.5, "seed": 9},
     "min_tokens": {"min_tokens": 10, "stop_ids": tuple(range(5, 200, 3))},
 }
 

@@ -135,18 +135,30 @@ def test_logprobs_are_those_requested() -> None:
     runner = runner_of(wrap_model(model))
     server = InProcess(runner)
     prompt = tuple(range(20, 33))
-    requests = [asked("with", prompt, logprobs=3), asked("without", prompt), asked("chosen only", prompt, logprobs=0)]
+    requests = [
+        asked("with", prompt, logprobs=3),
+        asked("without", prompt),
+        asked("given", prompt, logprobs=0, logprob_ids=(7, 3, 150)),
+        asked("both", prompt, logprobs=1, logprob_ids=(150,)),
+        asked("chosen only", prompt, logprobs=0),
+    ]
     outputs = server.serve(requests)
-    assert outputs["with"] == outputs["without"] == outputs["chosen only"]
+    assert len({tuple(tokens) for tokens in outputs.values()}) == 1
     plain = tiny_model("qwen2")
     with torch.no_grad():
         logits = plain(torch.tensor([[*prompt, *outputs["with"]]])).logits[0, len(prompt) - 1 : -1]
-    wanted = torch.log_softmax(logits, dim=-1).topk(3)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    wanted = logprobs.topk(3)
     assert len(server.logprobs("with")) == len(server.logprobs("chosen only")) == 8
     for i, entry in enumerate(server.logprobs("with")):
         assert [token for token, _ in entry.top] == wanted.indices[i].tolist()
         assert [value for _, value in entry.top] == pytest.approx(wanted.values[i].tolist(), abs=1e-4)
         assert entry.logprob == pytest.approx(entry.top[0][1])
+    for row, given, both in zip(logprobs, server.logprobs("given"), server.logprobs("both"), strict=True):
+        assert [token for token, _ in given.top] == [7, 3, 150]
+        assert [value for _, value in given.top] == pytest.approx(row[[7, 3, 150]].tolist(), abs=1e-4)
+        assert [token for token, _ in both.top] == [int(row.argmax()), 150]
+        assert both.top[1] == pytest.approx(given.top[2])
     assert all(entry.top == () for entry in server.logprobs("chosen only"))
     assert not server.logprobs("without")
 

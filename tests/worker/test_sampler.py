@@ -309,6 +309,21 @@ def test_logprobs_precede_temperature_and_truncation() -> None:
     assert found.top_ids[0].tolist() == wanted[0].topk(5).indices.tolist()
 
 
+def test_logprobs_of_given_ids_follow_bans_and_precede_truncation() -> None:
+    logits = random_logits(3, 100)
+    parameters = [
+        Sampling(temperature=0.3, top_k=1, logprobs=0, logprob_ids=(9, 4, 9), banned_ids=(4,)),
+        Sampling(logprobs=2),
+        Sampling(logprobs=0, logprob_ids=(99,)),
+    ]
+    found = run(logits, parameters)
+    changed = logits.clone()
+    changed[0, 4] = -math.inf
+    wanted = torch.log_softmax(changed, dim=-1)
+    assert found.id_logprobs is not None
+    torch.testing.assert_close(found.id_logprobs, wanted[[0, 0, 0, 2], [9, 4, 9, 99]])
+
+
 def test_equal_logprobs_are_sorted_by_id() -> None:
     found = run(torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]), [Sampling(logprobs=4)])
     assert found.top_ids is not None

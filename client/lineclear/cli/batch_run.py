@@ -173,7 +173,7 @@ class _Results:
 
     def write(self, result: dict[str, Any]) -> None:
         """Write and flush one result."""
-        self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
+        self._file.write(output.json_line(result))
         self._file.flush()
 
 

@@ -362,6 +362,13 @@ class RequestFlags:
     top_logprobs: Annotated[
         int | None, _option(OUTPUT, "With --json: and of this many of the most likely tokens. [0, 20]")
     ] = None
+    logprob_token_ids: Annotated[
+        str | None, _option(OUTPUT, "With --json: and of these token ids, separated by commas.", metavar="IDS")
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        _option(OUTPUT, "With --json: log probability of each prompt token and of this many most likely. [0, 20]"),
+    ] = None
     token_timings: Annotated[bool, _option(OUTPUT, "With --json: when each token was made.", "--token-timings")] = False
     keep_special_tokens: Annotated[
         bool, _option(OUTPUT, "Keep the text of special tokens.", "--keep-special-tokens")
@@ -370,8 +377,14 @@ class RequestFlags:
 
     def params(self) -> Params:
         given = {field.name: getattr(self, field.name) or None for field in dataclasses.fields(self)}
-        given["priority"] = self.priority  # 0 is a priority
-        given["truncate_prompt_tokens"] = self.truncate_prompt_tokens  # the server rejects 0
+        for name in (
+            "priority",
+            "truncate_prompt_tokens",
+            "prompt_logprobs",
+            "num_speculative_tokens",
+        ):  # 0 has a meaning, or is rejected
+            given[name] = getattr(self, name)
+        given["logprob_token_ids"] = numbers(self.logprob_token_ids, "--logprob-token-ids")
         return cast("Params", given)
 
     def request(self, prompt: Any, sampling: Sampling) -> Request:

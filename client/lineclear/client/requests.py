@@ -194,6 +194,7 @@ class Params(TypedDict, total=False):
     logprobs: bool | None
     top_logprobs: int | None
     prompt_logprobs: int | None
+    logprob_token_ids: Sequence[int] | None
     keep_special_tokens: bool | None
     token_timings: bool | None
     queue_position: bool | None
@@ -222,6 +223,8 @@ class Request:
     a value of it.
     `tools`: what the model may call in a conversation. `tool_choice`: "auto" (the default), "none", "required" or a
     dict that names a function. `parallel_tool_calls`: whether an answer may have several calls (the default).
+    `top_logprobs`, `logprob_token_ids`: the log-probabilities of the most likely tokens and of these, beside those of
+    the answer. `prompt_logprobs`: those of the prompt's tokens, and of this many most likely in their places.
     `tenant`: whose share of the server the request takes, unless the token or certificate of the client names one.
 
     `on_delta` is called with each Delta, then `on_token` with each of its token ids, on the thread or task that reads
@@ -250,6 +253,7 @@ class Request:
     logprobs: bool | None = None
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     keep_special_tokens: bool | None = None
     token_timings: bool | None = None
     queue_position: bool | None = None
@@ -306,14 +310,18 @@ class Request:
         set_field(message, "model_fingerprint", self.model_fingerprint)
         for name in _OUTPUT_OPTIONS:
             set_field(message.output, name, getattr(self, name), path=f"output.{name}")
-        if self.top_logprobs and self.logprobs is None:
+        if self.logprob_token_ids is not None:
+            _extend(message.output.logprob_token_ids, self.logprob_token_ids, "output.logprob_token_ids")
+        if (self.top_logprobs or message.output.logprob_token_ids) and self.logprobs is None:
             message.output.logprobs = True
         if self.on_queued is not None and self.queue_position is None:
             message.output.queue_position = True
         return message
 
 
-_OUTPUT_OPTIONS: Final = tuple(pb.OutputOptions.DESCRIPTOR.fields_by_name)
+_OUTPUT_OPTIONS: Final = tuple(
+    name for name in pb.OutputOptions.DESCRIPTOR.fields_by_name if name != "logprob_token_ids"
+)
 
 
 def arrives_whole(sampling: sampling_pb2.SamplingParams) -> bool:

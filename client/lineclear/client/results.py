@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -48,7 +48,7 @@ class HealthStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TopLogprob:
-    """A likely token of a position."""
+    """A token and its log-probability at a position."""
 
     token_id: int
     logprob: float
@@ -56,10 +56,14 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logarithm (base e) of the probability of a sampled token, and the most likely candidates, best first."""
+    """Logarithm (base e) of the probability of a sampled token, and the most likely candidates, best first.
+
+    `token_id_logprobs`: those of the request's `logprob_token_ids`, in their order.
+    """
 
     logprob: float
     top_logprobs: tuple[TopLogprob, ...] = ()
+    token_id_logprobs: tuple[TopLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,7 +476,11 @@ def delta_from_proto(message: pb.GenerateResponse) -> Delta:
 
 def token_logprobs(entry: pb.TokenLogprobs) -> TokenLogprobs:
     """Convert the log-probabilities of one token."""
-    return TokenLogprobs(entry.logprob, tuple(TopLogprob(top.token_id, top.logprob) for top in entry.top_logprobs))
+    return TokenLogprobs(entry.logprob, _candidates(entry.top_logprobs), _candidates(entry.token_id_logprobs))
+
+
+def _candidates(entries: Iterable[pb.TopLogprob]) -> tuple[TopLogprob, ...]:
+    return tuple(TopLogprob(entry.token_id, entry.logprob) for entry in entries)
 
 
 def _finish_reason(number: pb.FinishReason.ValueType) -> FinishReason:

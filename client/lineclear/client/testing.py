@@ -24,7 +24,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -335,11 +335,16 @@ def _piece(request: pb.GenerateRequest, text: str, tokens: list[int], first_inde
     output = request.output
     piece = pb.GenerateResponse(first_index=first_index, token_ids=tokens, text="" if output.omit_text else text)
     if output.logprobs:
-        tops = [pb.TopLogprob(token_id=token, logprob=0.0) for token in range(output.top_logprobs)]
-        piece.logprobs.extend(pb.TokenLogprobs(logprob=0.0, top_logprobs=tops) for _ in tokens)
+        tops, given = map(_zeros, (range(output.top_logprobs), output.logprob_token_ids))
+        entry = pb.TokenLogprobs(logprob=0.0, top_logprobs=tops, token_id_logprobs=given)
+        piece.logprobs.extend(entry for _ in tokens)
     if output.token_timings:
         piece.token_times_us.extend(range(first_index, first_index + len(tokens)))
     return piece
+
+
+def _zeros(token_ids: Iterable[int]) -> list[pb.TopLogprob]:
+    return [pb.TopLogprob(token_id=token_id, logprob=0.0) for token_id in token_ids]
 
 
 class _Played:

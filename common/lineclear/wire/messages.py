@@ -180,7 +180,10 @@ class Scores(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Natural logarithms for one sampled token. `top` is (token id, logprob), most likely first."""
+    """Natural logarithms for one sampled token.
+
+    `top` is (token id, logprob): the most likely, most likely first, then `Sampling.logprob_ids`.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

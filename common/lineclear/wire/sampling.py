@@ -138,6 +138,8 @@ class Sampling:
     """End-of-sequence and stop tokens: banned by the worker until `min_tokens` outputs are there."""
     logprobs: int = _scalar(-1, Use.HOST)
     """-1: none. k >= 0: the sampled token's, and those of the k most likely."""
+    logprob_ids: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are reported, too."""
     grammar: str = ""
     """Grammar that the output matches, in the format of llguidance; empty: any output. It ends with one of `stop_ids`.
     """

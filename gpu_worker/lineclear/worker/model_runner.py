@@ -375,6 +375,12 @@ class _InflightStep:
         rows, num_top = self._metadata.host_logprob_rows, self._metadata.num_top
         for row, count, chosen, ids, values in zip(rows, num_top, *columns, strict=True):
             entries[row] = Logprobs(chosen, tuple(zip(ids[:count], values[:count], strict=True)))
+        if outputs.id_logprobs is not None:
+            found = iter(outputs.id_logprobs.tolist())
+            for row, own_ids in zip(rows, self._metadata.host_logprob_ids, strict=True):
+                entry = entries[row]
+                assert entry is not None
+                entries[row] = entry._replace(top=entry.top + tuple((i, next(found)) for i in own_ids))
         return tuple(entries)
 
 
@@ -400,9 +406,9 @@ def _rows_where(bad: Tensor | None) -> frozenset[int]:
 
 
 def _all_to_host(sampled: Sampled) -> Sampled:
-    optional = sampled.bad, sampled.logprobs, sampled.top_ids, sampled.top_logprobs, sampled.stuck
-    bad, logprobs, top_ids, top_logprobs, stuck = (None if x is None else _to_host(x) for x in optional)
-    return Sampled(_to_host(sampled.tokens), bad, logprobs, top_ids, top_logprobs, stuck=stuck)
+    optional = sampled.bad, sampled.logprobs, sampled.top_ids, sampled.top_logprobs, sampled.id_logprobs, sampled.stuck
+    bad, logprobs, top_ids, top_logprobs, ids, stuck = (None if x is None else _to_host(x) for x in optional)
+    return Sampled(_to_host(sampled.tokens), bad, logprobs, top_ids, top_logprobs, ids, stuck=stuck)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

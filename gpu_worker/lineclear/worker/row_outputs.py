@@ -17,7 +17,7 @@ from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, Scores, Slo
 from .attention.base import IntArray, to_device
 from .input_batch import OutputRow
 from .model.loaded_model import ModelForward
-from .sampler import logprobs_of
+from .sampler import top_logprobs
 
 PIECE = 64
 """Positions whose logits are projected at once: 39 MB in float32 with a vocabulary of 152k."""
@@ -87,7 +87,8 @@ class RowOutputs:
         for start in range(0, len(packed), PIECE):
             logits = forward.logits(packed[start : start + PIECE]).values.float()
             bad = ~torch.isfinite(logits.amax(dim=-1))
-            pieces.append((*logprobs_of(logits, targets[start : start + PIECE], num_top), bad))
+            all_logprobs = torch.log_softmax(logits, dim=-1)
+            pieces.append((*top_logprobs(all_logprobs, targets[start : start + PIECE], num_top), bad))
         return ScoreColumns(*(torch.cat(column) for column in zip(*pieces, strict=True)))
 
     def _pool(self, row: OutputRow, forward: ModelForward) -> Tensor | None:

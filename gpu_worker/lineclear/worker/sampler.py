@@ -38,6 +38,8 @@ class Sampled(NamedTuple):
     top_ids: Tensor | None = None
     """[num_logprob_rows, max num_top]: most likely first, the lowest id first among equals."""
     top_logprobs: Tensor | None = None
+    id_logprobs: Tensor | None = None
+    """Of the tokens in `SamplingMetadata.logprob_ids`, one row after the other. None: of no tokens."""
     host_tokens: list[int] | None = None
     """`tokens` as a list, on a CPU for greedy steps."""
     stuck: Tensor | None = None
@@ -88,8 +90,10 @@ def _sample(model_logits: Logits, metadata: SamplingMetadata, token_table: Tenso
     stuck = _stuck(failed, bad)
     if metadata.logprob_rows is None:
         return Sampled(tokens, bad, stuck=stuck)
-    rows = metadata.logprob_rows
-    return Sampled(tokens, bad, *logprobs_of(logits[rows], tokens[rows], max(metadata.num_top)), stuck=stuck)
+    rows, ids = metadata.logprob_rows, metadata.logprob_ids
+    all_logprobs = torch.log_softmax(logits[rows], dim=-1)
+    top = top_logprobs(all_logprobs, tokens[rows], max(metadata.num_top))
+    return Sampled(tokens, bad, *top, None if ids is None else all_logprobs[ids.rows, ids.ids], stuck=stuck)
 
 
 def _stuck(failed: Tensor, bad: Tensor) -> Tensor | None:
@@ -142,9 +146,8 @@ def _first_above(running: Tensor, target: Tensor) -> Tensor:
 # --- log-probabilities ---------------------------------------------------------------------------------------------
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return natural logarithms before temperature and truncation: of the tokens, then top ids and their values."""
-    all_logprobs = torch.log_softmax(logits, dim=-1)
+def top_logprobs(all_logprobs: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probabilities of the tokens, then top ids and their values."""
     chosen = all_logprobs.gather(1, tokens[:, None])[:, 0]
     values, ids = all_logprobs.topk(min(num_top, all_logprobs.shape[-1]), dim=-1)
     ids, order = ids.sort(dim=-1)

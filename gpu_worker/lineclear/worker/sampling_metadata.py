@@ -127,6 +127,10 @@ class SamplingMetadata:
     host_logprob_rows: tuple[int, ...] = ()
     num_top: tuple[int, ...] = ()
     """For each row of `logprob_rows`: how many of the most likely tokens to report."""
+    logprob_ids: Entries | None = None
+    """Tokens whose log-probabilities are reported. Its rows are indices in `logprob_rows`."""
+    host_logprob_ids: tuple[Sequence[int], ...] = ()
+    """The same for each row of `logprob_rows`."""
     changes_logits: bool = False
     """Some logits change before the draw."""
 
@@ -215,6 +219,7 @@ class SamplingTable:
         is_truncated = self._uses(Use.TRUNCATION, slots) | self._uses(Use.RESHAPE, slots)
         changes = self._changes(slots, positions, prompt_lens, scalars)
         logprob_rows = np.flatnonzero(scalars["logprobs"] >= 0)
+        logprob_lists = [self._lists[slot] for slot in slots[logprob_rows]]
         return SamplingMetadata(
             num_rows=len(slots),
             **changes,
@@ -224,6 +229,8 @@ class SamplingTable:
             logprob_rows=self._put(logprob_rows) if len(logprob_rows) else None,
             host_logprob_rows=tuple(logprob_rows.tolist()),
             num_top=tuple(scalars["logprobs"][logprob_rows].tolist()),
+            logprob_ids=self._entries(logprob_lists, "logprob_ids"),
+            host_logprob_ids=tuple(x.get("logprob_ids", _NO_IDS).tolist() for x in logprob_lists),
         )
 
     def _changes(
@@ -402,6 +409,7 @@ def _id_lists(sampling: Sampling) -> dict[str, IntArray]:
         "banned_ids": sorted(set(sampling.banned_ids)),
         "begin_banned_ids": sorted(set(sampling.begin_banned_ids)),
         "stop_ids": sorted(set(sampling.stop_ids)) if uses_ends else [],
+        "logprob_ids": sampling.logprob_ids,
     }
     return {name: np.array(ids, np.int64) for name, ids in lists.items() if ids}
 

@@ -677,6 +677,7 @@ class OutputOptions(_message.Message):
     TOKEN_TIMINGS_FIELD_NUMBER: _builtins.int
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     omit_text: _builtins.bool
     """Sends token ids without text. Default false."""
     logprobs: _builtins.bool
@@ -699,6 +700,13 @@ class OutputOptions(_message.Message):
     tokens times one more than this number are at most 65536. Not repeated
     when an answer with tokens is resumed.
     """
+    @_builtins.property
+    def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Also sends the log-probabilities of these tokens at the place of each
+        token of the answer, whether likely or not. At most 128, each in
+        [0, vocabulary). Must be empty with best_of and num_beams.
+        """
+
     def __init__(
         self,
         *,
@@ -709,10 +717,11 @@ class OutputOptions(_message.Message):
         token_timings: _builtins.bool | None = ...,
         queue_position: _builtins.bool | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        logprob_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_prompt_logprobs", b"_prompt_logprobs", "_queue_position", b"_queue_position", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "queue_position", b"queue_position", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_prompt_logprobs", b"_prompt_logprobs", "_queue_position", b"_queue_position", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "queue_position", b"queue_position", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_prompt_logprobs", b"_prompt_logprobs", "_queue_position", b"_queue_position", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "keep_special_tokens", b"keep_special_tokens", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "queue_position", b"queue_position", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__keep_special_tokens: _TypeAlias = _typing.Literal["keep_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__keep_special_tokens: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens"]  # noqa: Y015
@@ -1979,6 +1988,7 @@ class TokenLogprobs(_message.Message):
 
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOKEN_ID_LOGPROBS_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
     """Log-probability of the sampled token."""
     @_builtins.property
@@ -1987,15 +1997,22 @@ class TokenLogprobs(_message.Message):
         parameters allow fewer tokens.
         """
 
+    @_builtins.property
+    def token_id_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
+        """The tokens of OutputOptions.logprob_token_ids, in their order, without
+        those that the parameters exclude. Empty for prompt tokens.
+        """
+
     def __init__(
         self,
         *,
         logprob: _builtins.float = ...,
         top_logprobs: _abc.Iterable[Global___TopLogprob] | None = ...,
+        token_id_logprobs: _abc.Iterable[Global___TopLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id_logprobs", b"token_id_logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2003,7 +2020,7 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class TopLogprob(_message.Message):
-    """One of the most likely tokens."""
+    """A token and its log-probability."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

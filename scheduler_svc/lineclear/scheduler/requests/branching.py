@@ -32,6 +32,8 @@ def best_of(request: pb.GenerateRequest, num_outputs: int, max_outputs: int, vio
         violations.add(
             "output.prompt_logprobs", "must be unset with sampling.best_of; send it with a request of its own"
         )
+    if request.output.logprob_token_ids:
+        violations.add("output.logprob_token_ids", "must be empty with sampling.best_of")
     return count
 
 
@@ -57,6 +59,7 @@ def beams(
         ("stop.repetition_detection", request.stop.HasField("repetition_detection")),
         ("output.token_timings", request.output.token_timings),
         ("output.prompt_logprobs", request.output.HasField("prompt_logprobs")),
+        ("output.logprob_token_ids", bool(request.output.logprob_token_ids)),
         ("resume", request.HasField("resume")),
     ):
         if is_set:

@@ -38,7 +38,8 @@ def response(
         if output.is_parsed:
             add_parsed(message, chunk.texts, request.call_key(output))
     if chunk.logprobs:
-        message.logprobs.extend(map(_logprobs, chunk.logprobs))
+        num_ids = len(validated.sampling.logprob_ids)
+        message.logprobs.extend(_logprobs(entry, num_ids) for entry in chunk.logprobs)
     if chunk.prompt_scores:
         message.prompt_logprobs.extend(token_logprobs(chunk.prompt_scores))
     if validated.token_timings:
@@ -98,10 +99,18 @@ def add_parsed(message: pb.GenerateResponse, texts: Sequence[str], key: str) -> 
             delta.id, delta.name = call_id(key, index), names[index]
 
 
-def _logprobs(logprobs: Logprobs) -> pb.TokenLogprobs:
+def _logprobs(logprobs: Logprobs, num_ids: int = 0) -> pb.TokenLogprobs:
+    """Return the entry of one token. The last `num_ids` of its candidates are those that the request names."""
+    num_top = len(logprobs.top) - num_ids
+    message = pb.TokenLogprobs(logprob=logprobs.logprob, top_logprobs=_candidates(logprobs.top[:num_top]))
+    if num_ids:
+        message.token_id_logprobs.extend(_candidates(logprobs.top[num_top:]))
+    return message
+
+
+def _candidates(entries: Sequence[tuple[int, float]]) -> list[pb.TopLogprob]:
     # Masked tokens have -inf, which JSON cannot hold, and no order.
-    top = [pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top if value > -math.inf]
-    return pb.TokenLogprobs(logprob=logprobs.logprob, top_logprobs=top)
+    return [pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in entries if value > -math.inf]
 
 
 def _finished(end: Completion, timings: RequestTimings, output: OutputStream) -> pb.Finished:

@@ -39,7 +39,8 @@ def reserved_bytes(validated: ValidatedRequest, max_tokens: int) -> int:
     if validated.token_timings:
         per_token += _TIME_BYTES
     if validated.sampling.logprobs >= 0:
-        per_token += _POINTER_BYTES + _LOGPROBS_BYTES + _CANDIDATE_BYTES * validated.sampling.logprobs
+        num_candidates = validated.sampling.logprobs + len(validated.sampling.logprob_ids)
+        per_token += _POINTER_BYTES + _LOGPROBS_BYTES + _CANDIDATE_BYTES * num_candidates
     return _ANSWER_BYTES + max_tokens * per_token
 
 

@@ -38,6 +38,7 @@ MAX_PATTERN_SIZE = 128
 MAX_PATTERN_COUNT = 1000
 MAX_BREAKER_BYTES = 64
 MAX_TOP_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
 MAX_PROMPT_LOGPROBS = 65536
 MAX_PRIORITY = 255
 MAX_SALT_CHARACTERS = 64
@@ -156,7 +157,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         *("sampling.dry_sequence_breakers", request.sampling.dry_sequence_breakers, MAX_BREAKERS, MAX_BREAKER_BYTES),
         violations,
     )
-    logprobs = _logprobs(request.output, violations)
+    logprobs, logprob_ids = _logprobs(request.output, bounds.vocab_size, violations)
     prompt_logprobs = _prompt_logprobs(request, violations)
     grammar_start = check_form(request.sampling, bool(eos_ids | stop_ids), bounds.max_grammar_bytes, violations)
     if is_forced(request.chat):
@@ -177,7 +178,11 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         request_id=request_id,
         prompt_path=_PROMPT_PATHS.get(request.WhichOneof("prompt") or "", "prompt"),
         sampling=replace(
-            sampling, stop_ids=tuple(sorted(eos_ids | stop_ids)), logprobs=logprobs, grammar_start=grammar_start
+            sampling,
+            stop_ids=tuple(sorted(eos_ids | stop_ids)),
+            logprobs=logprobs,
+            logprob_ids=logprob_ids,
+            grammar_start=grammar_start,
         ),
         max_tokens=max_tokens,
         eos_ids=eos_ids,
@@ -446,12 +451,17 @@ def _repetition(stop: sampling_pb2.StopConditions, violations: Violations) -> Re
     return RepetitionLimits(given.max_pattern_size, least, given.min_count)
 
 
-def _logprobs(output: pb.OutputOptions, violations: Violations) -> int:
+def _logprobs(output: pb.OutputOptions, vocab_size: int, violations: Violations) -> tuple[int, tuple[int, ...]]:
+    """Return `logprobs` and `logprob_ids` of the sampling parameters."""
     if output.top_logprobs > MAX_TOP_LOGPROBS:
         violations.add("output.top_logprobs", f"must be in [0, {MAX_TOP_LOGPROBS}]")
     if output.top_logprobs > 0 and output.HasField("logprobs") and not output.logprobs:
         violations.add("output.top_logprobs", "must be 0 when logprobs is false")
-    return output.top_logprobs if output.logprobs or output.top_logprobs > 0 else -1
+    if output.logprob_token_ids and output.HasField("logprobs") and not output.logprobs:
+        violations.add("output.logprob_token_ids", "must be empty when logprobs is false")
+    path = "output.logprob_token_ids"
+    ids = checked_ids(path, output.logprob_token_ids, MAX_LOGPROB_IDS, vocab_size, violations)
+    return output.top_logprobs if output.logprobs or output.top_logprobs > 0 or ids else -1, ids
 
 
 def _prompt_logprobs(request: pb.GenerateRequest, violations: Violations) -> int:
