@@ -216,3 +216,10 @@ def test_number_of_prompt_logprobs_is_bounded() -> None:
     assert validation.resolve(validated, "key", [1] * 32768, None, bounds).scoring is not None
     with pytest.raises(errors.InvalidRequest, match="65538 log-probabilities"):
         validation.resolve(validated, "key", [1] * 32769, None, bounds)
+
+
+def test_logprob_token_ids_alone_ask_for_log_probabilities() -> None:
+    bounds = ModelBounds(100, 1000, 1 << 20, 16)
+    message = pb.GenerateRequest(text="x", output=pb.OutputOptions(logprob_token_ids=[7, 7]))
+    sampling = validation.check(message, bounds).sampling
+    assert (sampling.logprobs, sampling.logprob_ids) == (0, (7, 7))
