@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 from support.adapter_folders import key_of, toy_model, write_adapter
 from support.engine_harness import eventually
-from support.toy_service import ToyService, answer
+from support.toy import expected_scores, expected_vector
+from support.toy_service import VOCABULARY, ToyService, answer
 
 from lineclear.client import AdminClient, Client
 from lineclear.errors import (
@@ -25,6 +27,7 @@ from lineclear.errors import (
     ModelChanged,
     Unsupported,
 )
+from lineclear.wire.messages import Pooling, PoolingKind
 
 PROMPT = list(range(1, 20))
 
@@ -88,6 +91,34 @@ def test_adapters_are_loaded_used_listed_and_unloaded(tmp_path: Path) -> None:
         with pytest.raises(AdapterNotFound):
             s.admin.unload_adapter("first")
         assert s.tokens("second") == right(second)
+
+
+def test_scores_and_vectors_are_those_of_the_adapter(tmp_path: Path) -> None:
+    """With none and two adapters; the prefix cache separates them."""
+    with served(tmp_path) as s:
+        paths: list[Path | None] = [None, *(write_adapter(s.folder / name, n) for n, name in enumerate("ab"))]
+        for path in paths[1:]:
+            assert path is not None
+            s.admin.load_adapter(path.name, path.name)
+        fingerprints = set()
+        for path in paths * 2:
+            name, model = (None, "") if path is None else (path.name, toy_model(path))
+            scores = s.client.score(PROMPT, [[7, 8]], adapter=name)
+            wanted = expected_scores([*PROMPT, 7, 8], len(PROMPT) - 1, 0, VOCABULARY, model)
+            assert [x.logprob for x in scores.scores[0].logprobs] == [x.logprobs[0] for x in wanted]
+            vectors = s.client.embed([PROMPT], adapter=name, normalize=False, dimensions=2)
+            pooling = Pooling(PoolingKind.LAST, 2, normalize=False)
+            assert str(vectors.vectors[0]) == str(struct.unpack("<2f", expected_vector(PROMPT, pooling, model)))
+            fingerprint = s.client.generate(PROMPT, adapter=name, max_tokens=1).started.model_fingerprint
+            assert scores.model_fingerprint == vectors.model_fingerprint == fingerprint
+            fingerprints.add(fingerprint)
+        assert len(fingerprints) == 3
+        for call in (
+            lambda: s.client.score(PROMPT, [[7]], adapter="none"),
+            lambda: s.client.embed(["x"], adapter="b c"),
+        ):
+            with pytest.raises(AdapterNotFound):
+                call()
 
 
 def test_prefix_is_shared_within_an_adapter_only(tmp_path: Path) -> None:

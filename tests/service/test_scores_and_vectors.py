@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from support.toy_service import TOKENIZER, VOCABULARY, ToyService, answer, toy_s
 from support.worker_kills import signal_worker
 
 from lineclear import errors
+from lineclear.cli import output
 from lineclear.client import AsyncClient, Client, Generation
 from lineclear.client.retry import RetryPolicy
+from lineclear.exit_codes import ExitCode
 from lineclear.scheduler.requests import validation
 from lineclear.scheduler.requests.validation import ModelBounds
 from lineclear.v1 import inference_pb2 as pb
@@ -194,19 +197,67 @@ def test_scores_survive_the_death_of_the_worker(tmp_path: Path) -> None:
             assert plain(score.logprobs) == right([*LONG, *score.token_ids], len(LONG) - 1)
 
 
-def test_commands(service: ToyService) -> None:
-    def run(*arguments: str) -> list[Any]:
-        command = [sys.executable, "-m", "lineclear.cli", *arguments, "--target", service.target]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return [json.loads(line) for line in done.stdout.splitlines()]
+def command(service: ToyService, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    whole = [sys.executable, "-m", "lineclear.cli", *arguments, "--target", service.target]
+    return subprocess.run(whole, input=given, capture_output=True, text=True, check=False)
 
-    scores = run("score", "Once upon a", " time", " hill", "--json")
+
+def rows(done: subprocess.CompletedProcess[str]) -> list[Any]:
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_score_command(service: ToyService, tmp_path: Path) -> None:
+    scores = rows(command(service, "score", "Once upon a", " time", " hill", "--json", "--top-logprobs", "2"))
     assert [entry["continuation"] for entry in scores] == [" time", " hill"]
     prompt = TOKENIZER.encode("Once upon a")
     tokens = [token for token, _ in scores[0]["tokens"]]
-    assert [x for _, x in scores[0]["tokens"]] == [x for x, _ in right([*prompt, *tokens], len(prompt) - 1)]
-    vectors = run("embed", "a ship", "a boat", "--pooling", "mean", "--dimensions", "2")
-    assert [len(entry["embedding"]) for entry in vectors] == [2, 2]
+    wanted = right([*prompt, *tokens], len(prompt) - 1, 2)
+    assert [x for _, x in scores[0]["tokens"]] == [x for x, _ in wanted]
+    assert scores[0]["top_logprobs"] == [[list(entry) for entry in top] for _, top in wanted]
+    (tmp_path / "lines").write_text(" time\n\n hill\n")
+    plain = command(service, "score", "-", "--file", str(tmp_path / "lines"), given="Once upon a\n")
+    assert plain.stdout.splitlines() == [f"{x['total_logprob']:.4f}\t{x['continuation']}" for x in scores]
+    piped = command(service, "score", "Once upon a", "--file", "-", given=" time\n hill\n")
+    assert piped.stdout == plain.stdout
+
+
+def test_embed_command(service: ToyService, tmp_path: Path) -> None:
+    options = "--pooling", "mean", "--dimensions", "2", "--no-normalize"
+    texts = [f"text {n}" for n in range(150)]  # more than a call takes
+    (tmp_path / "lines").write_text("\n".join(texts))
+    vectors = rows(command(service, "embed", "--file", str(tmp_path / "lines"), *options))
+    assert [entry["index"] for entry in vectors] == list(range(150))
+    pooling = Pooling(PoolingKind.MEAN, 2, normalize=False)
+    for text, entry in zip(texts, vectors, strict=True):
+        wanted = struct.unpack("<2f", expected_vector(TOKENIZER.encode(text), pooling))
+        assert entry["embedding"] == json.loads(output.json_line(wanted)), "NaN is null"
+    assert rows(command(service, "embed", *texts[:2], *options, "--json")) == vectors[:2]
+    assert rows(command(service, "embed", *options, given="text 0\ntext 1\n")) == vectors[:2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["score", "x"], ExitCode.USAGE, "CONTINUATIONS"),
+        (["score", "-", "--file", "-"], ExitCode.USAGE, "not both"),
+        (["score", "x", "y", "--top-logprobs", "21"], 103, "top_logprobs"),
+        (["score", "", "y"], 103, "text"),
+        (["score", "x", "y", "--adapter", "none"], 105, "no adapter"),
+        (["embed", "x", "--file", "-"], ExitCode.USAGE, "one of INPUTS"),
+        (["embed", "--file", "/none"], ExitCode.USAGE, "/none"),
+        (["embed"], ExitCode.USAGE, "there is no text"),
+        (["embed", "x", "--dimensions", "3"], 103, "dimensions"),
+        (["embed", "x", "--target", "unix:/none"], 114, "unix:/none"),
+    ],
+)
+def test_commands_exit_with_codes(service: ToyService, arguments: list[str], code: int, message: str) -> None:
+    if "--target" in arguments:
+        service = SimpleNamespace(target=arguments.pop())  # type: ignore[assignment]
+        arguments.pop()
+    done = command(service, *arguments)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert message in done.stderr
 
 
 def test_number_of_prompt_logprobs_is_bounded() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.adapters import ALL_LINEAR, peft_answer, save_adapter
 from support.families import WIDE, tiny_model
@@ -18,9 +20,10 @@ from support.inprocess import InProcess
 
 from lineclear.model_files import adapter_files
 from lineclear.model_files.adapter_files import AdapterFilesRefused
+from lineclear.scheduler.core.events import Pooled, Scored
 from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.scheduler.core.sequence import Request
-from lineclear.wire.messages import Row, Sampling, SlotInit, StepErrorKind, StepPlan
+from lineclear.scheduler.core.sequence import Request, Scoring
+from lineclear.wire.messages import Pooling, PoolingKind, Row, Sampling, SlotInit, StepErrorKind, StepPlan
 from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
 from lineclear.worker.model_runner import ModelRunner
 from lineclear.worker.runner_interface import StepFailed
@@ -85,6 +88,50 @@ def test_batch_of_two_adapters_and_the_model_equals_peft(
             for i, (path, prompt) in enumerate(zip(chosen, prompts(16), strict=True))
         ]
         assert server.serve(requests) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "transformers"])
+def test_scores_and_vectors_of_adapters_equal_peft(
+    family: str, fused: bool, adapters: Callable[[str], list[Path | None]]
+) -> None:
+    """Rows of each adapter and of none in one step, whole and in pieces."""
+    asked, wanted = [], {}
+    for i, prompt in enumerate(prompts(9)):
+        path = adapters(family)[i % 3]
+        logprobs, hidden = _peft_outputs(partial(tiny_model, family, **WIDE), path, prompt)
+        wanted |= {f"score-{i}": logprobs, f"last-{i}": hidden[-1], f"mean-{i}": hidden.mean(dim=0)}
+        asked += [
+            (path, Request(f"score-{i}", prompt, Sampling(), 0, scoring=Scoring(0))),
+            (path, Request(f"last-{i}", prompt, Sampling(), 0, pooling=Pooling(PoolingKind.LAST, 0, False))),
+            (path, Request(f"mean-{i}", prompt, Sampling(), 0, pooling=Pooling(PoolingKind.MEAN, 0, False))),
+            (path, Request(f"plain-{i}", prompt, Sampling(), 6)),
+        ]
+    for limits in (CoreLimits(), CoreLimits(target_batch_tokens=7)):
+        server = InProcess(runner_of(family, fused=fused), limits)
+        keys = {path: b"" if path is None else server.load_adapter(path) for path in dict.fromkeys(adapters(family))}
+        server.serve([replace(request, adapter=keys[path]) for path, request in asked])
+        found: dict[str, list[float]] = {}
+        for event in server.events:
+            if isinstance(event, Scored):
+                found.setdefault(event.request_id, []).extend(event.scores.logprobs)
+            elif isinstance(event, Pooled):
+                found[event.request_id] = torch.frombuffer(bytearray(event.vector), dtype=torch.float32).tolist()
+        assert found.keys() == wanted.keys()
+        for name, values in wanted.items():
+            torch.testing.assert_close(torch.tensor(found[name]), values, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@torch.inference_mode()
+def _peft_outputs(
+    make_model: Callable[[], Any], path: Path | None, prompt: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of each token behind the first, and the hidden states behind the last norm."""
+    base = make_model()
+    model = base if path is None else PeftModel.from_pretrained(base, str(path))
+    ids = torch.tensor([prompt])
+    logprobs = torch.log_softmax(model(ids).logits[0], dim=-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    return logprobs, base.model(ids).last_hidden_state[0]
 
 
 def test_preemption_and_a_lost_worker_change_no_token(adapters: Callable[[str], list[Path | None]]) -> None:

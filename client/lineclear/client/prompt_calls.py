@@ -23,6 +23,7 @@ class PromptParams(TypedDict, total=False):
     cache_salt: str | None
     model: str | None
     model_fingerprint: str | None
+    adapter: str | None
     timeout_seconds: float | Unset | None
     tenant: str | None
     metadata: Metadata
@@ -128,6 +129,6 @@ def _part(value: TextOrIds) -> dict[str, Any]:
 
 
 def _copy_fields(message: pb.ScoreRequest | pb.EmbedRequest, source: pb.GenerateRequest) -> None:
-    for name in ("priority", "cache_salt", "model", "model_fingerprint"):
+    for name in ("priority", "cache_salt", "model", "model_fingerprint", "adapter"):
         if source.HasField(name):
             setattr(message, name, getattr(source, name))

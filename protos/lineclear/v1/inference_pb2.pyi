@@ -919,6 +919,7 @@ class ScoreRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text. The server tokenizes it; special tokens in it are plain text."""
     top_logprobs: _builtins.int
@@ -933,6 +934,8 @@ class ScoreRequest(_message.Message):
     """As GenerateRequest.model."""
     model_fingerprint: _builtins.str
     """As GenerateRequest.model_fingerprint."""
+    adapter: _builtins.str
+    """As GenerateRequest.adapter."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used unchanged, each in [0, vocabulary)."""
@@ -957,11 +960,14 @@ class ScoreRequest(_message.Message):
         cache_salt: _builtins.str | None = ...,
         model: _builtins.str | None = ...,
         model_fingerprint: _builtins.str | None = ...,
+        adapter: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "continuations", b"continuations", "model", b"model", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "continuations", b"continuations", "model", b"model", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
+    _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
@@ -974,6 +980,8 @@ class ScoreRequest(_message.Message):
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter) -> _WhichOneofReturnType__adapter | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload
@@ -1108,6 +1116,7 @@ class EmbedRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     pooling: Global___Pooling.ValueType
     """Which hidden states make up a vector. Default: POOLING_LAST_TOKEN."""
     normalize: _builtins.bool
@@ -1122,6 +1131,8 @@ class EmbedRequest(_message.Message):
     """As GenerateRequest.model."""
     model_fingerprint: _builtins.str
     """As GenerateRequest.model_fingerprint."""
+    adapter: _builtins.str
+    """As GenerateRequest.adapter."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
         """At least one, at most 128."""
@@ -1137,11 +1148,14 @@ class EmbedRequest(_message.Message):
         cache_salt: _builtins.str | None = ...,
         model: _builtins.str | None = ...,
         model_fingerprint: _builtins.str | None = ...,
+        adapter: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_dimensions", b"_dimensions", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_normalize", b"_normalize", "_priority", b"_priority", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "model", b"model", "model_fingerprint", b"model_fingerprint", "normalize", b"normalize", "priority", b"priority"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_dimensions", b"_dimensions", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_normalize", b"_normalize", "_priority", b"_priority", "adapter", b"adapter", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "model", b"model", "model_fingerprint", b"model_fingerprint", "normalize", b"normalize", "priority", b"priority"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_dimensions", b"_dimensions", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_normalize", b"_normalize", "_priority", b"_priority", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "model_fingerprint", b"model_fingerprint", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_dimensions", b"_dimensions", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_normalize", b"_normalize", "_priority", b"_priority", "adapter", b"adapter", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "model_fingerprint", b"model_fingerprint", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
+    _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
@@ -1154,6 +1168,8 @@ class EmbedRequest(_message.Message):
     _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter) -> _WhichOneofReturnType__adapter | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload

@@ -65,15 +65,14 @@ async def score(
         parts.append(_Part([*prompt, *tokens], asks, f"continuations[{index}]"))
         if not tokens:
             raise InvalidRequest.at(f"continuations[{index}]", "has no tokens")
-    outputs = await _run(parts, request, admission, call)
     response = pb.ScoreResponse(prompt_tokens=len(prompt))
-    for part, output in zip(parts, outputs, strict=True):
+    for part, (output, model) in zip(parts, await _run(parts, request, admission, call), strict=True):
         scores = responses.token_logprobs(output.scores)
         total = sum(x.logprob for x in scores)
         response.scores.add(token_ids=part.tokens[len(prompt) :], logprobs=scores, total_logprob=total)
         assert output.started is not None
         response.cached_tokens += output.started.cached_tokens
-        response.model_fingerprint = output.started.model_fingerprint
+        response.model_fingerprint = model
     return response
 
 
@@ -90,23 +89,24 @@ async def embed(
         parts.append(_Part(tokens, asks, f"inputs[{index}]"))
         if not tokens:
             raise InvalidRequest.at(f"inputs[{index}]", "has no tokens")
-    outputs = await _run(parts, request, admission, call)
     response = pb.EmbedResponse()
-    for part, output in zip(parts, outputs, strict=True):
+    for part, (output, model) in zip(parts, await _run(parts, request, admission, call), strict=True):
         values = array("f", output.vector)
         if len(values) < request.dimensions:
             raise InvalidRequest.at("dimensions", f"must be in [1, {len(values)}], the model's hidden size")
         response.embeddings.add(values=values, prompt_tokens=len(part.tokens))
         response.prompt_tokens += len(part.tokens)
-        assert output.started is not None
-        response.model_fingerprint = output.started.model_fingerprint
+        response.model_fingerprint = model
     return response
 
 
 async def _run(
     parts: Sequence[_Part], request: pb.ScoreRequest | pb.EmbedRequest, admission: Admission, call: Call
-) -> list[OutputStream]:
-    """Run a request for each part and return their complete outputs. Cancels all if one fails, or the call ends."""
+) -> list[tuple[OutputStream, str]]:
+    """Run a request for each part; return their complete outputs, and the fingerprint of the model of each.
+
+    Cancels all if one fails, or the call ends.
+    """
     for part in parts:
         if len(part.tokens) >= call.bounds.context_length:
             raise _too_long(part, call.bounds.context_length)
@@ -121,7 +121,13 @@ async def _run(
             await context.submit(message)
         for context, _ in live:
             await _complete(context)
-        return [context.outputs[0] for context, _ in live]
+        return [(context.outputs[0], _fingerprint(context)) for context, _ in live]
+
+
+def _fingerprint(context: RequestContext) -> str:
+    started = context.outputs[0].started
+    assert started is not None
+    return context.fingerprint(started.model_fingerprint)
 
 
 async def _complete(context: RequestContext) -> None:
@@ -139,7 +145,7 @@ async def _complete(context: RequestContext) -> None:
 
 def _message(part: _Part, request: pb.ScoreRequest | pb.EmbedRequest) -> pb.GenerateRequest:
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=part.tokens), output=pb.OutputOptions(omit_text=True))
-    for name in ("priority", "cache_salt", "model", "model_fingerprint"):
+    for name in ("priority", "cache_salt", "model", "model_fingerprint", "adapter"):
         if request.HasField(name):
             setattr(message, name, getattr(request, name))
     return message
