@@ -7,21 +7,17 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.service import wait_for
 from support.toy import expected_logprobs, expected_scores, expected_vector
 from support.toy_service import TOKENIZER, VOCABULARY, ToyService, answer, toy_service
-from support.worker_kills import signal_worker
 
 from lineclear import errors
 from lineclear.cli import output
 from lineclear.client import AsyncClient, Client, Generation
-from lineclear.client.retry import RetryPolicy
 from lineclear.exit_codes import ExitCode
 from lineclear.scheduler.requests import validation
 from lineclear.scheduler.requests.validation import ModelBounds
@@ -165,36 +161,6 @@ def test_invalid_fields_are_named(client: Client, call: Any, path: str) -> None:
     with pytest.raises(errors.InvalidRequest) as caught:
         call(client)
     assert path in [violation.field for violation in caught.value.violations], caught.value
-
-
-def test_full_queue_refuses_the_call(tmp_path: Path) -> None:
-    with toy_service(tmp_path, "--max-queue-size", "4", "--max-batch-size", "1") as service:
-        with Client(service.target, retry=RetryPolicy(max_attempts=1)) as client, pytest.raises(errors.QueueFull):
-            client.embed([[i] for i in range(1, 100)])
-        with Client(service.target) as client:
-            assert len(client.embed([[1], [2]]).vectors) == 2, "no place of the refused call stays taken"
-
-
-def test_deadline_and_cancel(tmp_path: Path) -> None:
-    with toy_service(tmp_path, min_step_seconds=0.2, max_step_seconds=0.2) as service, Client(service.target) as client:
-        with pytest.raises(errors.DeadlineExceeded):
-            client.score(PROMPT, [[1], [2]], timeout_seconds=0.1)
-        client.generate(PROMPT, max_tokens=2)
-        assert client.stats().gauges.num_requests_running == 0
-
-
-def test_scores_survive_the_death_of_the_worker(tmp_path: Path) -> None:
-    slow = {"min_step_seconds": 0.05, "max_step_seconds": 0.05}
-    with (
-        toy_service(tmp_path, "--target-batch-tokens", "8", **slow) as service,
-        Client(service.target) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        scores = pool.submit(client.score, LONG, [[5, 6], [7]])
-        wait_for(lambda: client.stats().counters.steps > 3, "some steps")
-        signal_worker(lambda: client.stats().worker.pid)
-        for score in scores.result().scores:
-            assert plain(score.logprobs) == right([*LONG, *score.token_ids], len(LONG) - 1)
 
 
 def command(service: ToyService, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
