@@ -2,8 +2,8 @@
 
     python -m bench.micro_adapters --model DIR [--rank 16] [--rows 1 16]
 
-Steps of 1 and 16 rows with no adapter loaded, with four loaded and none used, and with one and four used by all rows,
-in turns. The adapters change all seven kinds of linear layers. For models with the fused forward pass.
+Steps of 1 and 16 rows with no adapter loaded, with four loaded and none used, and with one, two and four used by all
+rows, in turns. The adapters change all seven kinds of linear layers. For models with the fused forward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from lineclear.process.logging_setup import configure
 from lineclear.wire.messages import Sampling, SlotInit
 from lineclear.worker.settings import load
 
-CASES = {"none loaded": (0, 0), "four loaded, none used": (4, 0), "one used": (4, 1), "four used": (4, 4)}
+CASES = {
+    "none loaded": (0, 0),
+    "four loaded, none used": (4, 0),
+    "one used": (4, 1),
+    "two used": (4, 2),
+    "four used": (4, 4),
+}
 """Adapters that are loaded and used."""
 _STEPS, _TURNS, CONTEXT = 40, 3, 32
 
