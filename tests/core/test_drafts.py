@@ -257,16 +257,37 @@ def test_cost_of_a_position_is_that_of_a_row_where_steps_have_no_base() -> None:
     assert costs == pytest.approx((1.0, 1.0), abs=0.05)
 
 
-def test_row_that_waits_for_a_result_costs_the_way_to_the_scheduler() -> None:
-    """A step takes 10 ms; a plan that waits takes 2 ms more than one made ahead."""
+def test_row_costs_what_its_steps_took_beyond_the_prediction() -> None:
+    """A step takes 9 ms, and 10 ms from result to result. With a row with drafts it takes 1 ms, or 2 ms, more."""
     times, model = DraftTimes(), linear_model(0.008)
     for _ in range(40):
-        times.observe(0.009, 0.010, is_ahead=True)
-        times.observe(0.009, 0.012, is_ahead=False)
-    costs = times.costs(model, 1, 10, 2, is_pipelined=False)
-    assert costs == pytest.approx((0.1, 0.2), abs=0.02)
-    assert times.costs(model, 1, 10, 1, is_pipelined=False).per_row == 0, "at depth 1 every plan waits"
-    assert times.costs(model, 1, 10, 3, is_pipelined=True).per_row == 2
+        times.observe(0.009, 0.010)
+        times.observe_rows(1, 0.009, 0.012, is_ahead=False)
+        times.observe_rows(4, 0.009, 0.014, is_ahead=True)
+    assert times.costs(model, 1, 10, 2, is_pipelined=False) == pytest.approx((0.1, 0.2), abs=0.02)
+    assert times.costs(model, 1, 10, 2, is_pipelined=True) == pytest.approx((0.1, 1.1), abs=0.02)
+    assert times.costs(model, 1, 10, 3, is_pipelined=True).per_row == pytest.approx(2.1, abs=0.02)
+
+
+def test_pause_of_the_machine_counts_as_one_step() -> None:
+    times, model = DraftTimes(), linear_model(0.008)
+    times.observe(0.009, 3600.0)
+    times.observe_rows(1, 0.009, 3600.0, is_ahead=False)
+    assert times.costs(model, 1, 10, 2, is_pipelined=False).per_row <= 1.1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_waiting_for_results_is_a_cost_where_plans_are_made_ahead(depth: int) -> None:
+    """The way between scheduler and worker takes 5 ms, a step 10 ms, and a row gains a quarter of a token."""
+    h = CoreHarness(worker_num_blocks=512, worker_max_model_len=1024, pipeline_depth=depth)
+    h.submit("a", 30, max_tokens=900, seed=1, max_drafts=1)
+    while h.core.num_live:
+        while h.plan():
+            pass
+        h.now += 0.010 if len(h.flights) > 1 else 0.015
+        h.apply(step_seconds=0.010)
+    late = [num for plan in h.plans[300:] for num in drafts_of(plan) if num]
+    assert (len(late) > 100) is (depth == 1)
 
 
 def test_time_to_make_drafts_is_a_cost_of_their_positions() -> None:
@@ -328,8 +349,8 @@ def test_budget_has_a_share_of_the_tokens_and_a_bound() -> None:
     budget.add(-10.0)
     owed = budget.tokens
     budget.earn(50, 4)
-    assert budget.tokens - owed == pytest.approx(2.0), "1 % of 50 steps of 4 rows"
+    assert budget.tokens - owed == pytest.approx(1.0), "0.5 % of 50 steps of 4 rows"
     budget.earn(50, 4)
-    assert budget.tokens - owed == pytest.approx(2.0)
+    assert budget.tokens - owed == pytest.approx(1.0)
     budget.earn(5000, 64)
-    assert budget.tokens == 8.0
+    assert budget.tokens == 6.0

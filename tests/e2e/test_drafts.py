@@ -11,7 +11,7 @@ from support.demo import PROMPTS, SEEDED, greedy, reference
 from support.service import DEMO_MODEL, Service, running, wait_for
 from support.worker_kills import signal_worker
 
-from lineclear.client import Generation
+from lineclear.client import Generation, RepetitionDetection
 
 REPEATS = tuple(f"{prompt} {prompt} {prompt}" for prompt in PROMPTS)
 NUM_TOKENS = 48
@@ -81,3 +81,25 @@ def test_answers_survive_killed_workers(service: Service) -> None:
                 pass
         assert stream.result.token_ids == wanted[0]
         assert [a.token_ids for a in answers] == wanted
+
+
+COMBINED: dict[str, dict[str, Any]] = {
+    "outputs": {"n": 3, **SEEDED},
+    "best of": {"best_of": 3, **SEEDED},
+    "beams": {"num_beams": 3, "length_penalty": 1.0},
+    "prompt log probabilities": {"temperature": 0.0, "prompt_logprobs": 1},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.2, "dry_multiplier": 0.8, "no_repeat_ngram_size": 4},
+    "stop string": {"temperature": 0.0, "stop": ("a", "b")},
+    "ends": {"temperature": 0.7, "seed": 3, "ignore_eos": False, "min_tokens": 12, "max_tokens": 37},
+    "repetition": {"temperature": 0.0, "repetition_detection": RepetitionDetection(max_pattern_size=8, min_count=3)},
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_answer_with_other_features_is_that_of_plain_decoding(service: Service, name: str) -> None:
+    plain, drafted = (generate(service, REPEATS[3], num_speculative_tokens=most, **COMBINED[name]) for most in (0, 8))
+    assert [(x.token_ids, x.text, x.finish_reason) for x in (drafted, *drafted.outputs)] == [
+        (x.token_ids, x.text, x.finish_reason) for x in (plain, *plain.outputs)
+    ]
+    if "num_beams" not in COMBINED[name]:  # each token of a beam is a request of its own
+        assert drafted.timings.drafted_tokens > 0

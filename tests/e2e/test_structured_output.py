@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,14 @@ from support.inprocess import Failure, InProcess
 from support.service import DEMO_MODEL
 
 from lineclear.errors import NoTokenAllowed
+from lineclear.scheduler.core.events import Finished
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.tokenizer import load_tokenizer
-from lineclear.wire.messages import Sampling
+from lineclear.wire.messages import Row, Sampling
+from lineclear.worker.drafts.drafter import ReadTokens
+from lineclear.worker.drafts.verification import Drafts
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, wrap_model
 from lineclear.worker.model_runner import ModelRunner
@@ -110,3 +114,34 @@ def test_penalties_and_bias_keep_the_form(loaded: LoadedModel) -> None:
     output = server(loaded).serve([asked("a", GRAMMARS["regex"], 3, **options)])["a"]
     text = decode(TOKENIZER, [token for token in output if token != 2], keep_special=False)
     assert set(text) <= set("abcdefx")
+
+
+class LastToken:
+    """A drafter of the last token, again and again."""
+
+    def reset(self) -> None:
+        pass
+
+    def forget(self, slot: int) -> None:
+        pass
+
+    def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
+        return {row.slot: read_tokens(row.slot, row.start, row.start + 1) * row.num_drafts for row in rows}
+
+
+def test_drafts_beside_constrained_rows(loaded: LoadedModel) -> None:
+    """Requests without a form verify drafts in the same steps; constrained ones decode plainly."""
+    repeating = [
+        Request(f"repeats{i}", (*range(30 + i, 36 + i),) * 3, Sampling(seed=i), max_tokens=40, max_drafts=4)
+        for i in range(3)
+    ]
+    wanted = server(loaded).serve([replace(request, max_drafts=0) for request in repeating]) | server(loaded).serve(
+        requests()
+    )
+    runner = ModelRunner(loaded, num_blocks=256, block_size=4, num_slots=8, drafter=LastToken())
+    both = InProcess(runner, CoreLimits(max_batch_size=8, adaptive_drafts=False))
+    constrained = [replace(request, max_drafts=4) for request in requests()]
+    assert both.serve([*constrained[:5], *repeating, *constrained[5:]]) == wanted
+    stats = {e.request_id: e.stats for e in both.events if isinstance(e, Finished)}
+    assert all(stats[request.request_id].drafted_tokens > 0 for request in repeating)
+    assert all(stats[x.request_id].drafted_tokens == 0 for x in constrained if x.sampling.grammar)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from support.families import WIDE, tiny_model
-from support.inprocess import InProcess
+from support.inprocess import Failure, InProcess
 
+from lineclear.scheduler.core.events import Failed, Finished, FinishReason, TokensReady
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
-from lineclear.wire.messages import Row, RowOutput, Sampling, SlotInit, StepPlan
+from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit, StepPlan, StepResult
 from lineclear.worker.drafts.drafter import Drafter, ReadTokens
-from lineclear.worker.drafts.verification import Drafts
+from lineclear.worker.drafts.verification import Drafts, verified
 from lineclear.worker.model.loader import build_fused, wrap_model
 from lineclear.worker.model_runner import ModelRunner
 from lineclear.worker.runner_interface import StepFailed
@@ -80,6 +81,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "allowed": {"allowed_ids": (30, 31, 32, 33), "temperature": 1.0, "seed": 1},
     "logprobs": {"logprobs": 3, "logprob_ids": (5, 90), "temperature": 0.5, "seed": 9},
     "min_tokens": {"min_tokens": 10, "stop_ids": tuple(range(5, 200, 3))},
+    "dry": {"dry_multiplier": 2.0, "dry_base": 2.0, "dry_allowed_length": 1, "dry_breaker_ids": (9,)},
+    "ngrams": {"no_repeat_ngram_size": 2, "temperature": 0.2, "seed": 10},
+    "words": {"bad_words": ((40, 41), (50, 51, 52)), "begin_banned_ids": (30,), "forced_first_id": 44},
+    "decay": {"exponential_decay_start": 4, "exponential_decay_factor": 1.3, "stop_ids": tuple(range(7, 200, 5))},
+    "reshaped": {"temperature": 1.0, "seed": 11, "typical_p": 0.8, "top_n_sigma": 2.0, "xtc_probability": 0.5},
+    "stop": {"stop_ids": tuple(range(6, 200, 17)), "temperature": 0.6, "seed": 12},
 }
 
 
@@ -105,6 +112,11 @@ def test_tokens_are_those_of_plain_decoding(depth: int) -> None:
     assert 0 < counters.spec_decode_num_accepted_tokens < counters.spec_decode_num_draft_tokens, (
         "some drafts are accepted, others are not"
     )
+    ends = {e.request_id: e for e in drafted.events if isinstance(e, Finished)}
+    assert all(ends[request.request_id].stats.accepted_tokens > 0 for request in requests)
+    reasons = {name: ends[f"r{i}"].reason for i, name in enumerate(KINDS)}
+    assert reasons["greedy"] is FinishReason.LENGTH
+    assert {reasons[name] for name in ("min_tokens", "decay", "stop")} == {FinishReason.STOP_TOKEN}
     assert counters.steps < plain.counters.steps
     assert plain.counters.spec_decode_num_drafts == 0
 
@@ -195,3 +207,39 @@ def test_fused_pass_verifies_drafts() -> None:
     drafted = InProcess(ModelRunner(loaded, num_blocks=64, num_slots=8, drafter=drafter), LIMITS)
     assert drafted.serve(requests) == wanted
     assert drafted.counters.spec_decode_num_accepted_tokens > 0
+
+
+def test_answer_that_runs_out_of_tokens_fails_as_without_drafts() -> None:
+    """Three tokens are allowed, each once. The position behind them has a draft, too."""
+    request = repeating(1, allowed_ids=(30, 31, 32), no_repeat_ngram_size=1)
+    ends = []
+    for drafts, most in (((), 0), ((30, 31, 32, 30, 31), 5), ((31, 30, 32, 30, 31), 5), ((32, 31, 30), 5)):
+        server = InProcess(runner_of(tiny_model("llama"), drafter=FixedDrafts(tuple(drafts))), LIMITS)
+        with pytest.raises(Failure):
+            server.serve([replace(request, max_drafts=most)])
+        tokens = [token for e in server.events if isinstance(e, TokensReady) for token in e.tokens]
+        ends.append((tokens, [type(e.error).__name__ for e in server.events if isinstance(e, Failed)]))
+    assert ends == ends[:1] * 4
+    assert ends[0] == (ends[0][0], ["NoTokenAllowed"])
+    assert len(ends[0][0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stuck", "counts", "stuck_rows"),
+    [
+        ((1, 2, 3, 4, 5), (), (1, 4), ()),
+        ((1, 2, 9, 4, 5), (), (1, 2), ()),
+        ((1, 2, 3, 4, 5), (3,), (1, 2), ()),
+        ((1, 2, 3, 4, 5), (1,), (1, 1), (1,)),
+        ((1, 2, 3, 4, 5), (0,), (1, 4), (0,)),
+    ],
+    ids=["all-right", "wrong-draft", "nothing-allowed-behind", "nothing-allowed", "another-row"],
+)
+def test_samples_behind_a_wrong_draft_or_a_stuck_one_are_dropped(
+    tokens: tuple[int, ...], stuck: tuple[int, ...], counts: tuple[int, ...], stuck_rows: tuple[int, ...]
+) -> None:
+    plan = StepPlan(1, 1, (Row(4, 9, 1, RowOutput.SAMPLE, (), 3),), decodes=Decodes((2,), (7,)))
+    result = verified(StepResult(1, 1, tokens, stuck_rows=frozenset(stuck)), plan, {4: [2, 3, 4]})
+    assert (result.counts, result.num_drafted) == (counts, (0, 3))
+    assert result.stuck_rows == frozenset(stuck_rows)
+    assert len(result.tokens) == sum(counts)

@@ -207,11 +207,11 @@ class ModelRunner:
         return drafts, time.perf_counter() - started_at
 
     def _drafts(self, plan: StepPlan, rows: list[Row]) -> Drafts:
-        # Vectors add up over rows, and matchers take each token once: such a step cannot be computed a second time.
-        slots = *plan.decodes.slots, *(row.slot for row in plan.chunks)
-        if any(row.output > RowOutput.SAMPLE for row in plan.chunks) or any(x in self._constraints for x in slots):
+        # Vectors add up over rows: such a step cannot be computed a second time.
+        if any(row.output > RowOutput.SAMPLE for row in plan.chunks):
             return NO_DRAFTS
-        return self._drafter.propose(rows, self._batch.read_tokens)
+        # A matcher follows the samples of its slot one by one, and has no mask for the position behind a draft.
+        return self._drafter.propose([x for x in rows if x.slot not in self._constraints], self._batch.read_tokens)
 
     def _step(
         self, plan: StepPlan, drafts: Drafts

@@ -18,7 +18,12 @@ NO_DRAFTS: Drafts = {}
 
 
 def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
-    """Return `result`, which has a sample for each position with a draft, without the samples behind a wrong draft."""
+    """Return `result`, which has a sample for each position with a draft, without the samples behind a wrong draft.
+
+    `stuck_rows` of `result` are indices of samples. A row ends before a stuck sample: its next row fails the request.
+    """
+    stuck = result.stuck_rows
+    stuck_rows: list[int] = []
     kept: list[int] = []
     counts: list[int] = []
     num_drafted: list[int] = []
@@ -26,8 +31,14 @@ def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
     for slot in (*plan.decodes.slots, *(row.slot for row in plan.chunks if row.sample)):
         drafted = drafts.get(slot, ())
         count = 1
-        while count <= len(drafted) and result.tokens[first + count - 1] == drafted[count - 1]:
+        while (
+            count <= len(drafted)
+            and result.tokens[first + count - 1] == drafted[count - 1]
+            and stuck.isdisjoint((first, first + count))
+        ):
             count += 1
+        if first in stuck:
+            stuck_rows.append(len(counts))
         kept += range(first, first + count)
         counts.append(count)
         num_drafted.append(len(drafted))
@@ -38,4 +49,5 @@ def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
         logprobs=tuple(result.logprobs[i] for i in kept) if result.logprobs else (),
         counts=tuple(counts),
         num_drafted=tuple(num_drafted),
+        stuck_rows=frozenset(stuck_rows),
     )

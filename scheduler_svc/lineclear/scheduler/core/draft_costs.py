@@ -1,7 +1,7 @@
 """What drafts cost on a worker, in tokens, and how many tokens their trials may lose.
 
-The time of a step on the worker is not all: a plan that waits for the result before it also pays the way to the
-scheduler and back, which plans made ahead do not. Both are measured.
+The time that the step-time model predicts is not all. A plan that waits for a result also pays the way to the scheduler
+and back, and rows with drafts are handled one by one. So the time from result to result is measured.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _WEIGHT = 1 / 16
 """Of the newest step in a mean."""
 _UNFITTED_COST, _MAX_UNFITTED_ROWS = 0.1, 4
 """Assumed cost of a position, and the most rows with drafts, before the step-time model can predict."""
-_SHARE = 0.01
+_SHARE = 0.005
 """Of the tokens of a worker that trials may lose, besides what drafts gained."""
-_FIRST_TOKENS, _MAX_TOKENS = 4.0, 8.0
+_FIRST_TOKENS, _MAX_TOKENS = 3.0, 6.0
 
 
 class DraftCosts(NamedTuple):
@@ -35,30 +35,37 @@ class DraftCosts(NamedTuple):
 class DraftTimes:
     """Means of measured times of one worker, in seconds."""
 
-    __slots__ = ("_ahead", "_counts", "_per_draft", "_waiting", "is_used")
+    __slots__ = ("_beyond", "_counts", "_per_draft", "_row_ahead", "_row_waiting", "is_used")
 
     def __init__(self) -> None:
         self.is_used = False
         """A request asked for drafts: measure from now on."""
-        self._ahead = self._waiting = 0.0  # beyond the step itself, of plans made ahead and of plans that waited
+        self._beyond = 0.0  # between two steps without drafts
+        self._row_ahead = self._row_waiting = 0.0  # of a row with drafts, in a plan made ahead and in one that waited
         self._per_draft = 0.0  # to make one
-        self._counts = [0, 0, 0]
+        self._counts = [0, 0, 0, 0]
 
-    def observe(self, step_seconds: float, total_seconds: float, *, is_ahead: bool) -> None:
-        """Learn from a step that took `total_seconds` with its way to the worker and back.
+    def observe(self, predicted_seconds: float, total_seconds: float) -> None:
+        """Learn from a step without drafts: `total_seconds` passed from the result before it to its own.
 
-        A plan made ahead has no way: its total begins at the result before. A pause of the machine counts at most as
-        long as the step.
+        Here and below, a pause of the machine counts at most as long as the step.
         """
-        beyond = min(total_seconds - step_seconds, step_seconds)
+        self._beyond += self._weight(0) * (min(total_seconds - predicted_seconds, predicted_seconds) - self._beyond)
+
+    def observe_rows(self, num_rows: int, predicted_seconds: float, total_seconds: float, *, is_ahead: bool) -> None:
+        """Learn from a step with `num_rows` rows that might verify drafts. A plan that waited has the time since then.
+
+        `predicted_seconds` includes the time to make the drafts.
+        """
+        extra = min(total_seconds - predicted_seconds - max(0.0, self._beyond), predicted_seconds) / num_rows
         if is_ahead:
-            self._ahead += self._weight(0) * (beyond - self._ahead)
+            self._row_ahead += self._weight(1) * (extra - self._row_ahead)
         else:
-            self._waiting += self._weight(1) * (beyond - self._waiting)
+            self._row_waiting += self._weight(2) * (extra - self._row_waiting)
 
     def observe_drafts(self, num_drafts: int, seconds: float) -> None:
         """Learn that the worker made `num_drafts` drafts in `seconds`."""
-        self._per_draft += self._weight(2) * (seconds / num_drafts - self._per_draft)
+        self._per_draft += self._weight(3) * (seconds / num_drafts - self._per_draft)
 
     def _weight(self, kind: int) -> float:
         self._counts[kind] = min(self._counts[kind] + 1, round(1 / _WEIGHT))
@@ -74,19 +81,23 @@ class DraftTimes:
         if not model.is_fitted or rows < 1:
             return DraftCosts(_UNFITTED_COST if rows <= _MAX_UNFITTED_ROWS else 1.0, missed)
         _, per_token, per_kv = model.coefficients
-        waiting = max(0.0, self._waiting)
-        beyond = waiting if depth == 1 else max(0.0, self._ahead)
-        seconds = max(model.predict(rows, kv_tokens) + beyond, 1e-9)  # of a step without drafts
+        seconds = max(model.predict(rows, kv_tokens) + max(0.0, self._beyond), 1e-9)  # of a step without drafts
         position = rows * (per_token + self._per_draft) + kv_tokens * per_kv
-        return DraftCosts(position / seconds, missed or max(0.0, waiting - beyond) / seconds)
+        row = rows * max(0.0, self._row_ahead if is_pipelined else self._row_waiting)
+        return DraftCosts(position / seconds, missed + row / seconds)
 
     def dump(self) -> list[Any]:
         """Return a copy of the state."""
-        return [self.is_used, self._ahead, self._waiting, self._per_draft, list(self._counts)]
+        return [*(getattr(self, name) for name in _PLAIN_TIMES), list(self._counts)]
 
     def load(self, state: list[Any]) -> None:
         """Restore a dump."""
-        self.is_used, self._ahead, self._waiting, self._per_draft, self._counts = state
+        *values, self._counts = state
+        for name, value in zip(_PLAIN_TIMES, values, strict=True):
+            setattr(self, name, value)
+
+
+_PLAIN_TIMES = tuple(name for name in DraftTimes.__slots__ if name != "_counts")
 
 
 class TrialBudget:

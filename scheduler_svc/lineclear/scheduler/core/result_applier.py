@@ -29,11 +29,11 @@ class ResultApplier:
             raise BadResult(f"step {result.step} is not the oldest in flight")
         inflight.check(result)
         worker.inflight.popleft()
-        worker.step_time.observe(*inflight.computed(result), result.step_seconds - result.draft_seconds)
+        computed = inflight.computed(result)
         if worker.draft_times.is_used:
-            began_at = worker.last_result_at if inflight.is_ahead else inflight.planned_at
-            worker.draft_times.observe(result.step_seconds, now - began_at, is_ahead=inflight.is_ahead)
+            self._observe_time(result, worker, inflight, computed, now)
         worker.last_result_at = now
+        worker.step_time.observe(*computed, result.step_seconds - result.draft_seconds)
         tokens, failures, batch = ResultTokens(result), list[Event](), worker.batch
         bad = _bad_rows(result, inflight, worker.hello.vocab_size)
         bad_owners: dict[Sequence, int] = {}
@@ -62,6 +62,18 @@ class ResultApplier:
         if self._state.poison:
             self._clear_suspects()
         return events
+
+    def _observe_time(
+        self, result: StepResult, worker: WorkerState, inflight: InflightStep, computed: tuple[int, int], now: float
+    ) -> None:
+        """Compare the time from result to result with and without drafts."""
+        num_rows = sum(row.num_drafts > 0 for row in inflight.chunk_rows)
+        began_at = worker.last_result_at if inflight.is_ahead else inflight.planned_at
+        if num_rows and worker.step_time.is_fitted:
+            predicted = worker.step_time.predict(*computed) + result.draft_seconds
+            worker.draft_times.observe_rows(num_rows, predicted, now - began_at, is_ahead=inflight.is_ahead)
+        elif not num_rows and (inflight.is_ahead or self._state.limits.pipeline_depth == 1):
+            worker.draft_times.observe(result.step_seconds, now - began_at)
 
     def _restart_readers(self, worker: WorkerState, bad: dict[Sequence, int]) -> list[Event]:
         """Have the sequences that share blocks of `bad` rows computed again, and add them to `bad`.
