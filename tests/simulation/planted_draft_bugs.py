@@ -45,7 +45,7 @@ DRAFT_BUGS = (
     Bug(
         "rows with drafts find no block left",
         StepPlanner._plan_decodes,
-        drop("num_blocks += drafting.num_blocks"),
+        replace("num_blocks + drafting.num_blocks", "num_blocks"),
     ),
     Bug(
         "a sequence is planned on while its drafts are in flight",
