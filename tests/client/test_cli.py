@@ -21,8 +21,9 @@ from google.rpc.code_pb2 import Code
 from lineclear import errors
 from lineclear.cli import exit_status, output, serve
 from lineclear.cli.app import app
-from lineclear.cli.options import SamplingFlags
+from lineclear.cli.options import RequestFlags, SamplingFlags
 from lineclear.client import Sampling, local_server
+from lineclear.client.requests import REQUEST_FIELDS
 from lineclear.errors import LineclearError, tree
 from lineclear.exit_codes import ExitCode
 from lineclear.extras import install_command
@@ -47,6 +48,14 @@ def test_every_sampling_field_is_an_option() -> None:
     assert sorted(flags) == sorted(field.name for field in dataclasses.fields(Sampling))
 
 
+def test_every_request_field_is_an_option() -> None:
+    flags = {field.name for field in dataclasses.fields(RequestFlags)}
+    no_flags = {"metadata", "on_delta", "on_token", "on_queued", "response_format", "tools", "tool_choice"}
+    no_flags.add("parallel_tool_calls")
+    of_connection = {"on_model_change", "timeout_seconds"}
+    assert flags == REQUEST_FIELDS - no_flags - of_connection - {"add_generation_prompt", "queue_position"}
+
+
 def test_options_are_in_the_request(cli: Any, server: Any) -> None:
     result = cli(
         "generate", "x", "-n", "9", "--temperature", "0", "--top-k", "4", "--top-p", "0.5", "--min-p", "0.25",
@@ -60,8 +69,9 @@ def test_options_are_in_the_request(cli: Any, server: Any) -> None:
         "--repetition-detection", "20,4", "--truncate-prompt-tokens", "50",
         "--seed", "7", "--min-tokens", "1", "--ignore-eos", "--stop", "a", "--stop", "b", "--stop-token-ids", "8, 9",
         "--eos-token-ids", "3", "--include-stop-string", "--priority", "0", "--expected-tokens", "4",
-        "--top-logprobs", "2", "--logprob-token-ids", "7,5", "--prompt-logprobs", "0", "--token-timings",
-        "--num-speculative-tokens", "0", "--header", "a=b=c",
+        "--top-logprobs", "2", "--logprob-token-ids", "7,5", "--prompt-logprobs", "0", "--token-timings", "--echo",
+        "--num-speculative-tokens", "0", "--header", "a=b=c", "--cache-salt", "s",
+        "--request-id", "r", "--tenant", "t", "--model", "m", "--model-fingerprint", "f",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert server.requests == [
@@ -84,14 +94,19 @@ def test_options_are_in_the_request(cli: Any, server: Any) -> None:
             priority=0,
             truncate_prompt_tokens=50,
             expected_tokens=4,
+            request_id="r",
+            model="m",
+            model_fingerprint="f",
+            cache_salt="s",
             num_speculative_tokens=0,
             output={
                 "logprobs": True, "top_logprobs": 2, "logprob_token_ids": [7, 5], "prompt_logprobs": 0,
-                "token_timings": True,
+                "token_timings": True, "echo": True,
             },
         )
     ]  # fmt: skip
     assert server.metadata[0]["a"] == "b=c"
+    assert server.metadata[0]["x-tenant-id"] == "t"
 
 
 def test_without_options_fields_are_unset(cli: Any, server: Any) -> None:

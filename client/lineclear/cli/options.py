@@ -347,6 +347,10 @@ class SamplingFlags:
 class RequestFlags:
     """The fields of `Request` other than prompt and sampling."""
 
+    request_id: Annotated[str | None, _option(SAMPLING, "Name of the request. By default the server makes one.")] = None
+    tenant: Annotated[str | None, _option(SAMPLING, "Tenant whose share of the server it takes.")] = None
+    model: Annotated[str | None, _option(SAMPLING, "Name of the model that must answer.")] = None
+    model_fingerprint: Annotated[str | None, _option(SAMPLING, "Fingerprint of the model that must answer.")] = None
     priority: Annotated[int | None, _option(SAMPLING, "0 (most urgent) to 255. Default 128.")] = None
     expected_tokens: Annotated[int | None, _option(SAMPLING, "Output tokens to expect. Orders waiting requests.")] = (
         None
@@ -354,6 +358,9 @@ class RequestFlags:
     num_speculative_tokens: Annotated[
         int | None, _option(SAMPLING, "Most draft tokens that a step verifies; 0: none. By default the server's.")
     ] = None
+    cache_salt: Annotated[str | None, _option(SAMPLING, "Share cached prefixes only with requests of this salt.")] = (
+        None
+    )
     adapter: Annotated[str | None, _option(SAMPLING, "Name of a loaded LoRA adapter.")] = None
     truncate_prompt_tokens: Annotated[int | None, _option(SAMPLING, "Keep at most this many last prompt tokens.")] = (
         None
@@ -369,6 +376,7 @@ class RequestFlags:
         int | None,
         _option(OUTPUT, "With --json: log probability of each prompt token and of this many most likely. [0, 20]"),
     ] = None
+    echo: Annotated[bool, _option(OUTPUT, "Show the prompt before the answer.", "--echo")] = False
     token_timings: Annotated[bool, _option(OUTPUT, "With --json: when each token was made.", "--token-timings")] = False
     keep_special_tokens: Annotated[
         bool, _option(OUTPUT, "Keep the text of special tokens.", "--keep-special-tokens")
@@ -382,6 +390,7 @@ class RequestFlags:
             "truncate_prompt_tokens",
             "prompt_logprobs",
             "num_speculative_tokens",
+            "expected_tokens",
         ):  # 0 has a meaning, or is rejected
             given[name] = getattr(self, name)
         given["logprob_token_ids"] = numbers(self.logprob_token_ids, "--logprob-token-ids")

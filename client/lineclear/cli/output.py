@@ -58,11 +58,11 @@ def show_answer(stream: Stream) -> None:
         if delta.restarted:
             print_stderr("\nThe model was replaced; the answer starts over.")
         if not is_buffered:
-            show(delta.text)
+            show(delta.prompt_text + delta.text)
     if len(stream.texts) > 1:
         show("\n".join(f"--- output {index}\n{text}" for index, text in enumerate(stream.texts)))
     elif is_buffered:
-        show(stream.text)
+        show(stream.result.prompt_text + stream.text)
 
 
 def show_json(value: Any) -> None:

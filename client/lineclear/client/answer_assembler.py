@@ -129,6 +129,8 @@ class AnswerAssembler:
             restarts=self.restarts,
             outputs=outputs,
             prompt_logprobs=self.outputs[0].prompt_logprobs,
+            prompt_text=self.outputs[0].prompt_text,
+            prompt_token_ids=self.outputs[0].prompt_token_ids,
         )
 
     def _grow(self, message: pb.GenerateResponse) -> None:
@@ -152,6 +154,8 @@ class OutputAssembler:
         self._logprobs: list[TokenLogprobs] = []
         self._times_seconds: list[float] = []
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self.prompt_text = ""
+        self.prompt_token_ids: tuple[int, ...] = ()
         self._finish_reason: FinishReason | None = None
         self._finished: pb.Finished | None = None
 
@@ -203,6 +207,10 @@ class OutputAssembler:
         self._logprobs += delta.logprobs
         self._times_seconds += delta.token_times_seconds
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        if self.prompt_token_ids and delta.prompt_token_ids:
+            delta = replace(delta, prompt_text="", prompt_token_ids=())  # of a resumed call
+        elif delta.prompt_token_ids:
+            self.prompt_text, self.prompt_token_ids = delta.prompt_text, delta.prompt_token_ids
         self.started = self.started or delta.started
         if delta.finish_reason is not None:
             self._finish_reason, self._finished = delta.finish_reason, message.finished

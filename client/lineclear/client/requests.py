@@ -195,6 +195,7 @@ class Params(TypedDict, total=False):
     top_logprobs: int | None
     prompt_logprobs: int | None
     logprob_token_ids: Sequence[int] | None
+    echo: bool | None
     keep_special_tokens: bool | None
     token_timings: bool | None
     queue_position: bool | None
@@ -254,6 +255,7 @@ class Request:
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
+    echo: bool | None = None
     keep_special_tokens: bool | None = None
     token_timings: bool | None = None
     queue_position: bool | None = None

@@ -151,6 +151,9 @@ class Delta:
     """Of the prompt tokens from the second on, in one delta, if requested."""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_text: str = ""
+    """The prompt, in the first delta, with `echo`."""
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +222,10 @@ class Generation:
     constraint_start: str = dataclasses.field(default="", repr=False, compare=False)
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
+    prompt_text: str = ""
+    """With `echo`: the text of the prompt, which `text` continues."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """With `echo`: the token ids of the prompt. `prompt_logprobs` are those of all but the first."""
 
     @property
     def parsed(self) -> Any:
@@ -259,7 +266,7 @@ class Generation:
         for entry in (plain, *plain["outputs"]):
             del entry["response_format"], entry["constraint_start"]
         plain["tokens_per_second"] = self.tokens_per_second
-        for name in ("logprobs", "prompt_logprobs", "token_times_seconds", "tool_calls", "reasoning"):
+        for name in _OPTIONAL:
             if not plain[name]:
                 del plain[name]
         if len(self.outputs) < 2:
@@ -271,6 +278,12 @@ def _parsed(answer: Generation | Output) -> Any:
     start = answer.constraint_start
     _, _, text = answer.text.rpartition(start) if start else ("", "", answer.text)
     return value_of(answer.response_format, text)
+
+
+_OPTIONAL = (
+    *("logprobs", "prompt_logprobs", "token_times_seconds", "tool_calls", "reasoning"),
+    *("prompt_text", "prompt_token_ids"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,6 +484,8 @@ def delta_from_proto(message: pb.GenerateResponse) -> Delta:
         index=message.index,
         reasoning=message.reasoning,
         tool_calls=tuple(ToolCallDelta(d.index, d.id, d.name, d.arguments) for d in message.tool_calls),
+        prompt_text=message.prompt_echo.text,
+        prompt_token_ids=tuple(message.prompt_echo.token_ids),
     )
 
 

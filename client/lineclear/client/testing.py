@@ -292,7 +292,11 @@ def _played(reply: Reply, request: pb.GenerateRequest, number: int) -> Iterator[
     for index in open_outputs:
         seed = output_seed(request.sampling.seed, index)
         started = pb.Started(request_id=request_id, prompt_tokens=prompt_tokens, seed=seed, num_outputs=num_outputs)
-        yield pb.GenerateResponse(started=started, index=index)
+        begin = pb.GenerateResponse(started=started, index=index)
+        if request.output.echo and index == 0 and not have[0]:
+            text = prompt_text(request)
+            begin.prompt_echo.CopyFrom(pb.PromptEcho(text=text, token_ids=_tokens(text)))
+        yield begin
     first_index = 0
     for part in _parts(answer):
         tokens = _tokens(part) if isinstance(part, str) else _tokens(part.reasoning or part.tool_calls[0].arguments)

@@ -678,6 +678,7 @@ class OutputOptions(_message.Message):
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     LOGPROB_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     omit_text: _builtins.bool
     """Sends token ids without text. Default false."""
     logprobs: _builtins.bool
@@ -700,6 +701,10 @@ class OutputOptions(_message.Message):
     tokens times one more than this number are at most 65536. Not repeated
     when an answer with tokens is resumed.
     """
+    echo: _builtins.bool
+    """Sends the prompt before the answer, as `prompt_echo`. Must be false with
+    `omit_text`. Default false.
+    """
     @_builtins.property
     def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Also sends the log-probabilities of these tokens at the place of each
@@ -718,11 +723,14 @@ class OutputOptions(_message.Message):
         queue_position: _builtins.bool | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         logprob_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        echo: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_prompt_logprobs", b"_prompt_logprobs", "_queue_position", b"_queue_position", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "queue_position", b"queue_position", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_prompt_logprobs", b"_prompt_logprobs", "_queue_position", b"_queue_position", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "echo", b"echo", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "queue_position", b"queue_position", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_prompt_logprobs", b"_prompt_logprobs", "_queue_position", b"_queue_position", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "keep_special_tokens", b"keep_special_tokens", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "queue_position", b"queue_position", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_omit_text", b"_omit_text", "_prompt_logprobs", b"_prompt_logprobs", "_queue_position", b"_queue_position", "_token_timings", b"_token_timings", "_top_logprobs", b"_top_logprobs", "echo", b"echo", "keep_special_tokens", b"keep_special_tokens", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "queue_position", b"queue_position", "token_timings", b"token_timings", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__echo: _TypeAlias = _typing.Literal["echo"]  # noqa: Y015
+    _WhichOneofArgType__echo: _TypeAlias = _typing.Literal["_echo", b"_echo"]  # noqa: Y015
     _WhichOneofReturnType__keep_special_tokens: _TypeAlias = _typing.Literal["keep_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__keep_special_tokens: _TypeAlias = _typing.Literal["_keep_special_tokens", b"_keep_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
@@ -737,6 +745,8 @@ class OutputOptions(_message.Message):
     _WhichOneofArgType__token_timings: _TypeAlias = _typing.Literal["_token_timings", b"_token_timings"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__echo) -> _WhichOneofReturnType__echo | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_special_tokens) -> _WhichOneofReturnType__keep_special_tokens | None: ...
     @_typing.overload
@@ -775,6 +785,7 @@ class GenerateResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    PROMPT_ECHO_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
     """Index in the answer of the first of `token_ids`."""
     text: _builtins.str
@@ -833,6 +844,12 @@ class GenerateResponse(_message.Message):
         Of conversations with tools, where the server has a tool call parser.
         """
 
+    @_builtins.property
+    def prompt_echo(self) -> Global___PromptEcho:
+        """The prompt, once: with `started` of output 0. Unset unless
+        OutputOptions.echo is set, and when an output 0 with tokens is resumed.
+        """
+
     def __init__(
         self,
         *,
@@ -848,10 +865,11 @@ class GenerateResponse(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        prompt_echo: Global___PromptEcho | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "queued", b"queued", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "prompt_echo", b"prompt_echo", "queued", b"queued", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "first_index", b"first_index", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "reasoning", b"reasoning", "started", b"started", "text", b"text", "token_ids", b"token_ids", "token_times_us", b"token_times_us", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finished", b"_finished", "_queued", b"_queued", "_started", b"_started", "finished", b"finished", "first_index", b"first_index", "index", b"index", "logprobs", b"logprobs", "prompt_echo", b"prompt_echo", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "reasoning", b"reasoning", "started", b"started", "text", b"text", "token_ids", b"token_ids", "token_times_us", b"token_times_us", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finished: _TypeAlias = _typing.Literal["finished"]  # noqa: Y015
     _WhichOneofArgType__finished: _TypeAlias = _typing.Literal["_finished", b"_finished"]  # noqa: Y015
@@ -867,6 +885,40 @@ class GenerateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__started) -> _WhichOneofReturnType__started | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class PromptEcho(_message.Message):
+    """The prompt as the model receives it. A text behind which `text` of each
+    output follows.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text of `token_ids`, as Detokenize returns it: special tokens only with
+    OutputOptions.keep_special_tokens. At most the server's max_prompt_bytes.
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids, after truncation. OutputOptions.prompt_logprobs are those of
+        the second and later ones.
+        """
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptEcho: _TypeAlias = PromptEcho  # noqa: Y015
 
 @_typing.final
 class ToolCallDelta(_message.Message):

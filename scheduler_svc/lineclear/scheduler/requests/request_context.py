@@ -86,7 +86,7 @@ class RequestContext:
 
     __slots__ = (
         *("arrival", "bounds", "cache_salt", "caller", "chat_time_us", "deadline", "error", "is_closed", "max_tokens"),
-        *("adapter", "outputs", "prompt_digest", "prompt_tokens", "tenant", "validated", "_asks"),
+        *("adapter", "outputs", "prompt_digest", "prompt_echo", "prompt_tokens", "tenant", "validated", "_asks"),
         *(
             "_candidates",
             "_group",
@@ -130,6 +130,7 @@ class RequestContext:
         self.prompt_tokens = 0  # 0 before tokenization, as max_tokens
         self.max_tokens = 0
         self.prompt_digest = ""
+        self.prompt_echo: pb.PromptEcho | None = None
         self.chat_time_us = 0  # time given to the chat template; 0 without one
         self.is_closed = False
         self._num_counted = 0  # tokens that `take_served_tokens` has returned
@@ -219,6 +220,10 @@ class RequestContext:
                 output.text.begin(prompt)
         model_identity.check_prompt(self.validated, self.prompt_digest)
         request = validation.resolve(self.validated, self.request_id, prompt, self.deadline, self.bounds)
+        if self.validated.echoes_prompt:
+            await self._resolve_echo(prompt)
+            if self.has_ended:
+                return
         self._queue_place.add_tokens(len(request.prompt))
         self.prompt_tokens, self.max_tokens = len(request.prompt), request.max_tokens
         changes = self._model_fields() | {"cache_salt": self.cache_salt, "tenant": identity.share(self.tenant)}
@@ -395,6 +400,12 @@ class RequestContext:
     def incident(self, error: BaseException) -> LineclearError:
         """Log a bug and return the error that the client gets for it."""
         return self._services.incident(error)
+
+    async def _resolve_echo(self, prompt: Sequence[int]) -> None:
+        keep_special, bounds = self.validated.keep_special, self.bounds
+        text = await self._services.tokenizers.decode(prompt, keep_special=keep_special, vocab_size=bounds.vocab_size)
+        validation.check_echo(text, bounds)
+        self.prompt_echo = pb.PromptEcho(text=text, token_ids=prompt)
 
     async def _resolve_texts(self) -> None:
         """Tokenize the texts in the sampling parameters."""

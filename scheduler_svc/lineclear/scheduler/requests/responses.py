@@ -49,6 +49,8 @@ def response(
         if (wait := duration(chunk.queued.seconds)) is not None:
             message.queued.predicted_wait.CopyFrom(wait)
     if chunk.started is not None:
+        if request.prompt_echo is not None and output.index == 0:
+            message.prompt_echo.CopyFrom(request.prompt_echo)
         message.started.request_id = request.request_id
         message.started.prompt_tokens = request.prompt_tokens
         message.started.cached_tokens = chunk.started.cached_tokens

@@ -128,6 +128,7 @@ class SubmittedOutput:
         self.first_index = output.num_resumed
         self.started: pb.Started | None = None
         self.finished: pb.Finished | None = None
+        self.prompt_echo: pb.PromptEcho | None = None
         self._answer = answer
         self._wants_text = request.validated.wants_text
         self._is_parsed = output.is_parsed
@@ -179,6 +180,10 @@ class SubmittedOutput:
             self._object_bytes += sys.getsizeof(packed)
         if message.HasField("started"):
             self.started = message.started
+        if message.HasField("prompt_echo"):
+            self.prompt_echo = message.prompt_echo
+            self._object_bytes += _ID_BYTES * len(message.prompt_echo.token_ids)
+            self._object_bytes += sys.getsizeof(message.prompt_echo.text)
         if message.HasField("finished"):
             self.finished = message.finished
             self._tail = texts[count] if self._wants_text and len(texts) > count else ""
@@ -203,12 +208,19 @@ class SubmittedOutput:
             if a == 0 and (b or is_last):
                 message.MergeFromString(self._prompt_logprobs)
         if brief and self.started is not None:
-            message.started.CopyFrom(self.started)
+            self.add_start(message)
         elif brief and self.index == 0 and self._answer.queued is not None:
             message.queued.CopyFrom(self._answer.queued)
         if is_last and self.finished is not None:
             message.finished.CopyFrom(self.finished)
         return message
+
+    def add_start(self, message: pb.GenerateResponse) -> None:
+        """Add what the first response of the output has."""
+        assert self.started is not None
+        message.started.CopyFrom(self.started)
+        if self.prompt_echo is not None and message.first_index == self.first_index:
+            message.prompt_echo.CopyFrom(self.prompt_echo)
 
 
 def _text_bytes(text: str) -> int:
@@ -273,6 +285,6 @@ class _Cursor:
         self.index = end
         if output.started is not None and not self._has_sent_started:
             self._has_sent_started = True
-            message.started.CopyFrom(output.started)
+            output.add_start(message)
         self.is_done = message.HasField("finished")
         return message

@@ -122,9 +122,11 @@ class ValidatedRequest:
     dry_breakers: tuple[str, ...] = ()
     """Texts, to be tokenized; empty: the default ones."""
     starts_text: bool = True
-    """The text of the first token follows the tokenizer's rule for the start of a text; grammars do not know it."""
+    """The text of the first token follows the tokenizer's rule for the start of a text; grammars do not know it, and an
+    answer behind its prompt is no start."""
     max_drafts: int | None = None
     """Most drafts in a row; None: as many as the server's."""
+    echoes_prompt: bool = False
 
     @property
     def is_held(self) -> bool:
@@ -159,6 +161,8 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     )
     logprobs, logprob_ids = _logprobs(request.output, bounds.vocab_size, violations)
     prompt_logprobs = _prompt_logprobs(request, violations)
+    if request.output.echo and request.output.omit_text:
+        violations.add("output.echo", "must be false with output.omit_text")
     grammar_start = check_form(request.sampling, bool(eos_ids | stop_ids), bounds.max_grammar_bytes, violations)
     if is_forced(request.chat):
         check_forced(request, bool(eos_ids | stop_ids), bounds.max_grammar_bytes, violations)
@@ -209,8 +213,9 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         prompt_digest=request.resume.prompt_digest,
         bad_words=bad_words,
         dry_breakers=dry_breakers,
-        starts_text=_starts_text(request, grammar_start),
+        starts_text=not request.output.echo and _starts_text(request, grammar_start),
         max_drafts=request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None,
+        echoes_prompt=request.output.echo and received[0] == (),
     )
 
 
@@ -259,6 +264,13 @@ def resolve(
         vocabulary=bounds.vocabulary,
         scoring=_scoring(validated, prompt),
     )
+
+
+def check_echo(text: str, bounds: ModelBounds) -> None:
+    """Raises PromptTooLong for the text of a prompt that is too long to be sent."""
+    violations = Violations()
+    check_text_size("output.echo", [text], bounds.max_prompt_bytes, violations)
+    violations.raise_if_any()
 
 
 def check_tokenize(request: pb.TokenizeRequest, max_prompt_bytes: int, max_chat_messages: int) -> None:
