@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fuzz.parameters import add_hostile, add_plausible
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from service.bad_requests import CASES
@@ -83,9 +84,10 @@ class Call:
         )
 
     def _names_a_model(self) -> bool:
+        kind = {"Score": pb.ScoreRequest, "Embed": pb.EmbedRequest}.get(self.method, pb.GenerateRequest)
         return any(
-            message.model_fingerprint or message.resume.model_fingerprint or message.resume.HasField("prompt_digest")
-            for message in _parsed(pb.GenerateRequest, self.messages)
+            message.model_fingerprint or (isinstance(message, pb.GenerateRequest) and message.HasField("resume"))
+            for message in _parsed(kind, self.messages)
         )
 
     def _can_be_cancelled(self) -> bool:
@@ -122,7 +124,8 @@ class Calls:
             method, data = rng.choice(self._corpus)
             messages: tuple[bytes, ...] = (mutate(data, rng, self._corpus_bytes),)
         else:
-            method, sent = rng.choice((self._generate, self._session, self._submit, self._submitted, self._resumed))()
+            makers = self._generate, self._session, self._submit, self._submitted, self._resumed, self._prompts
+            method, sent = rng.choice(makers)()
             messages = tuple(message.SerializeToString() for message in sent)
         deadline = rng.choice((0.001, 0.01, 0.05)) if rng.random() < 0.05 else None
         reads = rng.choice((1, 1, 4, 10**6))
@@ -149,8 +152,11 @@ class Calls:
             token_ids=pb.TokenIds(ids=[rng.randrange(5, 400) for _ in range(rng.choice((1, 8, 100)))]),
             sampling={"max_tokens": rng.choice((1, 20, 100)), "seed": rng.getrandbits(64)},
         )
+        add_plausible(request, rng)
         if rng.random() < 0.5:
             request.request_id = rng.choice(_IDS)
+        if rng.random() < 0.4:
+            add_hostile(request, rng)
         return request
 
     def _duration(self) -> Duration:
@@ -173,6 +179,9 @@ class Calls:
                 if rng.random() < 0.3:
                     submit.timeout.CopyFrom(self._duration())
             cancels = [pb.CancelCommand(handle=rng.choice((0, 1, 2, 2**64 - 1))) for _ in range(rng.randint(0, 2))]
+            for cancel in cancels:
+                if rng.random() < 0.3:
+                    cancel.index = rng.choice((0, 1, 2**32 - 1))
             sent.append(
                 rng.choice(
                     (
@@ -196,19 +205,43 @@ class Calls:
         rng = self._rng
         request_id = rng.choice((*_IDS, "", "x" * 65, "unknown"))
         index = rng.choice((0, 1, 5, 100, 2**32 - 1))
+        more = [rng.choice((0, 1, 2**32 - 1)) for _ in range(rng.choice((0, 0, 1, 200)))]
         return rng.choice(
             (
-                ("Attach", [pb.AttachRequest(request_id=request_id, from_index=index)]),
+                ("Attach", [pb.AttachRequest(request_id=request_id, from_index=index, more_from_indexes=more)]),
                 ("GetResult", [pb.GetResultRequest(request_id=request_id)]),
                 ("Cancel", [pb.CancelRequest(request_id=request_id)]),
+                ("Cancel", [pb.CancelRequest(request_id=request_id, index=rng.choice((0, 1, 2**32 - 1)))]),
             )
         )
+
+    def _prompts(self) -> tuple[str, list[Message]]:
+        """Make a request for scores, vectors or tokens, mostly with a hostile field."""
+        rng = self._rng
+        ids = pb.TokenIds(ids=[rng.randrange(5, 400) for _ in range(rng.choice((1, 8, 100)))])
+        message: Message
+        if rng.random() < 0.5:
+            parts = [pb.Continuation(token_ids=ids) for _ in range(rng.choice((1, 3, 128)))]
+            method, message = (
+                "Score",
+                pb.ScoreRequest(token_ids=ids, continuations=parts, top_logprobs=rng.choice((0, 20))),
+            )
+        else:
+            inputs = [pb.EmbedInput(token_ids=ids) for _ in range(rng.choice((1, 3, 128)))]
+            method, message = "Embed", pb.EmbedRequest(inputs=inputs, pooling=rng.choice((0, 1, 2)))
+        if rng.random() < 0.6:
+            add_hostile(message, rng)
+        return method, [message]
 
     def _resumed(self) -> tuple[str, list[Message]]:
         """Make a resume of an answer that this server never gave."""
         rng = self._rng
         request = self._request()
         request.resume.token_ids.extend(rng.randrange(600) for _ in range(rng.choice((0, 1, 19, 20, 101, 600))))
+        if rng.random() < 0.5:
+            request.sampling.n = rng.choice((1, 2, 3))
+            for _ in range(rng.choice((0, 1, 2, 3, 300))):
+                request.resume.outputs.add(token_ids=range(rng.choice((0, 1, 20))), is_complete=rng.random() < 0.3)
         if rng.random() < 0.5:
             request.resume.chat_time_us = rng.choice((-1, 0, 2**63 - 1, -(2**63)))
         if rng.random() < 0.5:
@@ -242,6 +275,11 @@ def _seeds() -> list[tuple[str, bytes]]:
         ("Session", pb.SessionRequest(cancels=[pb.CancelCommand(handle=1)])),
         ("Session", pb.SessionRequest(submits=[pb.SubmitCommand(handle=n) for n in (1, 2)])),
         ("Session", pb.SessionRequest(cancels=[pb.CancelCommand(handle=n) for n in (1, 2)])),
+        (
+            "Score",
+            pb.ScoreRequest(text="quick", continuations=[pb.Continuation(text=" fox"), pb.Continuation(text="es")]),
+        ),
+        ("Embed", pb.EmbedRequest(inputs=[pb.EmbedInput(text="quick")], pooling=pb.POOLING_MEAN, dimensions=2)),
         ("Tokenize", pb.TokenizeRequest(text="some text")),
         ("Tokenize", pb.TokenizeRequest(chat=chat)),
         ("Detokenize", pb.DetokenizeRequest(token_ids=[5, 6, 7])),
