@@ -10,7 +10,7 @@ from core.harness import CoreHarness, make_request
 
 from lineclear.scheduler.core.events import Finished
 from lineclear.scheduler.core.fair_share import FairShare
-from lineclear.scheduler.core.sequence import Sequence
+from lineclear.scheduler.core.sequence import Request, Sequence
 
 SIZES = {"a": (4, 4), "b": (4, 20), "c": (30, 2)}  # prompt tokens, output tokens
 
@@ -53,6 +53,82 @@ def test_idle_tenant_earns_nothing() -> None:
     harness.run()
     turns = [1 if name[0] == "d" else -1 for name in harness.started()[before : before + 20]]
     assert max(map(abs, accumulate(turns))) <= 2
+
+
+def charged(order: FairShare, tenant: str = "a") -> float:
+    """Return the tokens that a tenant with a live request is charged with."""
+    return float(order.dump()["present"][tenant]["charged"])
+
+
+def beam_step(step: int) -> list[Request]:
+    """Return the requests of three beams behind `step` tokens of a search whose prompt has 20."""
+    return [
+        make_request(
+            f"beam {step} {beam}",
+            20,
+            step + 1,
+            output=(1,) * step,
+            expected_tokens=step + 1,
+            tenant="a",
+            is_sibling=step + beam > 0,
+            queued_since=0.0,
+        )
+        for beam in range(3 if step else 1)
+    ]
+
+
+def run_through(order: FairShare, request: Request, number: int) -> None:
+    """Queue, start and end a request that makes all its tokens."""
+    sequence = Sequence(request, (order.key(request, 0.0, 0.0), number), 0.0)
+    order.on_start(sequence)
+    sequence.started_at = 0.0
+    sequence.tokens += [1] * (request.max_tokens - len(request.output))
+    order.on_finish(sequence)
+
+
+def test_outputs_are_charged_with_their_prompt_once() -> None:
+    order = FairShare({})
+    requests = [make_request(f"a{n}", 20, 6, tenant="a", is_sibling=n > 0) for n in range(4)]
+    sequences = [Sequence(x, (order.key(x, 0.0, 0.0), n), 0.0) for n, x in enumerate(requests)]
+    assert charged(order) == 20 + 4 * 6
+    order.on_finish(sequences[3])
+    assert charged(order) == 20 + 3 * 6, "cancelled in the queue"
+    order.on_start(sequences[1])
+    sequences[1].started_at = 0.0
+    sequences[1].tokens += [1, 1]
+    order.on_finish(sequences[1])
+    assert charged(order) == 20 + 2 * 6 + 2
+
+
+def test_steps_of_a_beam_search_are_charged_like_one_request() -> None:
+    order = FairShare({})
+    order.key(make_request("lives", 2, 60, tenant="a"), 0.0, 0.0)
+    for step in range(5):
+        for beam, request in enumerate(beam_step(step)):
+            run_through(order, request, 3 * step + beam)
+    assert charged(order) == 62 + 20 + 1 + 4 * 3
+
+
+def test_beams_keep_the_place_of_the_first_step() -> None:
+    """A search is one request that runs. The requests behind it wait, those of its tenant too."""
+    harness = one_by_one()
+    waiting = beam_step(0)
+    for request in waiting:
+        harness.record(harness.core.submit(request, 0.0))
+    for tenant in "ab":
+        for number in range(6):
+            harness.submit(f"{tenant}{number}", 4, 4, tenant=tenant)
+    for step in range(1, 5):
+        while not all(
+            any(e.request_id == x.request_id for e in harness.events if isinstance(e, Finished)) for x in waiting
+        ):
+            harness.step()
+        waiting = beam_step(step)
+        for request in waiting:
+            harness.record(harness.core.submit(request, 0.0))
+    harness.run()
+    # One waiting request starts in each step whose last row is planned, before the next step is submitted.
+    assert [name.split()[0] for name in harness.started()[: 13 + 4]].count("beam") == 13, harness.started()
 
 
 def test_cancelled_waiting_request_is_credited() -> None:

@@ -3,7 +3,7 @@
 Start-time fair queueing (Goyal, Vin, Cheng, 1996) over tokens. A request's key is its tenant's account when it arrives.
 Then the account is charged with the tokens that the request is expected to take: prompt and output. The lowest key is
 next. The virtual clock is the highest key that has started. An account behind the clock continues from the clock, so an
-idle tenant saves up nothing. When the request ends, the account is settled by the tokens used: later requests of the
+idle tenant saves up nothing. The outputs of one request are charged with its prompt once. When the request ends, the account is settled by the tokens used: later requests of the
 tenant start earlier by the unused tokens, or later by the excess. The tokens of a tenant of weight w count 1/w.
 
 Counting tokens by tenant is the idea of VTC (Sheng et al., OSDI 2024). VTC updates its counters with every token and
@@ -58,8 +58,11 @@ class FairShare:
         key = account.charged
         if account.num_waiting:
             key = max(key, account.last_key)  # after a credit, still behind the tenant's own earlier requests
-        account.charged += request.expected_len / self._weight(request.tenant)
-        account.last_key = key
+        account.charged += (request.expected_len - request.charged_before) / self._weight(request.tenant)
+        if request.continues:
+            key = self._clock  # next, in the place of the requests that it continues
+        else:
+            account.last_key = key
         account.num_waiting += 1
         account.num_live += 1
         return key
@@ -75,6 +78,7 @@ class FairShare:
         account = self._present[tenant]
         account.num_waiting -= sequence.started_at is None
         used = 0 if sequence.started_at is None else len(sequence.tokens)
+        used = max(used, sequence.request.charged_before)
         account.charged -= (sequence.request.expected_len - used) / self._weight(tenant)
         account.num_live -= 1
         if account.num_live == 0:

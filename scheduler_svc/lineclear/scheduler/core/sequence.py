@@ -82,6 +82,18 @@ class Request:
         return len(self.prompt) + (self.expected_tokens or self.max_tokens)
 
     @property
+    def continues(self) -> bool:
+        """Whether it continues an answer whose requests so far have ended: a later step of a beam search."""
+        return self.is_sibling and self.queued_since is not None
+
+    @property
+    def charged_before(self) -> int:
+        """Number of leading tokens that its tenant was charged with for other requests of the same admission."""
+        if not self.is_sibling:
+            return 0
+        return len(self.prompt) + (len(self.output) if self.continues else 0)
+
+    @property
     def max_len(self) -> int:
         """Upper bound of the positions it computes, plus one: the last output token is never computed."""
         return len(self.prompt) + (self.max_tokens if self.pooling is None else 1)
