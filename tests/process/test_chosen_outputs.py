@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.adapter_folders import toy_model, write_adapter
 from support.service import is_idle
 from support.time_limits import PATIENCE_SECONDS
 from support.toy import sample
@@ -40,21 +41,21 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def searched(settings: BeamSettings) -> list[Beam]:
+def searched(settings: BeamSettings, model: str = "") -> list[Beam]:
     """Return the finished beams of a search over the toy model."""
     search, sampling = BeamSearch(settings), Sampling(logprobs=settings.num_top)
     while not search.is_done:
         steps: list[Logprobs] = []
         for beam in search.running:
-            _, logprobs = sample([*PROMPT, *beam.tokens], sampling, len(PROMPT), VOCABULARY)
+            _, logprobs = sample([*PROMPT, *beam.tokens], sampling, len(PROMPT), VOCABULARY, model)
             assert logprobs is not None
             steps.append(logprobs)
         search.advance(steps)
     return search.finished
 
 
-def check_beams(result: Generation, settings: BeamSettings, count: int) -> None:
-    finished = searched(settings)[:count]
+def check_beams(result: Generation, settings: BeamSettings, count: int, model: str = "") -> None:
+    finished = searched(settings, model)[:count]
     assert [output.token_ids for output in result.outputs] == [beam.tokens for beam in finished]
     assert [output.score for output in result.outputs] == pytest.approx([beam.score for beam in finished])
 
@@ -96,6 +97,22 @@ def test_beams_equal_the_search(service: ToyService, route: str, early_stopping:
             is_stop = output.token_ids[-1] in settings.end_ids
             assert output.finish_reason is (FinishReason.STOP_TOKEN if is_stop else FinishReason.LENGTH)
             assert client.detokenize(output.token_ids[:-1] if is_stop else output.token_ids) == output.text
+
+
+def test_beams_show_as_many_logprobs_as_requested(service: ToyService) -> None:
+    with Client(service.target) as client:
+        result = client.generate(PROMPT, num_beams=2, max_tokens=4, ignore_eos=True, top_logprobs=20)
+    assert [len(entry.top_logprobs) for entry in result.logprobs] == [20] * 4
+    check_beams(result, BeamSettings(2, 4, frozenset()), 1)
+
+
+def test_beams_of_an_adapter_are_those_of_its_model(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapters" / "a", 1)
+    with toy_service(tmp_path, "--lora-modules", f"a={folder}") as service, Client(service.target) as client:
+        params: dict[str, Any] = {"num_beams": 3, "n": 3, "max_tokens": 8, "ignore_eos": True}
+        settings = BeamSettings(3, 8, frozenset())
+        check_beams(client.generate(PROMPT, **params), settings, 3)
+        check_beams(client.generate(PROMPT, adapter="a", **params), settings, 3, toy_model(folder))
 
 
 def test_beams_and_candidates_survive_the_death_of_the_worker(tmp_path: Path) -> None:

@@ -161,6 +161,38 @@ async def test_each_of_several_outputs_has_calls_of_its_own(tmp_path: Path) -> N
         assert len({call[0] for call in (*first[2], *second[2])}) == 4
 
 
+async def test_chosen_outputs_are_parsed(tmp_path: Path) -> None:
+    async with larger_serving(tmp_path, template=HERMES, tokenizer=TOKENIZER) as s:
+        wanted = parts_of(await answer_of(s, ids(ANSWERS["thinking"]), chat_request()))
+        assert wanted[1]
+        assert len(wanted[2]) == 2
+        chosen = chat_request(sampling={"best_of": 3, "seed": 7})
+        found = await answer_of(s, ids(ANSWERS["thinking"]), chosen)
+        assert parts_of(found) == wanted
+        assert found[-1].finished.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+
+
+async def test_beams_are_parsed(tmp_path: Path) -> None:
+    async with larger_serving(tmp_path, template=HERMES, tokenizer=TOKENIZER) as s:
+        wanted = parts_of(await answer_of(s, ids(ANSWERS["thinking"]), chat_request()))
+        s.engine.answer = None
+        call = s.generate(chat_request(sampling={"num_beams": 2}))
+        done = len(s.engine.submitted)
+        for step, right in enumerate([*ids(ANSWERS["thinking"]), EOS]):
+            count = 1 if step == 0 else 2
+            await s.engine.next_request(done + count)
+            for request in s.engine.submitted[done : done + count]:
+                s.engine.start(request.request_id)
+                top = ((right, 0.0), (3, -9.0), (4, -9.5), (5, -9.75))
+                s.engine.tokens(request.request_id, [right], [Logprobs(0.0, top)])
+                s.engine.finish_by(request.request_id, FinishReason.LENGTH)
+            done += count
+        call_end = [response async for response in call]
+        (_, text, calls), (_, wanted_text, wanted_calls) = parts_of(call_end), wanted
+        assert (text, [call[1:] for call in calls]) == (wanted_text, [call[1:] for call in wanted_calls])
+        assert call_end[-1].finished.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+
+
 async def test_session_and_submitted_requests_send_the_same(tmp_path: Path) -> None:
     async with larger_serving(tmp_path, template=HERMES, tokenizer=TOKENIZER) as s:
         expected = parts_of(await answer_of(s, ids(ANSWERS["thinking"]), chat_request()))

@@ -3,8 +3,9 @@
 Start-time fair queueing (Goyal, Vin, Cheng, 1996) over tokens. A request's key is its tenant's account when it arrives.
 Then the account is charged with the tokens that the request is expected to take: prompt and output. The lowest key is
 next. The virtual clock is the highest key that has started. An account behind the clock continues from the clock, so an
-idle tenant saves up nothing. The outputs of one request are charged with its prompt once. When the request ends, the account is settled by the tokens used: later requests of the
-tenant start earlier by the unused tokens, or later by the excess. The tokens of a tenant of weight w count 1/w.
+idle tenant saves up nothing. The outputs of one request are charged with its prompt once. When the request ends, the
+account is settled by the tokens used: later requests of the tenant start earlier by the unused tokens, or later by the
+excess. The tokens of a tenant of weight w count 1/w.
 
 Counting tokens by tenant is the idea of VTC (Sheng et al., OSDI 2024). VTC updates its counters with every token and
 decides in each step; a key that stays lets one queue serve all orders and costs nothing between arrivals and ends.

@@ -137,7 +137,9 @@ class BeamGroup:
             if output.text is not None:
                 texts = [*map(output.text.push, beam.tokens), output.text.finish()]
             output.score = beam.score
-            output.deliver(self._started, list(beam.tokens), texts, self._shown(beam), [], self._end(beam))
+            has_calls = output.text is not None and output.text.has_tool_calls
+            end = self._end(beam)._replace(has_tool_calls=has_calls)
+            output.deliver(self._started, list(beam.tokens), texts, self._shown(beam), [], end)
 
     def _shown(self, beam: Beam) -> list[Logprobs]:
         if self._num_top < 0:

@@ -67,5 +67,7 @@ def beams(
     penalty = params.length_penalty if params.HasField("length_penalty") else 1.0
     if not abs(penalty) <= _MAX_LENGTH_PENALTY:
         violations.add("sampling.length_penalty", f"must be in [-{_MAX_LENGTH_PENALTY:g}, {_MAX_LENGTH_PENALTY:g}]")
+    if params.early_stopping not in sampling_pb2.EarlyStopping.values():
+        violations.add("sampling.early_stopping", "must be HEURISTIC, WHEN_FULL or NEVER")
     stopping = _STOPPING.get(params.early_stopping, EarlyStopping.HEURISTIC)
     return BeamSettings(params.num_beams, 0, end_ids, penalty, stopping, params.min_tokens)

@@ -215,7 +215,7 @@ class RequestContext:
         if self.has_ended:  # cancelled in the meantime
             return
         self.prompt_digest = prompt_digest(prompt)
-        for output in self.outputs:
+        for output in (*self.outputs, *self._candidates):
             if isinstance(output.text, ParsedAnswerText):
                 output.text.begin(prompt)
         model_identity.check_prompt(self.validated, self.prompt_digest)
@@ -276,7 +276,8 @@ class RequestContext:
         services = self._services
         self._check_held(beams.num_beams)
         settings = beams._replace(max_tokens=self.max_tokens)
-        num_top = min(settings.num_top, self.bounds.vocab_size)
+        shown = self.validated.sampling.logprobs
+        num_top = min(max(settings.num_top, shown), self.bounds.vocab_size)
         first = replace(request, sampling=Sampling(logprobs=num_top), eos_ids=frozenset(), queued_since=self.arrival)
 
         def open_stream(is_first: bool, index: int) -> OutputStream:
@@ -286,7 +287,6 @@ class RequestContext:
         def close_stream(stream: OutputStream) -> None:
             services.streams.close(stream, _cancelled())
 
-        shown = self.validated.sampling.logprobs
         group = BeamGroup(
             first, settings, self.outputs, open_stream, close_stream, services.engine.submit, services.clock, shown
         )
