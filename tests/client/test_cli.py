@@ -68,6 +68,7 @@ def test_options_are_in_the_request(cli: Any, server: Any) -> None:
         "--dry-allowed-length", "3", "--dry-penalty-last-n", "-1", "--dry-sequence-breakers", "a b",
         "--repetition-detection", "20,4", "--truncate-prompt-tokens", "50",
         "--seed", "7", "--min-tokens", "1", "--ignore-eos", "--stop", "a", "--stop", "b", "--stop-token-ids", "8, 9",
+        "--stop-regex", "c+",
         "--eos-token-ids", "3", "--include-stop-string", "--priority", "0", "--expected-tokens", "4",
         "--top-logprobs", "2", "--logprob-token-ids", "7,5", "--prompt-logprobs", "0", "--token-timings", "--echo",
         "--num-speculative-tokens", "0", "--header", "a=b=c", "--cache-salt", "s",
@@ -88,7 +89,9 @@ def test_options_are_in_the_request(cli: Any, server: Any) -> None:
                 "xtc_threshold": 0.25, "dynatemp_range": 0.5, "dynatemp_exponent": 2, "dry_multiplier": 0.5,
                 "dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": -1, "dry_sequence_breakers": ["a b"],
             },
-            stop={"strings": ["a", "b"], "token_ids": [8, 9], "eos_token_ids": [3], "include_stop_string": True,
+            stop={
+                "regex": "c+", "strings": ["a", "b"], "token_ids": [8, 9], "eos_token_ids": [3],
+                "include_stop_string": True,
                 "repetition_detection": {"max_pattern_size": 20, "min_count": 4, "min_pattern_size": 1},
             },
             priority=0,

@@ -25,7 +25,7 @@ EVERYTHING: dict[str, Any] = {
     "xtc_probability": 0.5, "xtc_threshold": 0.25, "dynatemp_range": 0.5, "dynatemp_exponent": 2.0,
     "dry_multiplier": 0.5, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": -1,
     "dry_sequence_breakers": [":"],
-    "stop_token_ids": [7], "eos_token_ids": [8], "include_stop_string": True,
+    "stop_regex": "z+", "stop_token_ids": [7], "eos_token_ids": [8], "include_stop_string": True,
     "repetition_detection": RepetitionDetection(20, 4),
     "json_schema": {"type": "integer"}, "json_whitespace": "any", "constraint_start": "</think>",
 }  # fmt: skip
@@ -36,7 +36,7 @@ def fields(message: Any) -> set[str]:
 
 
 def test_every_schema_field_is_a_parameter() -> None:
-    stops = {"strings": "stop", "token_ids": "stop_token_ids"}
+    stops = {"strings": "stop", "token_ids": "stop_token_ids", "regex": "stop_regex"}
     stops |= {name: name for name in ("include_stop_string", "eos_token_ids", "repetition_detection")}
     assert fields(sampling_pb2.StopConditions) == stops.keys()
     forms = {"json_object", "regex", "choice", "grammar"}  # of which a request has one
@@ -78,6 +78,7 @@ def test_every_parameter_sets_its_field() -> None:
     )  # fmt: skip
     assert message.stop == sampling_pb2.StopConditions(
         strings=["x", "y"],
+        regex="z+",
         token_ids=[7],
         eos_token_ids=[8],
         include_stop_string=True,

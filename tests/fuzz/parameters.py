@@ -71,6 +71,7 @@ _REQUEST: tuple[Callable[[random.Random], dict[str, Any]], ...] = (
     lambda rng: {"output": {"omit_text": True, "token_timings": True, "queue_position": True}},
     lambda rng: {"output": {"keep_special_tokens": True, "echo": rng.random() < 0.5}},
     lambda rng: {"stop": {"strings": rng.choice((["a"], ["the", " "])), "include_stop_string": rng.random() < 0.5}},
+    lambda rng: {"stop": {"regex": rng.choice(("[a-e]{3}", "(the|fox) ?[a-z]+", ".{40}#", "(a|b)*c"))}},
     lambda rng: {"stop": {"token_ids": [rng.randrange(512)], "eos_token_ids": [rng.randrange(512)]}},
     lambda rng: {"stop": {"repetition_detection": {"max_pattern_size": rng.choice((1, 20)), "min_count": 2}}},
     lambda rng: {"adapter": rng.choice(("", "none", "../x"))},

@@ -32,6 +32,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "adapter": {"adapter": "a"},
     "drafts": {"num_speculative_tokens": 6, "temperature": 0.7},
     "stop string": {"stop": ["e", "th"], "include_stop_string": True, "min_tokens": 9},
+    "stop regex": {"stop_regex": "[aeiou].{1,3}[xyz]", "min_tokens": 5},
     "stop tokens": {"stop_token_ids": list(range(3, 512, 32)), "min_tokens": 4},
     "repetition": {"repetition_detection": {"max_pattern_size": 8, "min_count": 2}},
     "all": {
@@ -100,7 +101,7 @@ def test_outputs_equal_single_requests(service: ToyService, route: str, feature:
         assert result.usage.prompt_tokens == singles[0].usage.prompt_tokens
         if feature == "drafts":
             assert sum(output.timings.drafted_tokens for output in result.outputs) > 0
-        if feature in ("stop string", "stop tokens"):
+        if feature in ("stop string", "stop regex", "stop tokens"):
             assert {output.finish_reason for output in result.outputs} != {"length"}
 
 

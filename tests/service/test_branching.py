@@ -51,6 +51,7 @@ def test_each_parameter_that_a_search_does_not_use_is_refused(name: str) -> None
     ("path", "fields"),
     [
         ("stop.strings", {"stop": {"strings": ["x"]}}),
+        ("stop.regex", {"stop": {"regex": "x+"}}),
         ("stop.repetition_detection", {"stop": {"repetition_detection": {"max_pattern_size": 2, "min_count": 2}}}),
         ("output.token_timings", {"output": {"token_timings": True}}),
         ("output.prompt_logprobs", {"output": {"prompt_logprobs": 0}}),

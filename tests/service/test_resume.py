@@ -12,6 +12,7 @@ from service.serving import EOS, HELLO, TOKENIZER, error_of, read_all, serving, 
 
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.text.detokenizer import AnswerText
+from lineclear.scheduler.text.stop_regex import StopRegex
 from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.v1 import inference_pb2 as pb
 
@@ -51,6 +52,8 @@ CASES = [
         {"stop": {"strings": ["o", "are"]}, "sampling": {"min_tokens": 16, "seed": 5}},
         {"stops": StopStrings(["o", "are"]), "min_tokens": 16},
     ),
+    Case("stop regex", IDS, {"stop": {"regex": "o+[a-z] +h"}}, {"stops": StopRegex("o+[a-z] +h")}),
+    Case("stop regex of one word", IDS, {"stop": {"regex": "S[A-Z]+"}}, {"stops": StopRegex("S[A-Z]+")}),
     Case("beginning of a stop string", IDS, {"stop": {"strings": ["here and"]}}, {"stops": StopStrings(["here and"])}),
     Case("unfinished character", TOKENIZER.encode_sealed("ab é")[:-1]),
 ]

@@ -284,6 +284,7 @@ class SamplingFlags:
     stop: Annotated[
         list[str] | None, _option(STOPPING, "End before this text. May be repeated.", "--stop", "-s", metavar="TEXT")
     ] = None
+    stop_regex: Annotated[str | None, _option(STOPPING, "End before text that this regular expression matches.")] = None
     stop_token_ids: Annotated[str | None, _option(STOPPING, "End at one of these tokens.", metavar="ID,ID,...")] = None
     eos_token_ids: Annotated[
         str | None, _option(STOPPING, "End-of-sequence tokens in place of the model's.", metavar="ID,ID,...")

@@ -102,6 +102,7 @@ class Sampling:
     dry_penalty_last_n: int | None = None
     dry_sequence_breakers: Sequence[str] | None = None
     stop: str | Sequence[str] | None = None
+    stop_regex: str | None = None
     stop_token_ids: Sequence[int] | None = None
     eos_token_ids: Sequence[int] | None = None
     include_stop_string: bool | None = None
@@ -159,6 +160,7 @@ class Params(TypedDict, total=False):
     dry_penalty_last_n: int | None
     dry_sequence_breakers: Sequence[str] | None
     stop: str | Sequence[str] | None
+    stop_regex: str | None
     stop_token_ids: Sequence[int] | None
     eos_token_ids: Sequence[int] | None
     include_stop_string: bool | None
@@ -451,6 +453,7 @@ def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
     if sampling.stop is not None:
         strings = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
         _extend(stop.strings, strings, "stop.strings")
+    set_field(stop, "regex", sampling.stop_regex, path="stop.regex")
     if sampling.stop_token_ids is not None:
         _extend(stop.token_ids, sampling.stop_token_ids, "stop.token_ids")
     if sampling.eos_token_ids is not None:

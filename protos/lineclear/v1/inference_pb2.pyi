@@ -100,7 +100,9 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     `token_ids`.
     """
     FINISH_REASON_STOP_STRING: _FinishReason.ValueType  # 3
-    """One of StopConditions.strings appeared in the text."""
+    """One of StopConditions.strings, or a match of its `regex`, appeared in the
+    text.
+    """
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 4
     """The answer has max_tokens tokens, or the context is full."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 5
@@ -124,7 +126,9 @@ FINISH_REASON_STOP_TOKEN: FinishReason.ValueType  # 2
 `token_ids`.
 """
 FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 3
-"""One of StopConditions.strings appeared in the text."""
+"""One of StopConditions.strings, or a match of its `regex`, appeared in the
+text.
+"""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 4
 """The answer has max_tokens tokens, or the context is full."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 5
@@ -1445,7 +1449,9 @@ class Finished(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Why the answer ended."""
     matched_stop_string: _builtins.str
-    """Stop string that matched, for FINISH_REASON_STOP_STRING."""
+    """Stop string that matched, or the text that the stop regex matched, for
+    FINISH_REASON_STOP_STRING.
+    """
     matched_token_id: _builtins.int
     """End-of-sequence or stop token that matched."""
     score: _builtins.float

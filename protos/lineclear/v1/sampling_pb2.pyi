@@ -571,8 +571,18 @@ class StopConditions(_message.Message):
     INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     REPETITION_DETECTION_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
     include_stop_string: _builtins.bool
-    """Keeps the matched stop string in the text. Default false."""
+    """Keeps the text that `strings` or `regex` matched. Default false."""
+    regex: _builtins.str
+    """Regular expression: the answer ends before the first text that it matches,
+    with FINISH_REASON_STOP_STRING. Of 1 to 256 bytes, in the syntax of Rust's
+    regex crate without flags, anchors, word boundaries, lazy repetitions and
+    classes other than \\d, \\w and \\s. It must not match the empty text, and has
+    at most 48 characters and sets, each repetition counted. A match has at
+    most 256 characters; of those that end first, the longest one counts. Must
+    be unset with `strings`.
+    """
     @_builtins.property
     def strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Stop strings: the answer ends before the first of them. At most 8, each 1
@@ -605,17 +615,22 @@ class StopConditions(_message.Message):
         include_stop_string: _builtins.bool | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         repetition_detection: Global___RepetitionDetection | None = ...,
+        regex: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string", "_repetition_detection", b"_repetition_detection", "include_stop_string", b"include_stop_string", "repetition_detection", b"repetition_detection"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string", "_regex", b"_regex", "_repetition_detection", b"_repetition_detection", "include_stop_string", b"include_stop_string", "regex", b"regex", "repetition_detection", b"repetition_detection"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string", "_repetition_detection", b"_repetition_detection", "eos_token_ids", b"eos_token_ids", "include_stop_string", b"include_stop_string", "repetition_detection", b"repetition_detection", "strings", b"strings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string", "_regex", b"_regex", "_repetition_detection", b"_repetition_detection", "eos_token_ids", b"eos_token_ids", "include_stop_string", b"include_stop_string", "regex", b"regex", "repetition_detection", b"repetition_detection", "strings", b"strings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__include_stop_string: _TypeAlias = _typing.Literal["include_stop_string"]  # noqa: Y015
     _WhichOneofArgType__include_stop_string: _TypeAlias = _typing.Literal["_include_stop_string", b"_include_stop_string"]  # noqa: Y015
+    _WhichOneofReturnType__regex: _TypeAlias = _typing.Literal["regex"]  # noqa: Y015
+    _WhichOneofArgType__regex: _TypeAlias = _typing.Literal["_regex", b"_regex"]  # noqa: Y015
     _WhichOneofReturnType__repetition_detection: _TypeAlias = _typing.Literal["repetition_detection"]  # noqa: Y015
     _WhichOneofArgType__repetition_detection: _TypeAlias = _typing.Literal["_repetition_detection", b"_repetition_detection"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__include_stop_string) -> _WhichOneofReturnType__include_stop_string | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__regex) -> _WhichOneofReturnType__regex | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_detection) -> _WhichOneofReturnType__repetition_detection | None: ...
 

@@ -56,6 +56,7 @@ def beams(
             violations.add(f"sampling.{field.name}", "must be unset with sampling.num_beams")
     for path, is_set in (
         ("stop.strings", bool(request.stop.strings)),
+        ("stop.regex", request.stop.HasField("regex")),
         ("stop.repetition_detection", request.stop.HasField("repetition_detection")),
         ("output.token_timings", request.output.token_timings),
         ("output.prompt_logprobs", request.output.HasField("prompt_logprobs")),

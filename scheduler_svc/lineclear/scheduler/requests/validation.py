@@ -15,27 +15,23 @@ from google.protobuf.duration_pb2 import Duration
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary, Violation
 from lineclear.scheduler.core.sequence import Request, Scoring
-from lineclear.scheduler.requests import branching, tool_validation
+from lineclear.scheduler.requests import branching, stop_validation, tool_validation
 from lineclear.scheduler.requests.beam_search import BeamSettings
 from lineclear.scheduler.requests.forced_calls import is_forced
 from lineclear.scheduler.requests.form_validation import check_forced, check_form
 from lineclear.scheduler.requests.sampling_validation import check_allowed, read_sampling
 from lineclear.scheduler.requests.violations import Violations, check_vocabulary, checked_ids, checked_texts
 from lineclear.scheduler.text.repetition import RepetitionLimits
+from lineclear.scheduler.text.stop_regex import StopRegex
 from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 from lineclear.wire.messages import Sampling
 
 MAX_REQUEST_ID = 64
-MAX_STOP_STRINGS = 8
-MAX_STOP_STRING_BYTES = 64
-MAX_STOP_IDS = 16
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_BYTES = 128
 MAX_BREAKERS = 16
-MAX_PATTERN_SIZE = 128
-MAX_PATTERN_COUNT = 1000
 MAX_BREAKER_BYTES = 64
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_IDS = 128
@@ -86,7 +82,7 @@ class ValidatedRequest:
     max_tokens: int | None
     eos_ids: frozenset[int]
     stop_ids: frozenset[int]
-    stops: StopStrings | None
+    stops: StopStrings | StopRegex | None
     repetition: RepetitionLimits | None
     include_stop_string: bool
     priority: int
@@ -145,14 +141,14 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     sampling, max_tokens = read_sampling(
         request.sampling, bounds.vocab_size, bounds.context_length, bounds.defaults, violations
     )
-    stop_ids, own_eos_ids = _end_ids(request, bounds, violations)
-    strings = checked_texts("stop.strings", request.stop.strings, MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES, violations)
+    stop_ids, own_eos_ids = stop_validation.end_ids(request, bounds.vocab_size, violations)
+    stops = stop_validation.stops(request.stop, violations)
     eos_ids = frozenset() if request.sampling.ignore_eos else own_eos_ids or bounds.eos_ids
     check_allowed(sampling, eos_ids | stop_ids, bounds.vocab_size, violations)
     bad_words = checked_texts(
         "sampling.bad_words", request.sampling.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_BYTES, violations
     )
-    repetition = _repetition(request.stop, violations)
+    repetition = stop_validation.repetition(request.stop, violations)
     if request.HasField("truncate_prompt_tokens") and request.truncate_prompt_tokens == 0:
         violations.add("truncate_prompt_tokens", "must be at least 1")
     dry_breakers = checked_texts(
@@ -191,7 +187,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         max_tokens=max_tokens,
         eos_ids=eos_ids,
         stop_ids=stop_ids,
-        stops=StopStrings(strings) if strings else None,
+        stops=stops,
         repetition=repetition,
         include_stop_string=request.stop.include_stop_string,
         priority=priority,
@@ -380,18 +376,6 @@ def check_text_size(path: str, texts: Iterable[str], max_bytes: int, violations:
         violations.add(path, description, PromptTooLong, prompt_bytes=size, max_prompt_bytes=max_bytes)
 
 
-def _end_ids(
-    request: pb.GenerateRequest, bounds: ModelBounds, violations: Violations
-) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the stop tokens and the end-of-sequence tokens that the request names."""
-    stop, vocab = request.stop, bounds.vocab_size
-    if stop.eos_token_ids and request.sampling.ignore_eos:
-        violations.add("stop.eos_token_ids", "must be empty with sampling.ignore_eos")
-    stop_ids = checked_ids("stop.token_ids", stop.token_ids, MAX_STOP_IDS, vocab, violations)
-    eos_ids = checked_ids("stop.eos_token_ids", stop.eos_token_ids, MAX_STOP_IDS, vocab, violations)
-    return frozenset(stop_ids), frozenset(eos_ids)
-
-
 def _received(
     request: pb.GenerateRequest, sampling: Sampling, ends: frozenset[int], bounds: ModelBounds, violations: Violations
 ) -> tuple[tuple[int, ...] | None, ...]:
@@ -447,20 +431,6 @@ def _model_fingerprint(request: pb.GenerateRequest, violations: Violations) -> s
     if len({value for _, value in named}) > 1:
         violations.add("model_fingerprint", "differs from resume.model_fingerprint")
     return named[-1][1] if named else ""
-
-
-def _repetition(stop: sampling_pb2.StopConditions, violations: Violations) -> RepetitionLimits | None:
-    if not stop.HasField("repetition_detection"):
-        return None
-    given, path = stop.repetition_detection, "stop.repetition_detection"
-    least = given.min_pattern_size if given.HasField("min_pattern_size") else 1
-    if not 1 <= given.max_pattern_size <= MAX_PATTERN_SIZE:
-        violations.add(f"{path}.max_pattern_size", f"must be in [1, {MAX_PATTERN_SIZE}]")
-    elif not 1 <= least <= given.max_pattern_size:
-        violations.add(f"{path}.min_pattern_size", "must be in [1, max_pattern_size]")
-    if not 2 <= given.min_count <= MAX_PATTERN_COUNT:
-        violations.add(f"{path}.min_count", f"must be in [2, {MAX_PATTERN_COUNT}]")
-    return RepetitionLimits(given.max_pattern_size, least, given.min_count)
 
 
 def _logprobs(output: pb.OutputOptions, vocab_size: int, violations: Violations) -> tuple[int, tuple[int, ...]]:

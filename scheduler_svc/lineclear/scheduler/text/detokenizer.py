@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lineclear.scheduler.text.repetition import RepetitionDetector, RepetitionLimits
-from lineclear.scheduler.text.stop_strings import StopMatcher, StopStrings
+from lineclear.scheduler.text.stop_regex import StopRegex
+from lineclear.scheduler.text.stop_strings import StopStrings
 
 
 class Pieces(Protocol):
@@ -124,7 +125,7 @@ class AnswerText:
         self,
         pieces: Pieces,
         *,
-        stops: StopStrings | None = None,
+        stops: StopStrings | StopRegex | None = None,
         include_stop_string: bool = False,
         min_tokens: int = 0,
         silent_ids: frozenset[int] = frozenset(),
@@ -134,7 +135,7 @@ class AnswerText:
     ) -> None:
         self._decoder = IncrementalDecoder(pieces, keep_special=keep_special, is_start=is_start)
         self._repetition = RepetitionDetector(repetition) if repetition is not None else None
-        self._matcher = StopMatcher(stops, include_stop_string=include_stop_string) if stops is not None else None
+        self._matcher = None if stops is None else stops.matcher(include_stop_string=include_stop_string)
         self._min_tokens = min_tokens
         self._silent_ids = silent_ids
         self._num_tokens = 0

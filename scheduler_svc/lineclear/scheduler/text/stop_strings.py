@@ -21,6 +21,10 @@ class StopStrings:
         self.inner_characters = frozenset("".join(string[:-1] for string in strings))
         self.final_characters = frozenset(string[-1] for string in strings)
 
+    def matcher(self, *, include_stop_string: bool) -> StopMatcher:
+        """Return a matcher for the text of one answer."""
+        return StopMatcher(self, include_stop_string=include_stop_string)
+
 
 class StopMatcher:
     """Release text up to the stop string that is complete first; of two that end together, the longer one.
