@@ -130,6 +130,17 @@ async def test_form_is_compiled_once(tmp_path: Path) -> None:
         assert s.service.grammars.pids == pids
 
 
+async def test_processes_give_way_to_the_scheduler_and_the_worker(tmp_path: Path) -> None:
+    """Niceness counts within a session only, where Linux has autogroups."""
+    async with serving(tmp_path, model=model(tmp_path)) as s:
+        s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
+        assert [r async for r in s.generate(asked(regex="a"))]
+        (pid,) = s.service.grammars.pids
+        assert os.getsid(pid) == os.getsid(0)
+        assert os.getpgid(pid) == pid, "signals of the terminal do not reach it"
+        assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
+
+
 async def test_killed_process_is_replaced(tmp_path: Path) -> None:
     async with serving(tmp_path, model=model(tmp_path)) as s:
         s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")

@@ -20,6 +20,7 @@ from lineclear.scheduler.text.limited_child import ANSWERED
 from lineclear.v1 import sampling_pb2
 
 _FIELD = "sampling.structured_output"
+_NICENESS = 15  # compiling takes up to seconds, rendering a template milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,9 @@ class GrammarPool:
         if model is not None:
             definition = pack_definition(model, cpu_seconds=limits.cpu_seconds, max_depth=limits.max_depth)
             module = "lineclear.scheduler.text.grammar_process"
-            work = Work("structured output", module, definition, limits.cpu_seconds, 8 * limits.max_bytes + 4096)
+            work = Work(
+                "structured output", module, definition, limits.cpu_seconds, 8 * limits.max_bytes + 4096, _NICENESS
+            )
             self._pool = LimitedProcesses(work)
         self._turns = FairSemaphore(limits.processes, limits.max_waiting, "forms of structured output wait")
         self._known: OrderedDict[bytes, asyncio.Task[str | InvalidRequest]] = OrderedDict()

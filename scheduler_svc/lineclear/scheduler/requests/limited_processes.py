@@ -21,7 +21,6 @@ log = structlog.get_logger()
 _MAX_SLOWDOWN = 10  # ratio of wall time to CPU time on a busy machine
 _START_SECONDS = 30.0
 _EXIT_POLLS, _POLL_SECONDS = 100, 0.01  # for the exit code of a process that closed its connection
-_NICENESS = 10  # a flood of work leaves the CPU to the worker and the event loop
 
 
 class ProcessKilled(Exception):
@@ -44,6 +43,8 @@ class Work(NamedTuple):
     """The limit that the process keeps itself."""
     max_bytes: int
     """Longest answer."""
+    niceness: int = 10
+    """Priority of the processes: a flood of work leaves the CPU to the worker and the event loop."""
 
 
 class LimitedProcesses:
@@ -106,7 +107,7 @@ class LimitedProcesses:
     async def _start(self) -> _Process:
         assert not self._is_closed, "work after close"
         try:
-            process = _Process(await _connection_and_process(self._work.module))
+            process = _Process(await _connection_and_process(self._work.module, self._work.niceness))
         except OSError as error:
             log.warning("limited_process_not_started", work=self._work.name, problem=error.strerror)
             raise QueueFull(
@@ -167,7 +168,7 @@ class _Process:
             self.popen.poll()
 
 
-async def _connection_and_process(module: str) -> _Connection:
+async def _connection_and_process(module: str, niceness: int) -> _Connection:
     """Start a process that is connected through its standard input and output.
 
     Popen uses vfork, which runs no fork handlers. asyncio's subprocess forks, and gRPC's fork handlers break its
@@ -180,7 +181,9 @@ async def _connection_and_process(module: str) -> _Connection:
             stdin=child_end.fileno(),
             stdout=child_end.fileno(),
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            # Signals of the terminal go to the scheduler alone. Not a session: each has a share of the CPU of its own
+            # (autogroup, sched(7)), and priorities count within it only.
+            process_group=0,
         )
     except BaseException:
         parent_end.close()
@@ -188,6 +191,6 @@ async def _connection_and_process(module: str) -> _Connection:
     finally:
         child_end.close()
     with contextlib.suppress(OSError):  # the process may have ended
-        os.setpriority(os.PRIO_PROCESS, popen.pid, _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, popen.pid, niceness)
     reader, writer = await asyncio.open_connection(sock=parent_end)
     return popen, reader, writer
