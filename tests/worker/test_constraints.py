@@ -6,11 +6,13 @@ import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
+from service.small_tokenizers import byte_level, save
 from support.service import DEMO_MODEL
 
 from lineclear.scheduler.text.detokenizer import decode
@@ -139,6 +141,27 @@ def test_grammar_holds_behind_its_start(compiler: GrammarCompiler) -> None:
     slot.say(".")
     assert slot.allowed() == Slot(compiler, grammar=YES_NO).allowed()
     assert slot.allowed() == Slot(compiler, slot.tokens[len(PROMPT) :], grammar=YES_NO, grammar_start="done.").allowed()
+
+
+@pytest.mark.parametrize("is_token", [True, False], ids=["a special token", "text"])
+def test_grammar_holds_behind_a_marker_that_is_a_token(tmp_path: Path, is_token: bool) -> None:
+    """As `</think>` of models that reason; other models write it as text."""
+    library = byte_level()
+    compiler = GrammarCompiler(save(tmp_path / "model", library), library.get_vocab_size(), (1,))
+    marker = [library.token_to_id("</think>")] if is_token else library.encode("</th", add_special_tokens=False).ids
+    text = [] if is_token else library.encode("ink>", add_special_tokens=False).ids
+    thought = library.encode("hm, yes", add_special_tokens=False).ids
+    table = ConstraintTable(compiler, library.get_vocab_size())
+    output = [*thought, *marker, *text]
+    starts = []
+    for count in range(len(output) + 1):
+        sampling = Sampling(grammar=YES_NO, grammar_start="</think>", stop_ids=(1,))
+        table.set_slot(SlotInit(0, (5, *output[:count]), 1, (), sampling))
+        masks = table.start([0], [count + 1], lambda rows: list)
+        assert masks is not None
+        allowed = {compiler.token_bytes(token)[:1] for token in ids(masks.result())}
+        starts.append(allowed == {b"y", b"n"})
+    assert starts == [False] * len(output) + [True]
 
 
 def test_next_owner_of_a_slot_is_not_constrained(compiler: GrammarCompiler) -> None:

@@ -52,7 +52,7 @@ class Grammars(Protocol):
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; empty for a special one."""
+        """Return the bytes of a token, of a special one those of its name."""
         ...
 
     @property

@@ -67,7 +67,7 @@ class GrammarCompiler:
         self._executor.unsafe_compute_mask_ptr(entries, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; empty for a special one."""
+        """Return the bytes of a token, of a special one those of its name."""
         return self._tokens().decode_bytes([token])
 
     def _future(self, grammar: str) -> Future[LLMatcher]:

@@ -33,6 +33,8 @@ def check_form(params: sampling_pb2.SamplingParams, has_ends: bool, max_bytes: i
         violations.add(f"{_PATH}.json_whitespace", "must be JSON_WHITESPACE_COMPACT or JSON_WHITESPACE_ANY")
     if len(form.constraint_start.encode()) > MAX_START_BYTES:
         violations.add(f"{_PATH}.constraint_start", f"has more than {MAX_START_BYTES} bytes")
+    if params.HasField("forced_first_token_id") and not form.constraint_start:
+        violations.add("sampling.forced_first_token_id", f"must be unset with {_PATH} without constraint_start")
     if not has_ends:
         violations.add(_PATH, "needs a token that ends the answer: unset ignore_eos, or set stop.token_ids")
     return form.constraint_start
@@ -44,8 +46,9 @@ def check_forced(request: pb.GenerateRequest, has_ends: bool, max_bytes: int, vi
     _check_size("chat.tools", sum(len(tool.parameters.encode()) for tool in request.chat.tools), max_bytes, violations)
     if request.sampling.HasField("structured_output"):
         violations.add(_PATH, f"must be unset if {path} forces a call")
-    if request.sampling.num_beams > 1:
-        violations.add("sampling.num_beams", f"must be unset if {path} forces a call")
+    for name in ("num_beams", "forced_first_token_id"):
+        if request.sampling.HasField(name) and (name != "num_beams" or request.sampling.num_beams > 1):
+            violations.add(f"sampling.{name}", f"must be unset if {path} forces a call")
     if not has_ends:
         violations.add(path, "needs a token that ends the answer: unset ignore_eos, or set stop.token_ids")
 
