@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -133,6 +134,23 @@ def resume_flood(target: Target) -> int:
         resume=pb.Resume(token_ids=[300] * length, model_fingerprint=model.model_fingerprint),
     )
     return _in_threads(target, lambda stub: list(stub.Generate(request)))
+
+
+def form_flood(target: Target) -> int:
+    """Send forms that take long to compile, each a new one: slow, of many states, large."""
+    numbers = itertools.count(os.getpid() * 100_000)
+
+    def call(stub: inference_pb2_grpc.InferenceServiceStub) -> None:
+        number = next(numbers)
+        schemas: tuple[Any, ...] = (
+            {"type": "integer", "multipleOf": 9_000_000 + number % 999_999},
+            {"type": "string", "pattern": f"^((a{{1,{number % 900 + 1}}}b?){{1,999}}c?){{1,999}}$"},
+            {"enum": [f"{number}{entry}" for entry in range(12_000)]},
+        )
+        form = {"json_schema": json.dumps(schemas[number % len(schemas)])}
+        list(stub.Generate(pb.GenerateRequest(text="x", sampling={"structured_output": form, "max_tokens": 1})))
+
+    return _in_threads(target, call)
 
 
 def stats_flood(target: Target) -> int:
@@ -440,6 +458,7 @@ KINDS: dict[str, Callable[[Target], int]] = {
         detokenize_flood,
         tokenize_flood,
         resume_flood,
+        form_flood,
         heavy_requests,
         oversized_requests,
         unread_answers,

@@ -24,7 +24,7 @@ def folder() -> Iterator[Path]:
 def test_canary_reads_beside_hostile_callers(folder: Path) -> None:
     campaign = hostile.Campaign(folder)
     try:
-        for kind in ("calm", "slow_template", "detokenize_flood", "cancel_storm", "frames_of_resets"):
+        for kind in ("calm", "slow_template", "detokenize_flood", "form_flood", "cancel_storm", "frames_of_resets"):
             found = campaign.run(kind, 1.0)
             assert hostile.faults(found) == [], json.dumps(found)
     finally:
