@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import struct
 import threading
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.adapter_folders import key_of, toy_model, write_adapter
 from support.engine_harness import eventually
+from support.time_limits import PATIENCE_SECONDS
 from support.toy import expected_scores, expected_vector
 from support.toy_service import VOCABULARY, ToyService, answer
 
@@ -280,3 +285,72 @@ def test_unknown_adapter_fails_each_kind_of_call(tmp_path: Path) -> None:
             with pytest.raises(LineclearError) as caught:
                 call(PROMPT, adapter="none", max_tokens=2, seed=0)
             assert isinstance(caught.value, AdapterNotFound)
+
+
+def adapters_in_use(log: Path) -> tuple[str, str, str]:
+    """Return the limit and the adapters of running and of waiting requests, as the metrics have them."""
+    lines = (json.loads(line) for line in log.read_text().splitlines() if "metrics_listening" in line)
+    address = next(lines)["address"]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_SECONDS) as page:
+        families = text_string_to_metric_families(page.read().decode())
+    found = {sample.name: sample.labels for family in families for sample in family.samples}
+    labels = found["lineclear_lora_requests_info"]
+    assert labels == found["vllm:lora_requests_info"]
+    return labels["max_lora"], labels["running_lora_adapters"], labels["waiting_lora_adapters"]
+
+
+def test_metrics_name_the_adapters_in_use(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    flags = "--metrics-listen", "127.0.0.1:0", "--log-level", "info", "--max-batch-size", "1"
+    with served(tmp_path, *flags, log=log, min_step_seconds=0.01, max_step_seconds=0.01) as s:
+        for number, name in enumerate("ab"):
+            write_adapter(s.folder / name, number)
+            s.admin.load_adapter(name, name)
+        assert s.operator.stats().gauges.num_lora_adapters == 2
+        limit, *idle = adapters_in_use(log)
+        assert (int(limit) > 1, idle) == (True, ["", ""])
+        with s.client.stream(PROMPT, adapter="a", max_tokens=200, ignore_eos=True, seed=0) as stream:
+            next(stream)
+            waiting = s.client.submit(PROMPT, adapter="b", max_tokens=8, ignore_eos=True, seed=0)
+            assert adapters_in_use(log) == (limit, "a", "b")
+        assert list(waiting.result().token_ids) == right(s.folder / "b")
+        s.admin.unload_adapter("a")
+        assert s.operator.stats().gauges.num_lora_adapters == 1
+
+
+@pytest.mark.parametrize("flags", [(), ("--speculative-method", "prompt_lookup")], ids=["plain", "drafts"])
+def test_outputs_of_a_request_share_its_adapter(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    with served(tmp_path, *flags, "--num-workers", "2") as s:
+        paths = [write_adapter(s.folder / name, number) for number, name in enumerate("ab")]
+        for path in paths:
+            s.admin.load_adapter(path.name, path.name)
+        for path in (*paths, None):
+            name = None if path is None else path.name
+            options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.0, "seed": 5}
+            several = s.client.generate(PROMPT, adapter=name, n=3, **options)
+            expected = [right(path, 20, temperature=1.0, seed=5 + index) for index in range(3)]
+            assert [list(output.token_ids) for output in several.outputs] == expected
+
+
+def test_adapters_change_places_under_load(tmp_path: Path) -> None:
+    """Four adapters for two places: a request gets the tokens of its adapter, or a clear status."""
+    with served(tmp_path, "--max-loras", "2") as s:
+        paths = [write_adapter(s.folder / name, number) for number, name in enumerate("abcd")]
+        outcomes: list[str] = []
+
+        def use(number: int) -> None:
+            for step in range(12):
+                path = paths[(number + step * 3) % 4]
+                try:
+                    s.admin.load_adapter(path.name, path.name)
+                    assert s.tokens(path.name, seed=number) == right(path, seed=number)
+                    outcomes.append("served")
+                except (AdapterLimitReached, AdapterNotFound) as error:
+                    outcomes.append(error.reason)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(use, range(4)))
+        assert len(outcomes) == 48
+        assert outcomes.count("served") > 4
+        assert len(s.admin.adapters()) <= 2
+        assert s.tokens(None) == right(None)

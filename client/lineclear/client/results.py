@@ -384,6 +384,7 @@ class Gauges:
     predicted_wait_seconds: float
     fairness_index: float
     fairness_gap_tokens: float
+    num_lora_adapters: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2795,6 +2795,7 @@ class Gauges(_message.Message):
     PREDICTED_WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     FAIRNESS_INDEX_FIELD_NUMBER: _builtins.int
     FAIRNESS_GAP_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_LORA_ADAPTERS_FIELD_NUMBER: _builtins.int
     num_requests_waiting: _builtins.int
     """Requests in the queue."""
     num_tokens_waiting: _builtins.int
@@ -2833,6 +2834,8 @@ class Gauges(_message.Message):
     """Largest difference between two such tenants in the last minute, in tokens
     by weight.
     """
+    num_lora_adapters: _builtins.int
+    """Loaded LoRA adapters, by name."""
     def __init__(
         self,
         *,
@@ -2852,10 +2855,11 @@ class Gauges(_message.Message):
         predicted_wait_seconds: _builtins.float = ...,
         fairness_index: _builtins.float = ...,
         fairness_gap_tokens: _builtins.float = ...,
+        num_lora_adapters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asyncio_tasks", b"asyncio_tasks", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "draining", b"draining", "fairness_gap_tokens", b"fairness_gap_tokens", "fairness_index", b"fairness_index", "kv_cache_usage_ratio", b"kv_cache_usage_ratio", "last_step_positions", b"last_step_positions", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_tokens_waiting", b"num_tokens_waiting", "open_streams", b"open_streams", "predicted_wait_seconds", b"predicted_wait_seconds", "steps_in_flight", b"steps_in_flight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asyncio_tasks", b"asyncio_tasks", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "draining", b"draining", "fairness_gap_tokens", b"fairness_gap_tokens", "fairness_index", b"fairness_index", "kv_cache_usage_ratio", b"kv_cache_usage_ratio", "last_step_positions", b"last_step_positions", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_lora_adapters", b"num_lora_adapters", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_tokens_waiting", b"num_tokens_waiting", "open_streams", b"open_streams", "predicted_wait_seconds", b"predicted_wait_seconds", "steps_in_flight", b"steps_in_flight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,6 +68,7 @@ HELP = {
     "Gauges.predicted_wait_seconds": "Predicted wait in seconds of a request that arrives now, at the end of the queue. 0 if unknown.",  # noqa: E501
     "Gauges.fairness_index": "Jain's index of the last minute: 1 if tenants that wait at the same time were served equally by their weights, 1/n if one of n got everything.",  # noqa: E501
     "Gauges.fairness_gap_tokens": "Largest difference between two such tenants in the last minute, in tokens by weight.",  # noqa: E501
+    "Gauges.num_lora_adapters": "Loaded LoRA adapters, by name.",
     "WorkerStatus.up": "Whether a worker has joined and is connected.",
     "WorkerStatus.joins": "Workers that have joined since the scheduler started.",
     "WorkerStatus.pid": "Process id of the worker, in the worker's PID namespace.",

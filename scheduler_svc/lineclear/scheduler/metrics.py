@@ -2,12 +2,13 @@
 
 A field of Counters or Gauges is a metric of the same name; its comment in inference.proto is the help text. A metric
 that vLLM has with the same meaning also appears under vLLM's name, for dashboards, autoscalers and the endpoint pickers
-of the Kubernetes Gateway API. Labels have fixed words only: finish reasons and reasons of errors.
+of the Kubernetes Gateway API. Labels are finish reasons, reasons of errors, and names that operators gave to adapters.
 """
 
 from __future__ import annotations
 
 import copy
+import datetime
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from lineclear.scheduler.requests.adapter_use import AdapterUse
 from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, ServerStats
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1.stats_help import HELP
@@ -42,6 +44,7 @@ VLLM_NAMES = {
     "lineclear_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
     "lineclear_request_mean_inter_token_latency_seconds": "vllm:request_time_per_output_token_seconds",
     "lineclear_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+    "lineclear_lora_requests_info": "vllm:lora_requests_info",
 }
 """vLLM's metric with the same meaning. Counters also have the suffix `_total`."""
 _VLLM_FINISH_REASONS = {
@@ -55,10 +58,14 @@ _VLLM_FINISH_REASONS = {
 
 
 def families(
-    stats: pb.GetStatsResponse, server: ServerStats, *, certificate_expires_at: float | None = None
+    stats: pb.GetStatsResponse,
+    server: ServerStats,
+    *,
+    certificate_expires_at: float | None = None,
+    adapters: AdapterUse | None = None,
 ) -> Iterator[Metric]:
     """Yield every metric. `server` has histograms and counters by label, `certificate_expires_at` is a Unix time."""
-    for metric in _families(stats, server, certificate_expires_at):
+    for metric in _families(stats, server, certificate_expires_at, adapters or AdapterUse(0)):
         yield metric
         if metric.name == "lineclear_requests":
             yield _request_success(server.ended)
@@ -67,7 +74,7 @@ def families(
 
 
 def _families(
-    stats: pb.GetStatsResponse, server: ServerStats, certificate_expires_at: float | None
+    stats: pb.GetStatsResponse, server: ServerStats, certificate_expires_at: float | None, adapters: AdapterUse
 ) -> Iterator[Metric]:
     for name, value in _numbers(stats.counters):
         if name != "requests_rejected":  # counted by reason below
@@ -88,6 +95,7 @@ def _families(
     yield GaugeMetricFamily("lineclear_worker_up", HELP["WorkerStatus.up"], int(stats.worker.up))
     yield CounterMetricFamily("lineclear_worker_joins", HELP["WorkerStatus.joins"], stats.worker.joins)
     yield from _worker_families(stats.workers)
+    yield _lora_requests_info(adapters)
     versions = {"version": stats.server_version, "device": stats.worker.device, "dtype": stats.worker.dtype}
     yield InfoMetricFamily(
         "lineclear", "Release of lineclear, device of the worker, data type of the weights.", versions
@@ -120,6 +128,16 @@ def _worker_families(workers: Iterable[pb.WorkerStats]) -> Iterator[Metric]:
         for worker in shown:
             family.add_metric([str(worker.index)], getattr(worker, name))
         yield family
+
+
+def _lora_requests_info(use: AdapterUse) -> GaugeMetricFamily:
+    """Return the names of adapters in use as labels, as vLLM does: the series with the largest value is the newest."""
+    text = "Adapters of running and of waiting requests, and --max-loras. The value is the Unix time of the scrape."
+    labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+    metric = GaugeMetricFamily("lineclear_lora_requests_info", text, labels=labels)
+    now = datetime.datetime.now(datetime.UTC).timestamp()
+    metric.add_metric([str(use.max_loras), ",".join(use.running), ",".join(use.waiting)], now)
+    return metric
 
 
 def _numbers(message: Message) -> Iterator[tuple[str, float]]:

@@ -27,6 +27,7 @@ from lineclear.scheduler.grpc_api.error_interceptor import incident
 from lineclear.scheduler.grpc_api.response_writer import Context, ResponseWriter
 from lineclear.scheduler.metrics import families
 from lineclear.scheduler.requests import prompt_requests, settings_limits, status_messages, validation
+from lineclear.scheduler.requests.adapter_use import adapter_use
 from lineclear.scheduler.requests.adapters import AdapterEngine, Adapters
 from lineclear.scheduler.requests.admission import Admission, was_admitted
 from lineclear.scheduler.requests.answer_reader import read_answer
@@ -447,7 +448,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def metrics(self) -> list[Metric]:
         """Return the figures of GetStats as Prometheus metrics."""
         expires_at = self.certificate.expires_at.timestamp() if self.certificate is not None else None
-        return list(families(self._status(), self._stats, certificate_expires_at=expires_at))
+        adapters = adapter_use(self._settings.max_loras, self.requests)
+        return list(families(self._status(), self._stats, certificate_expires_at=expires_at, adapters=adapters))
 
     def _status(self) -> pb.GetStatsResponse:
         return status_messages.stats(
@@ -459,6 +461,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             shares=self.requests.fairness.shares(),
             open_streams=len(self.streams),
             asyncio_tasks=len(asyncio.all_tasks()),
+            num_adapters=len(self.adapters.all()),
             version=VERSION,
         )
 

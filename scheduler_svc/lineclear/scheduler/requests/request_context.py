@@ -148,6 +148,11 @@ class RequestContext:
         return self.validated.request_id
 
     @property
+    def has_started(self) -> bool:
+        """Whether an output has left the queue."""
+        return any(output.started is not None for output in (*self.outputs, *self._candidates))
+
+    @property
     def has_ended(self) -> bool:
         """Whether all outputs have their end or their error, which may be unread."""
         return all(output.has_ended for output in self.outputs)

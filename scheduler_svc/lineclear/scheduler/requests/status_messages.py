@@ -82,14 +82,17 @@ def stats(
     shares: Shares,
     open_streams: int,
     asyncio_tasks: int,
+    num_adapters: int,
     version: str,
 ) -> pb.GetStatsResponse:
     """Build GetStatsResponse. `num_rejected` counts requests rejected before the core."""
     counters = snapshot.core.counters
+    gauges = _gauges(snapshot.core, shares, open_streams, asyncio_tasks)
+    gauges.num_lora_adapters = num_adapters
     return pb.GetStatsResponse(
         uptime=duration(figures.uptime_seconds(now)),
         counters=_counters(snapshot.core, num_rejected),
-        gauges=_gauges(snapshot.core, shares, open_streams, asyncio_tasks),
+        gauges=gauges,
         **{f"{name}_seconds": _quantiles(figures.window(timing)) for name, timing in HISTOGRAMS.items()},
         step_seconds=_quantiles(quantiles(step.step_seconds for step in snapshot.step_times)),
         generation_tokens_per_second=figures.tokens_per_second(now),
