@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ from support.service import is_idle
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_service import ToyService, answer, text_of, toy_service
 from support.worker_kills import signal_worker
+from typer.testing import CliRunner
 
+from lineclear.cli.app import app
 from lineclear.client import AsyncClient, Client, FinishReason, Generation, RetryPolicy
 from lineclear.client.testing import FakeTransport
 from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, QueueFull
@@ -97,6 +100,22 @@ def test_deltas_name_their_output(service: ToyService, sessions: bool) -> None:
     tokens, texts = asyncio.run(read())
     assert tokens == [right(seed) for seed in SEEDS]
     assert texts == [text_of(right(seed)[:-1] if right(seed)[-1] in STOP_IDS else right(seed)) for seed in SEEDS]
+
+
+def test_commands_show_each_output_of_a_submitted_request(service: ToyService) -> None:
+    def shown(*words: str) -> str:
+        done = CliRunner().invoke(app, [*words, "--target", service.target])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    with Client(service.target) as client:
+        submitted = client.submit(PROMPT, n=2, **PARAMS)
+        texts = [output.text for output in submitted.result().outputs]
+        whole = f"--- output 0\n{texts[0]}\n--- output 1\n{texts[1]}\n"
+        assert shown("attach", submitted.request_id) == whole
+        assert shown("result", submitted.request_id) == whole
+        assert shown("result", submitted.request_id, "--no-wait") == whole
+        assert json.loads(shown("result", submitted.request_id, "--no-wait", "--json"))["texts"] == texts
 
 
 def test_submitted_outputs_are_read_again_and_from_another_client(service: ToyService) -> None:

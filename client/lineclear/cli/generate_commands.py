@@ -157,16 +157,18 @@ def result(
             if json_lines:
                 output.show_json(found.to_dict())
             else:
-                output.show(f"{found.text}\n" if found.text or not found.tool_calls else "")
+                text = output.joined([entry.text for entry in found.outputs])
+                output.show(f"{text}\n" if text or not found.tool_calls else "")
                 show_calls(found.tool_calls)
             return
         snapshot = submitted.poll()
     if json_lines:
         error = None if snapshot.error is None else exit_status.as_dict(snapshot.error)
         values = {"state": snapshot.state, "text": snapshot.text, "token_ids": list(snapshot.token_ids)}
+        values |= {"texts": list(snapshot.texts)} if len(snapshot.texts) > 1 else {}
         output.show_json(values | ({} if error is None else {"error": error}))
     else:
-        output.show(f"{snapshot.text}\n")
+        output.show(f"{output.joined(snapshot.texts)}\n")
 
 
 @command(epilog="Example: lineclear cancel ID || echo 'no such request'")

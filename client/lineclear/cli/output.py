@@ -60,9 +60,16 @@ def show_answer(stream: Stream) -> None:
         if not is_buffered:
             show(delta.prompt_text + delta.text)
     if len(stream.texts) > 1:
-        show("\n".join(f"--- output {index}\n{text}" for index, text in enumerate(stream.texts)))
+        show(joined(stream.texts))
     elif is_buffered:
         show(stream.result.prompt_text + stream.text)
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Return the texts of outputs, each below a line with its index if there are several."""
+    if len(texts) < 2:
+        return "".join(texts)
+    return "\n".join(f"--- output {index}\n{text}" for index, text in enumerate(texts))
 
 
 def show_json(value: Any) -> None:
