@@ -14,7 +14,7 @@ from campaigns.pauses import Timeline
 from campaigns.questions import ROUTES, Answer, AskMixed, Call, Question
 
 from lineclear.client import Client, Delta, Generation
-from lineclear.errors import LineclearError, UnknownRequest
+from lineclear.errors import LineclearError, ServerStarting, UnknownRequest
 
 _MAX_BAD = 20
 
@@ -178,7 +178,7 @@ class Reader(threading.Thread):
                     received.outputs[0].problems.append("poll")
                 kept.cancel()
                 return got
-            except UnknownRequest:
+            except (UnknownRequest, ServerStarting):  # Submit and GetResult wait 30 s for a server
                 if not self._may_forget:
                     raise
                 with self._tally.lock:
