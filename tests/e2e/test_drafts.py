@@ -96,10 +96,13 @@ COMBINED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", COMBINED)
-def test_answer_with_other_features_is_that_of_plain_decoding(service: Service, name: str) -> None:
+def test_answer_with_other_features_is_that_of_plain_decoding(
+    service: Service, request: pytest.FixtureRequest, name: str
+) -> None:
     plain, drafted = (generate(service, REPEATS[3], num_speculative_tokens=most, **COMBINED[name]) for most in (0, 8))
     assert [(x.token_ids, x.text, x.finish_reason) for x in (drafted, *drafted.outputs)] == [
         (x.token_ids, x.text, x.finish_reason) for x in (plain, *plain.outputs)
     ]
-    if "num_beams" not in COMBINED[name]:  # each token of a beam is a request of its own
+    # Each token of a beam is a request of its own, and not every answer repeats its prompt.
+    if "num_beams" not in COMBINED[name] and "draft_model" in request.node.name:
         assert drafted.timings.drafted_tokens > 0
