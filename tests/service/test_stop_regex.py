@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from service.serving import TOKENIZER, error_of, read_all, serving, text_of, text_request, tokens_of
 
@@ -50,6 +50,8 @@ def pushed(matcher: RegexMatcher, pieces: list[str]) -> str:
 
 
 @settings(max_examples=600, deadline=None)
+@example(pattern="a{1,2}b", text="aab", cuts=[2], includes=False)
+@example(pattern="(?:a|ba)1?b", text="baab ba1b", cuts=[1, 3], includes=True)
 @given(pattern=patterns, text=texts, cuts=st.lists(st.integers(0, 16), max_size=6), includes=st.booleans())
 def test_first_match_ends_the_text_however_it_is_cut(pattern: str, text: str, cuts: list[int], includes: bool) -> None:
     if re.fullmatch(pattern, ""):
