@@ -5,7 +5,7 @@ All methods run on the engine's thread.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from itertools import count
 
@@ -15,6 +15,9 @@ from lineclear.wire.messages import Heartbeat, PrepareGrammar
 
 _MAX_RECENT = 64
 """Grammars that are not sent again. Workers keep at least as many."""
+MAX_SENT = 4
+"""Grammars that a worker has to compile at a time. Plans share its socket, which holds few messages: a worker that a
+plan cannot be sent to is lost."""
 
 
 class GrammarPreparation:
@@ -27,7 +30,8 @@ class GrammarPreparation:
         self._link, self._workers = link, workers
         self._numbers = count(1)
         self._recent: OrderedDict[str, set[int]] = OrderedDict()  # and the epochs that have compiled it
-        self._waiting: dict[int, tuple[int, str]] = {}  # epoch and grammar by number
+        self._waiting: dict[int, tuple[int, str]] = {}  # epoch and grammar by number, sent or not
+        self._unsent: list[int] = []
         self._calls: dict[str, list[Callable[[], None]]] = {}
 
     def prepare(self, grammar: str, done: Callable[[], None]) -> None:
@@ -39,14 +43,16 @@ class GrammarPreparation:
         asked = {epoch for epoch, text in self._waiting.values() if text == grammar}
         for worker in self._workers.joined:
             if worker.epoch not in epochs and worker.epoch not in asked:
-                self._send(worker.epoch, grammar)
+                self._add(worker.epoch, grammar)
+        self._send()
         self._calls.setdefault(grammar, []).append(done)
         self._call_done({grammar})
 
     def worker_joined(self, epoch: int) -> None:
-        """Send a worker the recent grammars."""
-        for grammar in self._recent:
-            self._send(epoch, grammar)
+        """Send a worker the recent grammars, the last first."""
+        for grammar in reversed(self._recent):
+            self._add(epoch, grammar)
+        self._send()
 
     def on_heartbeat(self, heartbeat: Heartbeat) -> None:
         """Note which grammars a worker has compiled."""
@@ -56,6 +62,7 @@ class GrammarPreparation:
             if epoch and grammar in self._recent:
                 self._recent[grammar].add(epoch)
             done.add(grammar)
+        self._send()
         self._call_done(done)
 
     def check(self) -> None:
@@ -66,11 +73,29 @@ class GrammarPreparation:
         lost = [number for number, (epoch, _) in self._waiting.items() if epoch not in joined]
         if lost:
             self._call_done({self._waiting.pop(number)[1] for number in lost})
+        self._send()
 
-    def _send(self, epoch: int, grammar: str) -> None:
+    def _add(self, epoch: int, grammar: str) -> None:
         number = next(self._numbers)
-        if self._link.send_control(PrepareGrammar(epoch, number, grammar)):
-            self._waiting[number] = epoch, grammar
+        self._waiting[number] = epoch, grammar
+        self._unsent.append(number)
+
+    def _send(self) -> None:
+        """Send what workers have room for. What cannot be sent stays until the next call."""
+        if not self._unsent:
+            return
+        unsent = set(self._unsent)
+        sent = Counter(epoch for number, (epoch, _) in self._waiting.items() if number not in unsent)
+        rest = []
+        for number in self._unsent:
+            if number not in self._waiting:  # its worker is lost
+                continue
+            epoch, grammar = self._waiting[number]
+            if sent[epoch] < MAX_SENT and self._link.send_control(PrepareGrammar(epoch, number, grammar)):
+                sent[epoch] += 1
+            else:
+                rest.append(number)
+        self._unsent = rest
 
     def _call_done(self, grammars: set[str]) -> None:
         if not self._calls:
