@@ -257,7 +257,7 @@ def _bad_rows(result: StepResult, inflight: InflightStep, vocab_size: int) -> fr
     counts = result.counts or (1,) * len(sampling)
     rows = [row for row, count in zip(sampling, counts, strict=True) for _ in range(count)]
     outside = {row for row, token in zip(rows, tokens, strict=True) if not 0 <= token < vocab_size}
-    return result.bad_rows | outside
+    return result.bad_rows | (outside - result.stuck_rows)  # the token of a stuck row means nothing
 
 
 def _is_complete(row: ChunkRow) -> bool:
