@@ -71,6 +71,8 @@ class BeamGroup:
 
     def _submit(self, *, is_first: bool = False) -> None:
         beams = self._search.running
+        # No beam has tokens of two models.
+        model = self._request.model_fingerprint or (self._started.model_fingerprint if self._started else "")
         self._streams = [self._open_stream(is_first, len(beam.tokens)) for beam in beams]
         self._steps = [None] * len(beams)
         requests = [
@@ -81,6 +83,7 @@ class BeamGroup:
                 max_tokens=len(beam.tokens) + 1,
                 expected_tokens=len(beam.tokens) + 1,
                 is_sibling=not is_first,
+                model_fingerprint=model,
                 wants_position=is_first and self._request.wants_position,
             )
             for stream, beam in zip(self._streams, beams, strict=True)
