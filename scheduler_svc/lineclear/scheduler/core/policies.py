@@ -248,7 +248,7 @@ class Fifo:
         self._settings = settings
 
     def key(self, request: Request, now: float, run_seconds: float) -> float:
-        return 0.0
+        return now
 
     def preview(self, request: Request, now: float, run_seconds: float) -> float:
         return self.key(request, now, run_seconds)

@@ -82,7 +82,7 @@ class Scheduler:
         try:
             has_output = request.scoring is not None or request.pooling is not None
             assert len(request.output) < request.max_tokens + has_output, "the request is complete already"
-            if state.draining:
+            if state.draining and not request.is_sibling:
                 raise ServerDraining("the server is shutting down", retry_after_seconds=1.0)
             if request.request_id in self._live:
                 raise DuplicateRequest("a request with this request_id is in progress")
@@ -100,8 +100,7 @@ class Scheduler:
             state.refusing = state.refusing or isinstance(error, QueueFull)
             raise
         self._num_arrivals += 1
-        since = now if request.queued_since is None else request.queued_since
-        sequence = Sequence(request, (self._key(request, since), self._num_arrivals), now)
+        sequence = Sequence(request, (self._key(request, now), self._num_arrivals), now)
         sequence.protected = self.limits.max_preemptions == 0
         self._live.add(sequence)
         state.fresh.push(sequence)
@@ -111,8 +110,9 @@ class Scheduler:
         place = queue_position(state, sequence.queue_key, now)
         return [Admitted(request.request_id, place if must_wait(state, place) else None)]
 
-    def _key(self, request: Request, now: float) -> float:
-        return self._state.queue_order.key(request, now, self._state.pace.run_seconds(request) or 0.0)
+    def _key(self, request: Request, arrival: float) -> float:
+        since = arrival if request.queued_since is None else request.queued_since
+        return self._state.queue_order.key(request, since, self._state.pace.run_seconds(request) or 0.0)
 
     def _preview(self, request: Request, now: float) -> QueuePosition:
         """Return the place that the request would get."""

@@ -1,0 +1,69 @@
+"""Several requests of one admission: outputs of a request, and the steps of a beam search. One slot by default."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from core.harness import CoreHarness, answer
+
+from lineclear.errors import NoTokenAllowed, ServerDraining
+from lineclear.scheduler.core.events import Failed, Finished
+
+
+@pytest.mark.parametrize("policy", ["fifo", "priority", "shortest", "deadline", "prefill_first"])
+def test_next_step_of_a_search_starts_before_later_requests(policy: str) -> None:
+    harness = CoreHarness(worker_num_slots=1, scheduling_policy=policy, priority_aging_seconds=0.01)
+    harness.submit("running", 4, 2)
+    harness.step()
+    harness.now = 5.0
+    harness.submit("later", 4, 1)
+    harness.now = 6.0
+    harness.submit("next step", 4, 1, is_sibling=True, queued_since=0.0)
+    harness.run()
+    assert harness.started() == ["running", "next step", "later"]
+
+
+def test_next_step_of_a_search_keeps_its_place_when_the_order_changes() -> None:
+    harness = CoreHarness(worker_num_slots=1, priority_aging_seconds=1.0)
+    harness.submit("running", 4, 2)
+    harness.step()
+    harness.now = 5.0
+    harness.submit("later", 4, 1)
+    harness.now = 6.0
+    harness.submit("next step", 4, 1, is_sibling=True, queued_since=0.0)
+    harness.core.switch(replace(harness.core.limits, scheduling_policy="priority"), harness.now)
+    harness.run()
+    assert harness.started() == ["running", "next step", "later"]
+
+
+def test_draining_core_takes_the_next_step_of_a_search_only() -> None:
+    harness = CoreHarness()
+    harness.submit("first step", 4, 1)
+    harness.core.drain(harness.now)
+    with pytest.raises(ServerDraining):
+        harness.submit("new", 4, 1)
+    request = harness.submit("next step", 4, 1, is_sibling=True, queued_since=0.0)
+    harness.run()
+    assert harness.outputs("next step") == answer(request)
+
+
+@pytest.mark.parametrize("token", [0, -1, 2**31 - 1])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_stuck_row_fails_only_its_request_whatever_its_token(token: int, depth: int) -> None:
+    harness = CoreHarness(pipeline_depth=depth)
+    prompt = tuple(range(10))
+    harness.submit("stuck", prompt, 4)
+    other = harness.submit("other", prompt, 4)  # it shares blocks that the row of the first fills
+    harness.plan()
+    if depth == 2:
+        harness.plan()
+    harness.apply(tokens=(token, answer(other)[0]), stuck_rows=frozenset({0}))
+    harness.run()
+    end = harness.end("stuck")
+    assert isinstance(end, Failed)
+    assert isinstance(end.error, NoTokenAllowed)
+    assert isinstance(harness.end("other"), Finished)
+    assert harness.outputs("other") == answer(other)
+    assert harness.counters.preemptions == 0
+    assert not any(plan.zero_blocks for plan in harness.plans)
