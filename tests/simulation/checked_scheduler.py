@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from simulation.invariant_error import InvariantViolated, require
@@ -10,7 +11,14 @@ from simulation.oracle import Oracle
 from simulation.scenario import Scenario, poison
 from support.events import flat
 
-from lineclear.errors import AdapterLimitReached, Cancelled, DeviceOutOfMemory, LineclearError, PoisonRequest
+from lineclear.errors import (
+    AdapterLimitReached,
+    Cancelled,
+    DeviceOutOfMemory,
+    LineclearError,
+    NoTokenAllowed,
+    PoisonRequest,
+)
 from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.events import Admitted, Event, Failed, Finished, Started, TokensReady
 from lineclear.scheduler.core.inflight_step import BadResult
@@ -38,6 +46,7 @@ class CheckedScheduler:
         self.started: set[str] = set()
         self.recent: deque[tuple[int, ...]] = deque(maxlen=4)
         self.last_result: StepResult | None = None
+        self.on_event: Callable[[Any], object] = lambda event: None  # called with each event of a request
         # Whether poison is the only cause of crashes.
         self.only_poison = not ({"crash", "replace", "step_error"} & scenario.weights.keys() or scenario.unsent)
         self._codec = scenario.codec and not checked
@@ -45,8 +54,8 @@ class CheckedScheduler:
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now: float) -> None:
-        """Submit a request, which may be rejected."""
+    def submit(self, request: Request, now: float) -> LineclearError | None:
+        """Submit a request; return the error if it is rejected."""
         self.transcript.append((now, "submit", request.request_id, request.prompt, request.max_tokens, request.output))
         outcome: list[Event] | LineclearError
         try:
@@ -65,6 +74,18 @@ class CheckedScheduler:
         if self.oracle:
             self.oracle.on_submit(request, now, outcome)
             self.check()
+        return outcome if isinstance(outcome, LineclearError) else None
+
+    def submit_together(self, requests: Sequence[Request], now: float) -> LineclearError | None:
+        """Submit a request and its siblings, all or none; return the error if the first is rejected."""
+        for request in requests:
+            error = self.submit(request, now)
+            if error is not None:
+                require(request is requests[0], "I28", "what the core accepts of a request, it accepts of its siblings")
+                return error
+        if self.oracle:
+            self.oracle.on_siblings(request.request_id for request in requests)
+        return None
 
     def cancel(self, request_id: str, error: LineclearError | None, now: float) -> None:
         """Cancel a request."""
@@ -236,11 +257,12 @@ class CheckedScheduler:
                 entry = (Failed, event.request_id, type(event.error), str(event.error), event.stats)
             self.counts[type(event).__name__] += 1
             self.transcript.append((now, call, entry))
+            self.on_event(event)
 
     def _check_blame(self, event: Finished | Failed, effect: str) -> None:
         """Check that only poison requests fail for a crash."""
         is_blamed = isinstance(event, Failed) and isinstance(event.error, PoisonRequest | DeviceOutOfMemory)
         if self.only_poison and is_blamed:
             require(effect != "", "isolation", "no request fails for the crash of another")
-        if isinstance(event, Failed) and isinstance(event.error, PoisonRequest):
-            self.counts["PoisonRequest"] += 1
+        if isinstance(event, Failed) and isinstance(event.error, PoisonRequest | NoTokenAllowed):
+            self.counts[type(event.error).__name__] += 1

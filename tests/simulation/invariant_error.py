@@ -1,4 +1,4 @@
-"""The error of a broken invariant; I1 to I25 number the invariants of docs/architecture.md and of the plan checks."""
+"""The error of a broken invariant; I1 to I29 number the invariants of docs/architecture.md and of the plan checks."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ class ModelBlocks:
     def reset(self, num_blocks: int, size: int) -> None:
         """Start with free blocks of `size` positions."""
         self.size = size
+        self.num_dropped = 0  # blocks that left the prefix cache
         self._users: list[set[ModelSequence]] = [set() for _ in range(num_blocks)]
         self._index: dict[Key, int] = {}  # the prefix cache
         self._key_of: dict[int, Key] = {}
@@ -39,6 +40,7 @@ class ModelBlocks:
 
     def clear_cache(self) -> None:
         """Empty the prefix cache."""
+        self.num_dropped += len(self._index)
         self._index.clear()
         self._key_of.clear()
         self._unused.clear()
@@ -114,6 +116,7 @@ class ModelBlocks:
             require(empty == 0, "I4", "a cached block is evicted only without empty blocks")
             require(next(iter(self._unused)) == block, "I4", "the least recently used cached block is evicted")
             del self._unused[block], self._index[self._key_of.pop(block)]
+            self.num_dropped += 1
         self._sources.pop(block, None)
         if block in self._tainted or block in self._pending:
             require(block in zeroed or is_copied, "I18", "a tainted block is zeroed before it is used again")
@@ -180,6 +183,7 @@ class ModelBlocks:
         self._sources.pop(block, None)
         if block in self._key_of:
             del self._index[self._key_of.pop(block)]
+            self.num_dropped += 1
 
     def readers(self, bad: set[tuple[ModelSequence, int]]) -> set[tuple[ModelSequence, int]]:
         """Return the admissions that share blocks of `bad` ones, or of one of themselves."""

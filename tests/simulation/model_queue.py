@@ -77,7 +77,7 @@ class ModelQueue:
             return max(now, due - run_seconds)
         if self._limits.scheduling_policy == "fair":
             return self._charge(request)
-        return 0.0
+        return now
 
     def _charge(self, request: Request) -> float:
         tenant = request.tenant
@@ -103,12 +103,12 @@ class ModelQueue:
             state.clear()
         by_number = sorted(live, key=lambda sequence: sequence.number)
         for sequence in (s for s in by_number if s.started_at is not None):
-            key = self._key(sequence.request, sequence.arrival, run_seconds(sequence.request))
+            key = self._key(sequence.request, sequence.since, run_seconds(sequence.request))
             sequence.queue_key = (key, sequence.number)
             self._last_key.clear()  # it does not wait
             self._clock = max(self._clock, sequence.queue_key[0])
         for sequence in (s for s in by_number if s.started_at is None):
-            key = self._key(sequence.request, sequence.arrival, run_seconds(sequence.request))
+            key = self._key(sequence.request, sequence.since, run_seconds(sequence.request))
             sequence.queue_key = (key, sequence.number)
             self.push(sequence)
 
@@ -160,7 +160,7 @@ class ModelQueue:
                     bound = entry.ahead + self._slack(tenant, entry.settled)
                     require(entry.later[tenant] <= bound, "I14", "later requests of another tenant are bounded")
             elif other.queue_key > sequence.queue_key:
-                late = sequence.arrival - other.arrival
+                late = sequence.since - other.since
                 require(late <= self._longest_wait(other), "I14", "a much later request does not go first")
 
     def _longest_wait(self, sequence: ModelSequence) -> float:
@@ -171,7 +171,7 @@ class ModelQueue:
         if self._limits.scheduling_policy == "shortest":
             return _tokens(request) / 256 * aging
         if self._limits.scheduling_policy == "deadline":
-            return 256 * aging if request.deadline is None else max(0.0, request.deadline - sequence.arrival)
+            return 256 * aging if request.deadline is None else max(0.0, request.deadline - sequence.since)
         return 0.0
 
     def _check_shares(self, sequence: ModelSequence, waiting: Collection[ModelSequence]) -> None:

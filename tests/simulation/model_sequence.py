@@ -15,6 +15,9 @@ class ModelSequence:
 
     def __init__(self, request: Request, queue_key: tuple[float, int], now: float) -> None:
         self.request, self.queue_key, self.arrival = request, queue_key, now
+        self.since = now if request.queued_since is None else request.queued_since  # its place in the queue's order
+        self.siblings: tuple[ModelSequence, ...] = ()  # the outputs of one request, this one included
+        self.num_dropped = 0  # cached blocks that the worker had dropped at its admission
         self.answer: list[int] = []  # what the request gets when it runs alone
         self.scores: list[Scores] = []  # the same, of each position that is scored
         self.vector = b""
@@ -59,6 +62,19 @@ class ModelSequence:
     def number(self) -> int:
         """Order of arrival."""
         return self.queue_key[1]
+
+    @property
+    def is_stuck_now(self) -> bool:
+        """Whether the request fails with its next sample: its grammar allows no token."""
+        if not self.request.max_tokens or self.num_outputs < len(self.answer) or self.num_outputs >= self.max_tokens:
+            return False
+        sampling = self.request.sampling
+        return not (self.answer and self.answer[-1] in sampling.stop_ids and len(self.answer) > sampling.min_tokens)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most output tokens."""
+        return self.request.max_tokens
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from lineclear.errors import KvCapacityExceeded, LineclearError, ModelChanged, P
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.core.stats import Counters
-from lineclear.wire.messages import Hello
+from lineclear.wire.messages import Hello, SlotInit
 
 
 class ModelState:
@@ -27,7 +27,7 @@ class ModelState:
     def __init__(self, limits: CoreLimits) -> None:
         self.limits = limits
         self.live: dict[str, ModelSequence] = {}
-        self.by_seed: dict[int, ModelSequence] = {}
+        self._by_seed: dict[int, list[ModelSequence]] = {}  # several of a beam search have one seed
         self.fresh: dict[ModelSequence, None] = {}  # have not started
         self.resuming: dict[ModelSequence, None] = {}
         self.workers: dict[int, ModelWorker] = {}  # by epoch, oldest first
@@ -42,7 +42,8 @@ class ModelState:
 
     def add(self, sequence: ModelSequence) -> None:
         """Queue an admitted request."""
-        self.live[sequence.request.request_id] = self.by_seed[sequence.request.sampling.seed] = sequence
+        self.live[sequence.request.request_id] = sequence
+        self._by_seed.setdefault(sequence.request.sampling.seed, []).append(sequence)
         self.fresh[sequence] = None
         self.queue.push(sequence)
 
@@ -50,12 +51,22 @@ class ModelState:
         """End a request."""
         require(sequence.is_live, "I10", "a request ends once")
         sequence.is_live = False
-        del self.live[sequence.request.request_id], self.by_seed[sequence.request.sampling.seed]
+        del self.live[sequence.request.request_id]
+        of_seed = self._by_seed[sequence.request.sampling.seed]
+        of_seed.remove(sequence)
+        if not of_seed:
+            del self._by_seed[sequence.request.sampling.seed]
         if sequence.is_running:
             self.workers[sequence.epoch].stop_running(sequence, sequence.num_computed)
         self.fresh.pop(sequence, None)
         self.resuming.pop(sequence, None)
         self.queue.on_finish(sequence, self.fresh, is_idle=not self.live)
+
+    def owner(self, init: SlotInit) -> ModelSequence:
+        """Return the live request that a plan initialises a slot for."""
+        of_seed = self._by_seed.get(init.sampling.seed, [])
+        require(bool(of_seed), "I16", "only live requests are admitted")
+        return next((sequence for sequence in of_seed if sequence.tokens == init.tokens), of_seed[0])
 
     def preempt(self, victim: ModelSequence) -> None:
         """Have a running request wait again."""

@@ -50,6 +50,8 @@ class Worker:
         self.results: deque[StepResult | StepError | None] = deque()  # None: the worker crashes
         self.is_slow = self.is_stopping = False
         self.is_cut_off = False  # no further plan can reach it; the results of earlier ones can still arrive
+        self.preparing: dict[int, str] = {}  # grammars to compile, by number of the message
+        self.prepared: set[str] = set()
         self.broken = False  # a step failed: no further step is computed
 
     def next_plan(self) -> StepPlan | None:

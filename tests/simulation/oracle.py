@@ -7,18 +7,16 @@ file checks admission, results, the ends of requests, and the counters.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields
-from itertools import accumulate
-from typing import Any
 
-from simulation.invariant_error import InvariantViolated, require
+from simulation.invariant_error import require
 from simulation.model_sequence import ModelSequence
 from simulation.model_state import ModelState
-from simulation.model_workers import ModelStep, ModelWorker
+from simulation.model_workers import ModelWorker
 from simulation.plan_checks import PlanChecks
-from simulation.scenario import Scenario, is_bad
-from support.events import flat
+from simulation.result_checks import ResultChecks, require_same
+from simulation.scenario import Scenario
 from support.toy import expected, expected_scores, expected_vector, fingerprint, with_adapter
 
 from lineclear.errors import (
@@ -27,9 +25,7 @@ from lineclear.errors import (
     DeadlineUnreachable,
     DeviceOutOfMemory,
     DuplicateRequest,
-    InternalError,
     LineclearError,
-    NonFiniteLogits,
     PoisonRequest,
     QueueFull,
     ServerDraining,
@@ -40,10 +36,6 @@ from lineclear.scheduler.core.events import (
     Failed,
     Finished,
     FinishReason,
-    Pooled,
-    Preempted,
-    Scored,
-    TokensReady,
     WorkerJoined,
     WorkerLost,
 )
@@ -51,7 +43,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.core.stats import CoreSnapshot, Counters
-from lineclear.wire.messages import Hello, Logprobs, RowOutput, Scores, StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.messages import Hello, StepError, StepErrorKind, StepPlan, StepResult
 
 _COUNTERS = [field.name for field in fields(Counters)]
 
@@ -63,6 +55,7 @@ class Oracle:
         self.scenario, self.limits = scenario, scenario.limits
         self.state = ModelState(scenario.limits)
         self.plan_checks = PlanChecks(self.state)
+        self.result_checks = ResultChecks(self.state, scenario.vocab_size, scenario.bad_per_mille)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -70,6 +63,7 @@ class Oracle:
         """Check the outcome of `submit`."""
         error = self._expected_error(request)
         run_seconds = self.state.wait.pace.run_seconds(request)
+        since = now if request.queued_since is None else request.queued_since
         if error is None and self._must_expire(request, self.state.queue.preview(request, now, run_seconds), now):
             error = DeadlineUnreachable
         if error is not None:
@@ -78,7 +72,7 @@ class Oracle:
             require(type(outcome) is error, "I12", "rejected with the right error")
             return
         require(isinstance(outcome, list), "I12", "admitted if no limit is reached")
-        sequence = ModelSequence(request, self.state.queue.key(request, now, run_seconds), now)
+        sequence = ModelSequence(request, self.state.queue.key(request, since, run_seconds), now)
         assert isinstance(outcome, list)
         sequence.protected = self.limits.max_preemptions == 0
         self._set_answer(sequence)
@@ -88,7 +82,7 @@ class Oracle:
 
     def _must_expire(self, request: Request, queue_key: tuple[float, int], now: float) -> bool:
         """Return whether a request is rejected because a third of its wait is longer than its time."""
-        if request.deadline is None or not self.limits.reject_unmeetable_deadlines:
+        if request.deadline is None or request.is_sibling or not self.limits.reject_unmeetable_deadlines:
             return False
         ahead = sum(other.queue_key < queue_key for other in (*self.state.fresh, *self.state.resuming))
         if ahead < sum(worker.num_slots for worker in self.state.workers.values()):
@@ -112,6 +106,12 @@ class Oracle:
             close = math.isclose(seconds or 0.0, right or 0.0, rel_tol=1e-6, abs_tol=1e-9)
             require(close, "I12", "the predicted wait is that of the requests before")
 
+    def on_siblings(self, request_ids: Iterable[str]) -> None:
+        """Note the outputs of one request, which have just been admitted."""
+        siblings = tuple(self.state.live[request_id] for request_id in request_ids)
+        for sequence in siblings:
+            sequence.siblings = siblings
+
     def on_switch(self, limits: CoreLimits) -> None:
         """Follow other limits and policies."""
         before, self.limits = self.limits, limits
@@ -125,7 +125,7 @@ class Oracle:
             return require(events == [], "I10", "nothing happens to an unknown request")
         self.state.remove(sequence)
         self.state.counters.requests_cancelled += 1
-        return self._same(events, [(Failed, request_id, error, sequence.stats(now))])
+        return require_same(events, [(Failed, request_id, error, sequence.stats(now))])
 
     def on_finish(self, request_id: str, num_tokens: int, now: float, events: list[Event]) -> None:
         """Check the events of `finish`."""
@@ -136,7 +136,7 @@ class Oracle:
         self.state.remove(sequence)
         self.state.counters.requests_finished += 1
         stats = sequence.stats(now, num_tokens)
-        return self._same(events, [Finished(request_id, FinishReason.STOP_STRING, None, stats)])
+        return require_same(events, [Finished(request_id, FinishReason.STOP_STRING, None, stats)])
 
     def on_expire(self, now: float, events: list[Event]) -> None:
         """Check the events of `expire`."""
@@ -146,7 +146,7 @@ class Oracle:
             self.state.remove(sequence)
             self.state.counters.requests_expired += 1
             wanted.append((Failed, sequence.request.request_id, DeadlineExceeded, sequence.stats(now)))
-        self._same(events, wanted)
+        require_same(events, wanted)
 
     def on_worker_lost(self, epoch: int, now: float, events: list[Event], loss: WorkerLoss) -> None:
         """Check the events of `worker_lost`."""
@@ -163,7 +163,7 @@ class Oracle:
                 self.state.counters.requests_failed += 1
                 wanted.append((Failed, isolated.request.request_id, PoisonRequest, isolated.stats(now)))
         self.state.lose(epoch)
-        return self._same(events, wanted)
+        return require_same(events, wanted)
 
     def on_worker_joined(self, hello: Hello, now: float, events: list[Event]) -> None:
         """Check the events of `worker_joined`."""
@@ -177,7 +177,7 @@ class Oracle:
                 self.state.remove(sequence)
                 self.state.counters.requests_failed += 1
                 wanted.append((Failed, sequence.request.request_id, error, sequence.stats(now)))
-        self._same(events, wanted)
+        require_same(events, wanted)
 
     def on_step_error(self, error: StepError, now: float, events: list[Event]) -> None:
         """Check the events of `on_step_error`."""
@@ -194,7 +194,7 @@ class Oracle:
                 worker.budget.restore()
                 self.state.counters.requests_failed += 1
                 wanted.append((Failed, sequence.request.request_id, DeviceOutOfMemory, sequence.stats(now)))
-        self._same(events, wanted)
+        require_same(events, wanted)
 
     def on_drain(self) -> None:
         """Note a call of `drain`."""
@@ -222,159 +222,9 @@ class Oracle:
         """Check a plan, or None, and its events."""
         self.plan_checks.on_plan(epoch, plan, now, events)
 
-    # --- a result ---------------------------------------------------------------------------------------------------
-
     def on_apply(self, result: StepResult, now: float, events: list[Event]) -> None:
         """Check the events of `apply`."""
-        worker = self.state.workers[result.epoch]
-        step = worker.inflight.popleft()
-        require(result.step == step.step, "I9", "results in the order of plans")
-        sampling = [i for i, (*_, output) in enumerate(step.outputs) if output is RowOutput.SAMPLE]
-        counts = result.counts or (1,) * len(sampling)
-        drafted = result.num_drafted or (0,) * len(sampling)
-        owners = [i for i, count in zip(sampling, counts, strict=True) for _ in range(count)]
-        tokens = zip(owners, result.tokens, strict=True)
-        bad_rows = {i for i, token in tokens if not 0 <= token < self.scenario.vocab_size}
-        bad_rows |= result.bad_rows
-        tainted = {step.outputs[i][:2] for i in bad_rows}
-        readers = worker.blocks.readers(tainted)
-        wanted: list[object] = self._restart(readers)
-        ends = list(accumulate(counts))
-        for index, sequence in enumerate(step.samples):
-            sequence.in_flight -= 1
-            if not sequence.is_live or sequence.num_void:
-                self.state.counters.wasted_samples += 1
-                if sequence.is_live:
-                    sequence.num_void, sequence.num_known = sequence.num_void - 1, sequence.num_known - 1
-                continue
-            bad = sampling[index] in result.bad_rows
-            request_id = sequence.request.request_id
-            if sequence in step.drafting:
-                self._count_drafts(sequence, drafted[index], counts[index] - 1)
-            if sampling[index] in bad_rows:
-                worker.blocks.taint(sequence)
-                self.state.remove(sequence)
-                self.state.counters.requests_failed += 1
-                wanted.append((Failed, request_id, NonFiniteLogits if bad else InternalError, sequence.stats(now)))
-                continue
-            first_output = sequence.num_outputs
-            for place in range(ends[index] - counts[index], ends[index]):
-                if sequence.num_outputs == len(sequence.answer) > first_output:
-                    break  # tokens behind the end of the answer are dropped
-                logprobs = result.logprobs[place] if result.logprobs else None
-                wanted.append(self._token(sequence, result.tokens[place], logprobs))
-            sequence.num_known += sequence.num_outputs - first_output - 1
-            if sequence.num_drafts:
-                sequence.num_drafts, sequence.num_planned = 0, sequence.num_known - 1
-            sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
-            sequence.last_token_at, sequence.last_step = now, step.step
-        wanted += self._reports(worker, step, result, now)
-        worker.blocks.resolve_pending(step.step, tainted | readers)
-        for sequence, admission, end in step.rows:
-            if sequence.is_running and sequence.admission_count == admission:
-                worker.blocks.publish(sequence, sequence.num_planned if sequence in step.drafting else end)
-        # Requests may end in any order, but blocks must be released in that order.
-        order = {event.request_id: place for place, event in enumerate(events) if isinstance(event, Finished)}
-        owners = [sequence for sequence, *_ in step.outputs]
-        by_end = sorted(owners, key=lambda sequence: order.get(sequence.request.request_id, len(order)))
-        wanted += [event for sequence in by_end if (event := self._finish(sequence, now)) is not None]
-        for sequence in self.state.live.values():
-            if sequence.crash_count and sequence.num_computed >= sequence.clear_position:
-                sequence.crash_count = sequence.clear_position = 0
-                sequence.isolated_losses.clear()
-        self._same(_sorted_by_kind(events), _sorted_by_kind(wanted))
-        kinds = [_kind(event) for event in flat(events)]
-        require(kinds == sorted(kinds), "I10", "the end of a request comes after its tokens")
-
-    def _count_drafts(self, sequence: ModelSequence, num_drafted: int, num_accepted: int) -> None:
-        require(num_accepted <= num_drafted, "I20", "no more drafts accepted than verified")
-        sequence.drafted_tokens += num_drafted
-        sequence.accepted_tokens += num_accepted
-        self.state.counters.spec_decode_num_drafts += num_drafted > 0
-        self.state.counters.spec_decode_num_draft_tokens += num_drafted
-        self.state.counters.spec_decode_num_accepted_tokens += num_accepted
-
-    def _token(self, sequence: ModelSequence, token: int, logprobs: Logprobs | None) -> TokensReady:
-        """Check the next token of an answer and return its event."""
-        index = sequence.num_outputs
-        context = (*sequence.request.prompt, *sequence.answer[:index])
-        require(not is_bad(context, self.scenario.bad_per_mille), "I20", "bad logits are found")
-        right = index < len(sequence.answer) and token == sequence.answer[index]
-        require(right, "I20", "the answer is that of the request alone")
-        is_requested = sequence.request.sampling.logprobs >= 0
-        require((logprobs is not None) == is_requested, "I24", "logprobs exactly if requested")
-        sequence.num_outputs += 1
-        self.state.counters.generation_tokens += 1
-        return TokensReady(sequence.request.request_id, index, (token,), () if logprobs is None else (logprobs,))
-
-    def _reports(self, worker: ModelWorker, step: ModelStep, result: StepResult, now: float) -> list[object]:
-        """Return the events of the scores and vectors of a result, each position once."""
-        wanted: list[object] = []
-        scores, vectors = iter(result.scores), iter(result.vectors)
-        for index, (sequence, admission, start, end, output) in enumerate(step.outputs):
-            if output is RowOutput.SAMPLE:
-                continue
-            value: Scores | bytes = next(scores) if output is RowOutput.SCORE else next(vectors)
-            if not sequence.is_live or admission <= sequence.void_admission:
-                continue
-            request, context = sequence.request, sequence.request.prompt[:end]
-            if index in result.bad_rows:
-                worker.blocks.taint(sequence)
-                self.state.remove(sequence)
-                self.state.counters.requests_failed += 1
-                wanted.append((Failed, request.request_id, NonFiniteLogits, sequence.stats(now)))
-                continue
-            sequence.last_step = step.step
-            require(not is_bad(context, self.scenario.bad_per_mille), "I20", "values that are not finite are found")
-            if isinstance(value, bytes):
-                if end == len(request.prompt):
-                    require(value == sequence.vector, "I20", "the vector is that of the request alone")
-                    sequence.is_pooled = True
-                    wanted.append(Pooled(request.request_id, value))
-                continue
-            right = sequence.scores[start - sequence.first_scored : end - sequence.first_scored]
-            require(value == _joined(right), "I20", "the scores are those of the request alone")
-            if end > sequence.scored_to:
-                first = sequence.scored_to
-                sequence.num_scores = end - sequence.first_scored
-                wanted.append(Scored(request.request_id, first, _joined(right[first - start :])))
-        return wanted
-
-    def _restart(self, readers: Collection[tuple[ModelSequence, int]]) -> list[object]:
-        """Restart the requests that share blocks of a bad row: what they computed since then is void."""
-        wanted: list[object] = []
-        for sequence, admission in sorted(readers, key=lambda entry: entry[0].queue_key):
-            if sequence.is_live and sequence.admission_count == admission:
-                if sequence.is_running:
-                    self.state.preempt(sequence)
-                    wanted.append(Preempted(sequence.request.request_id))
-                sequence.num_void, sequence.void_admission = sequence.in_flight, admission
-                sequence.max_computed_before = min(sequence.max_computed_before, len(sequence.tokens))
-        return wanted
-
-    def _finish(self, sequence: ModelSequence, now: float) -> Finished | None:
-        if not sequence.request.max_tokens:
-            return self._finish_without_output(sequence, now)
-        if not sequence.is_live or sequence.num_outputs < len(sequence.answer):
-            return None
-        require(sequence.is_complete, "I20", "the scores of a prompt come before its answer")
-        request, last = sequence.request, sequence.answer[-1]
-        self.state.wait.pace.observe(sequence)
-        self.state.remove(sequence)
-        self.state.counters.requests_finished += 1
-        if last in request.sampling.stop_ids and sequence.num_outputs > request.sampling.min_tokens:
-            reason = FinishReason.STOP_EOS if last in request.eos_ids else FinishReason.STOP_TOKEN
-            return Finished(request.request_id, reason, last, sequence.stats(now))
-        require(sequence.num_outputs == request.max_tokens, "I20", "an answer ends by a stop token or by length")
-        return Finished(request.request_id, FinishReason.LENGTH, None, sequence.stats(now))
-
-    def _finish_without_output(self, sequence: ModelSequence, now: float) -> Finished | None:
-        if not sequence.is_live or not (sequence.is_pooled or sequence.is_complete):
-            return None
-        self.state.wait.pace.observe(sequence)
-        self.state.remove(sequence)
-        self.state.counters.requests_finished += 1
-        return Finished(sequence.request.request_id, FinishReason.NO_OUTPUT, None, sequence.stats(now))
+        self.result_checks.on_apply(result, now, events)
 
     # --- after every call -------------------------------------------------------------------------------------------
 
@@ -440,7 +290,7 @@ class Oracle:
         model = request.model_fingerprint or sequence.started_on or joined
         sizes = request.max_tokens, self.scenario.vocab_size
         model = with_adapter(model.removeprefix(fingerprint("")), request.adapter)
-        sequence.answer = expected(request.prompt, request.sampling, *sizes, model)
+        sequence.answer = expected(request.prompt, request.sampling, *sizes, model, request.output)
         if request.scoring is not None:
             sequence.scores = expected_scores(request.prompt, *request.scoring, self.scenario.vocab_size, model)
         if request.pooling is not None:
@@ -451,7 +301,7 @@ class Oracle:
     def _expected_error(self, request: Request) -> type[LineclearError] | None:
         places = [s for s in self.state.fresh if not s.request.is_sibling]
         waiting = sum(len(s.tokens) for s in places)
-        if self.state.draining:
+        if self.state.draining and not request.is_sibling:
             return ServerDraining
         if request.request_id in self.state.live:
             return DuplicateRequest
@@ -463,26 +313,3 @@ class Oracle:
         if not request.is_sibling and places and waiting + num_tokens > self.limits.max_queue_tokens:
             return QueueFull
         return self.state.rejection(request)
-
-    def _same(self, events: Iterable[Event], wanted: Sequence[object]) -> None:
-        got = [(Failed, e.request_id, type(e.error), e.stats) if isinstance(e, Failed) else e for e in events]
-        if got != list(wanted):
-            is_end = any(isinstance(event, Finished | tuple) for event in (*got, *wanted))
-            invariant = "I10" if is_end else "I7"
-            raise InvariantViolated(invariant, f"events {got} instead of {list(wanted)}")
-
-
-def _joined(scores: Sequence[Scores]) -> Scores:
-    """Return the scores of single positions as one."""
-    columns = (tuple(value for row in scores for value in row[field]) for field in range(3))
-    return Scores(*columns)
-
-
-def _kind(event: Any) -> int:
-    """Return the place of an event among those of one result: tokens, scores and vectors; failures; ends."""
-    return 0 if isinstance(event, TokensReady | Scored | Pooled) else 2 if isinstance(event, Finished) else 1
-
-
-def _sorted_by_kind(events: Iterable[Any]) -> list[Any]:
-    """Return the events of one result in a fixed order; requests are independent of each other."""
-    return sorted(flat(events), key=lambda e: (_kind(e), e[1] if type(e) is tuple else e.request_id))

@@ -12,6 +12,7 @@ from simulation.invariant_error import require
 from simulation.model_blocks import Write
 from simulation.model_placement import ModelPlacement
 from simulation.model_sequence import ModelSequence
+from simulation.model_siblings import check_sharing
 from simulation.model_state import ModelState, must_isolate
 from simulation.model_workers import ModelStep, ModelWorker
 
@@ -224,8 +225,7 @@ class PlanChecks:
         now: float,
         isolated: ModelSequence | None,
     ) -> None:
-        require(init.sampling.seed in self.state.by_seed, "I16", "only live requests are admitted")
-        sequence = self.state.by_seed[init.sampling.seed]
+        sequence = self.state.owner(init)
         is_free = 0 <= init.slot < self.worker.hello.num_slots and init.slot not in self.worker.running
         require(is_free, "I6", "a slot that is free")
         is_lowest = all(slot in self.worker.running for slot in range(init.slot))
@@ -277,6 +277,7 @@ class PlanChecks:
         sequence.num_known = len(init.tokens)
         self.state.counters.prefix_cache_queries += len(init.tokens)
         self.state.counters.prefix_cache_hits += sequence.num_planned
+        check_sharing(sequence, self.worker)
         if sequence.started_at is None:
             sequence.started_at, sequence.cached_tokens = now, sequence.num_planned
             self.state.counters.prompt_tokens += init.prompt_len

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from support.toy import expected, fingerprint, with_adapter
+from support.toy_grammar import grammar, marker
 
 from lineclear.scheduler.core.limits import SWITCHABLE, CoreLimits
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES, PolicySettings
@@ -89,6 +90,10 @@ class Scenario:
     """The limits that an operator changes; empty: any."""
     adapters: tuple[bytes, ...] = ()
     """Keys of adapters, which are loaded and unloaded; requests use them or none."""
+    constrained: float = 0.0
+    """Share of requests with a grammar, which the workers compile first."""
+    beams: float = 0.0
+    """Share of beam searches among the requests with several outputs; half of the others choose among candidates."""
 
 
 def is_bad(context: Sequence[int], per_mille: int) -> bool:
@@ -213,6 +218,8 @@ def draw_request(
         request = replace(request, tenant=f"t{tenant}")
     if scenario.adapters:
         request = replace(request, adapter=rng.choice((b"", *scenario.adapters)))
+    if scenario.constrained and rng.random() < scenario.constrained:
+        request = _constrained(rng, request, vocab_size)
     model = rng.choice(MODELS) if scenario.updates else MODELS[0]
     if scenario.updates and rng.random() < 0.3:
         request = replace(request, model_fingerprint=fingerprint(model))
@@ -220,18 +227,61 @@ def draw_request(
         if scenario.updates:
             request = replace(request, model_fingerprint=fingerprint(model))
         whole = expected(request.prompt, request.sampling, max_tokens, vocab_size, with_adapter(model, request.adapter))
-        request = replace(request, output=tuple(whole[: rng.randrange(len(whole))]))
+        request = replace(request, output=tuple(whole[: rng.randrange(len(whole))] if whole else ()))
     if scenario.estimated and rng.random() < scenario.estimated:
         request = replace(request, expected_tokens=rng.choice((1, rng.randint(1, request.max_tokens))))
     if scenario.estimated:
         request = replace(request, wants_position=rng.random() < 0.5)
-    if scenario.drafted and rng.random() < scenario.drafted:
+    if scenario.drafted and not request.sampling.grammar and rng.random() < scenario.drafted:
         request = replace(request, max_drafts=rng.choice((1, 2, 4, 12)))
     if scenario.scored and len(prompt) > 1 and rng.random() < scenario.scored:
         return _with_scores(rng, request)
     if scenario.pooled and rng.random() < scenario.pooled:
         return _pooled(rng, request)
     return request
+
+
+def _constrained(rng: random.Random, request: Request, vocab_size: int) -> Request:
+    """Ask for an answer in a form, from the first token on or behind a marker."""
+    stuck_at = rng.choice((-1, -1, -1, -1, rng.choice((0, 1, 4))))
+    text = grammar(rng.randrange(4), rng.choice((1, 4, 12, 60)), stuck_at)
+    if rng.random() < 0.05:
+        text = grammar(0, 1, is_broken=True)
+    start = marker([rng.randrange(vocab_size) for _ in range(rng.choice((1, 2)))]) if rng.random() < 0.2 else ""
+    stop_ids = tuple(sorted({0, *request.sampling.stop_ids}))
+    sampling = replace(request.sampling, grammar=text, grammar_start=start, stop_ids=stop_ids)
+    return replace(request, sampling=sampling, eos_ids=frozenset({0}), stop_ids=request.stop_ids - {0})
+
+
+def draw_siblings(
+    rng: random.Random, scenario: Scenario, first: Request, numbers: Sequence[int], model: str
+) -> list[Request]:
+    """Return the requests of the outputs of a request, the first of them with a place in the queue.
+
+    Each has a seed of its own, its number. An output that another server began may go on.
+    """
+    found = []
+    for number in numbers:
+        request = replace(
+            first,
+            request_id=f"s{number}",
+            sampling=replace(first.sampling, seed=number),
+            is_sibling=bool(found),
+            wants_position=first.wants_position and not found,
+            scoring=None if found else first.scoring,
+            output=(),
+        )
+        if first.output:
+            whole = expected(
+                request.prompt,
+                request.sampling,
+                request.max_tokens,
+                scenario.vocab_size,
+                with_adapter(model, request.adapter),
+            )
+            request = replace(request, output=tuple(whole[: rng.randrange(len(whole))] if whole else ()))
+        found.append(request)
+    return found
 
 
 def _with_scores(rng: random.Random, request: Request) -> Request:

@@ -1,6 +1,7 @@
 """Draws the scenario of a seed.
 
-Swarm testing (Groce et al., 2012): each seed disables most faults and policies and makes the others frequent.
+Swarm testing (Groce et al., 2012): each seed disables most faults and policies and makes the others frequent. A new
+variant gets a random stream of its own, so that the recorded seeds without it stay as they are.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ def draw(seed: int) -> Scenario:
     for variant, share in variants:
         if rng.random() < share:
             scenario = variant(rng, scenario)
+    # Each of these has a random stream of its own.
+    for variant, share in ((_branching, 0.06), (_constraining, 0.06), (_combined, 0.04)):
+        own = random.Random(f"{seed}:{variant.__name__}")
+        if own.random() < share:
+            scenario = variant(own, scenario)
     return scenario
 
 
@@ -364,6 +370,46 @@ def _drafting_alone(rng: random.Random, scenario: Scenario) -> Scenario:
         drafted=1.0,
         step_seconds=(0.01, 1e-5, 0.0),
     )
+
+
+def _branching(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Requests have several outputs, or are beam searches; some callers disconnect."""
+    weights = scenario.weights | {"branch": rng.choice((0.3, 1.0)), "disconnect": rng.choice((0.0, 0.1, 0.4))}
+    scenario = replace(scenario, weights=weights, beams=rng.choice((0.0, 0.3, 1.0)))
+    hazard = rng.choice((_unchanged, _unchanged, _unchanged, _updated, _switching, _draining, _rejecting_siblings))
+    return hazard(rng, scenario)
+
+
+def _draining(rng: random.Random, scenario: Scenario) -> Scenario:
+    return replace(scenario, weights=scenario.weights | {"drain": 0.3})
+
+
+def _rejecting_siblings(rng: random.Random, scenario: Scenario) -> Scenario:
+    return _rejecting(rng, replace(scenario, deadlines=0.7))
+
+
+def _constraining(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Requests have grammars, some of which allow no further token at some point."""
+    weights = scenario.weights | {"compile": rng.choice((1.0, 4.0))}
+    return replace(scenario, weights=weights, constrained=rng.choice((0.3, 0.9)))
+
+
+def _combined(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Several ways to sample at once, on several workers that are lost, while limits and policies change."""
+    features = (_branching, _constraining, _adapted, _drafting, _scoring, _pooling, _resumed, _copying, _updated)
+    for feature in rng.sample(features, rng.randint(3, 6)):
+        scenario = feature(rng, scenario)
+    for hazard in (_several, _switching, _cut_off, _short):
+        if rng.random() < 0.5:
+            scenario = hazard(rng, scenario)
+    share = rng.choice((0.2, 0.4))  # all of them together would leave no plain request
+    parts = {name: min(share, getattr(scenario, name)) for name in ("scored", "pooled", "resumed")}
+    weights = scenario.weights | {"crash": rng.choice((0.05, 0.3)), "burst": 0.2}
+    return replace(scenario, weights=weights, deadlines=rng.choice((0.0, 0.1)), **parts)
+
+
+def _short(rng: random.Random, scenario: Scenario) -> Scenario:
+    return _short_of_blocks(rng, scenario, budget=64, longest_prompt=16, pace=2)
 
 
 def _copying(rng: random.Random, scenario: Scenario) -> Scenario:

@@ -14,13 +14,16 @@ from typing import Any
 
 from simulation.checked_scheduler import CheckedScheduler
 from simulation.invariant_error import require
+from simulation.malformed_results import malformed
 from simulation.model_worker import Worker
 from simulation.scenario import MODELS, Capacity, Scenario, draw_capacity, draw_request, draw_switch, poison
 from simulation.scenario_draw import draw
+from simulation.simulated_callers import Callers
 
 from lineclear.errors import ShutdownInterrupted
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.wire.messages import LoadAdapter, Scores, StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.messages import LoadAdapter, StepError, StepErrorKind, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class SimulatedRun:
         self.model = MODELS[0]
         self.num_requests = 0
         self.unsent = scenario.unsent  # share of plans; 0 after the last fault
+        self.callers = Callers(scenario, self.scheduler, self.workers)
 
     def _poison_in(self, plan: StepPlan) -> str:
         """Return the effect of a poison request in `plan` on the worker, or an empty string."""
@@ -87,6 +91,7 @@ class SimulatedRun:
     # --- the engine -------------------------------------------------------------------------------------------------
 
     def _run_engine(self, late: bool = False) -> None:
+        self.callers.run(self.now)
         self._expire()
         max_plans = self.rng.randrange(2) if late else 99
         before = None
@@ -150,9 +155,27 @@ class SimulatedRun:
             self._submit()
 
     def _submit(self) -> None:
+        self.callers.submit(self._draw_request(), self.now)
+
+    def _draw_request(self) -> Request:
         request = draw_request(self.rng, self.scenario, self.num_requests, self.now, self.scheduler.recent)
         self.num_requests += 1
-        self.scheduler.submit(request, self.now)
+        return request
+
+    def _do_branch(self) -> None:
+        """Submit a request with several outputs, or a beam search."""
+        request, num_outputs = self._draw_request(), self.callers.draw_outputs()
+        numbers = range(self.num_requests, self.num_requests + num_outputs)
+        self.num_requests += num_outputs
+        self.callers.branch(request, numbers, self.model, self.now)
+
+    def _do_disconnect(self) -> None:
+        """Cancel all outputs of a request."""
+        self.callers.disconnect(self.now)
+
+    def _do_compile(self) -> None:
+        """Have a worker compile a grammar."""
+        self.callers.compile()
 
     def _random_request_id(self) -> str:
         ids = list(self.scheduler.live)
@@ -183,6 +206,7 @@ class SimulatedRun:
         plan = worker.next_plan()
         if worker.broken or plan is None:
             return
+        self.callers.check_grammars(worker, plan)
         if effect := self._poison_in(plan):
             worker.broken = True
             memory = StepError(plan.epoch, plan.step, StepErrorKind.OUT_OF_MEMORY, "toy")
@@ -241,29 +265,8 @@ class SimulatedRun:
         worker = self._some_worker()
         if worker is not None and worker.results and isinstance(worker.results[0], StepResult):
             good = worker.results[0]
-            n = len(good.tokens)
-            bad = self.rng.choice(
-                (
-                    replace(good, step=good.step + 1),
-                    replace(good, step=good.step - 1),
-                    replace(good, epoch=self._other_epoch(good)),
-                    replace(good, tokens=(*good.tokens, 1)),
-                    replace(good, tokens=good.tokens[:-1], step=good.step if n else good.step + 1),
-                    replace(good, logprobs=(None,) * (n + 1)),
-                    replace(good, bad_rows=frozenset({good.num_outputs})),
-                    replace(good, scores=(*good.scores, Scores((0.0,)))),
-                    replace(good, scores=tuple(x.behind(1) for x in good.scores), counts=() if good.scores else (2,)),
-                    replace(good, vectors=(*good.vectors, b"")),
-                    replace(good, bad_rows=frozenset({-1})),
-                    replace(good, step_seconds=float("nan")),
-                    replace(good, step_seconds=float("inf")),
-                    replace(good, step_seconds=-1.0),
-                    replace(good, counts=(2,) * n, tokens=good.tokens * 2, num_drafted=(), step=good.step + (n == 0)),
-                    replace(good, num_drafted=(13,) * n, step=good.step + (n == 0)),
-                    replace(good, counts=(0,) * n, tokens=(), logprobs=(), step=good.step + (n == 0)),
-                )
-            )
-            self.scheduler.apply_invalid(bad, self.now)
+            bad = malformed(self.rng, good, self._other_epoch(good))
+            self.scheduler.apply_invalid(self.callers.spoil(good) or bad, self.now)
 
     def _other_epoch(self, result: StepResult) -> int:
         """Return the next epoch whose worker, if it is joined, does not wait for the step of `result`."""
@@ -340,6 +343,7 @@ class SimulatedRun:
         worker.is_slow = scenario.slow > 0 and self.rng.random() < scenario.slow
         self.workers[worker.hello.epoch] = worker
         self.scheduler.join(worker.hello, self.now)
+        self.callers.on_join(worker)
         for key, index in self.scheduler.core.adapters.items():
             worker.plans.append(LoadAdapter(worker.hello.epoch, index, key, ""))
 
@@ -359,9 +363,10 @@ class SimulatedRun:
         self._join(self._next_capacity())
         if self.scheduler.core.limits.batching_strategy == "fixed_size" or self.rng.random() < 0.3:
             self.scheduler.drain(self.now)
-        steps = self.scheduler.oracle.max_steps() if self.scheduler.oracle else 10**9
+        steps = self.callers.max_steps()
+        self.callers.is_prompt = True
         self._run_engine()
-        while self.scheduler.core.num_live:
+        while self.scheduler.core.num_live or self.callers.is_busy:
             launches = [worker for worker in self.workers.values() if worker.plans]
             deliveries = [worker for worker in self.workers.values() if worker.results]
             if launches and (not deliveries or self.rng.random() < 0.5):
@@ -389,6 +394,7 @@ class SimulatedRun:
         """Cancel all requests one by one while the worker continues."""
         self.unsent = 0.0
         self._lose_cut_off()
+        self.callers.stop(self.now)
         for request_id in list(self.scheduler.live):
             self.scheduler.cancel(request_id, None, self.now)
             self._run_engine()

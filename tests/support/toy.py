@@ -12,9 +12,12 @@ import functools
 import hashlib
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from support.toy_grammar import ToyGrammars, applied, permitted, tokens_of
 
 from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.wire.messages import (
@@ -30,7 +33,10 @@ from lineclear.wire.messages import (
     StepResult,
 )
 from lineclear.wire.sampling import SCALARS, Use
+from lineclear.worker.constraints import ConstraintTable, Masks
 
+STUCK = -1
+"""In place of a token, where the parameters of a request allow none."""
 HOLE = -1
 """Content of a cell before the first write."""
 
@@ -48,18 +54,25 @@ def with_adapter(model: str, key: bytes) -> str:
 
 
 def sample(
-    context: Sequence[int], sampling: Sampling, prompt_len: int, vocab_size: int, model: str = ""
+    context: Sequence[int],
+    sampling: Sampling,
+    prompt_len: int,
+    vocab_size: int,
+    model: str = "",
+    masked: Collection[int] | None = None,
 ) -> tuple[int, Logprobs | None]:
     """Return the token after `context` and its logprobs, a pure function of the arguments.
 
-    Another `model` gives other tokens.
+    Another `model` gives other tokens. `masked` are the tokens that a grammar allows; if it leaves none, STUCK.
     Log probabilities are exact in single precision, and None where the request does not ask for them.
     """
     forbidden = set(sampling.banned_ids)
     if len(context) - prompt_len < sampling.min_tokens:
         forbidden.update(sampling.stop_ids)
     # Without an allowed token left, any may be sampled.
-    allowed = sorted(set(sampling.allowed_ids) - forbidden)
+    allowed = sorted(set(sampling.allowed_ids if masked is None else masked) - forbidden)
+    if masked is not None and not allowed:
+        return STUCK, None if sampling.logprobs < 0 else Logprobs(0.0)
     data = array("i", context).tobytes() + sampling.seed.to_bytes(8, "little") + _parameters(sampling, prompt_len)
     data += model.encode()
     number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
@@ -73,11 +86,25 @@ def sample(
     return token, Logprobs(logprob, top + tuple((i, logprob - i % 8) for i in sampling.logprob_ids))
 
 
-def expected(prompt: Sequence[int], sampling: Sampling, max_tokens: int, vocab_size: int, model: str = "") -> list[int]:
-    """Return the whole answer to a request, run alone: to the first stop token inclusive, at most `max_tokens`."""
-    context = list(prompt)
-    for _ in range(max_tokens):
-        context.append(sample(context, sampling, len(prompt), vocab_size, model)[0])
+def expected(
+    prompt: Sequence[int],
+    sampling: Sampling,
+    max_tokens: int,
+    vocab_size: int,
+    model: str = "",
+    received: Sequence[int] = (),
+) -> list[int]:
+    """Return the whole answer to a request, run alone: to the first stop token inclusive, at most `max_tokens`.
+
+    It begins with the `received` tokens, and ends where the grammar of the request allows no token.
+    """
+    context = [*prompt, *received]
+    for _ in range(max_tokens - len(received)):
+        masked = permitted(sampling, context[len(prompt) :], vocab_size)
+        token, _ = sample(context, sampling, len(prompt), vocab_size, model, masked)
+        if token == STUCK:
+            break
+        context.append(token)
         if context[-1] in sampling.stop_ids and len(context) - len(prompt) > sampling.min_tokens:
             break
     return context[len(prompt) :]
@@ -229,6 +256,7 @@ class ToyRunner:
         # Arrays of fixed-size integers: lists would grow as ids are written.
         self.cells = [array("i", [HOLE]) * self.block_size for _ in range(self.num_blocks)]
         self.slots: dict[int, _Slot] = {}
+        self._constraints = ConstraintTable(ToyGrammars(self.vocab_size), self.vocab_size)
 
     def idle_work(self) -> bool:
         """Return False: no idle work exists."""
@@ -258,6 +286,7 @@ class ToyRunner:
         for init in plan.inits:
             assert 0 <= init.slot < self.num_slots
             self.slots[init.slot] = _Slot(init)
+            self._constraints.set_slot(applied(init))
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot twice in a step"
         assert sum(row.num_tokens + row.num_drafts for row in plan.rows) <= self.max_step_tokens
         self.bad_drafts = []
@@ -268,6 +297,8 @@ class ToyRunner:
         counts: list[int] = []
         drafted: list[int] = []
         bad: set[int] = set()
+        stuck: set[int] = set()
+        masks = self._masks(plan)
         for row in plan.rows:
             slot = self.slots[row.slot]
             slot.blocks.extend(row.new_blocks)
@@ -294,8 +325,13 @@ class ToyRunner:
             else:
                 assert end == len(slot.tokens), "a sample before the last known token"
                 self.num_samples += 1
-                token, reported = sample(context, slot.sampling, slot.prompt_len, self.vocab_size, self._model(slot))
-                drafts = self._drafts(slot, row.num_drafts)
+                masked = masks.get(row.slot)
+                sampling = slot.sampling
+                token, reported = sample(context, sampling, slot.prompt_len, self.vocab_size, self._model(slot), masked)
+                if token == STUCK:
+                    token = 0
+                    stuck |= {len(counts) + len(scores) + len(vectors)} - bad
+                drafts = [] if masks else self._drafts(slot, row.num_drafts)
                 found = [(token, reported), *self._verify(slot, drafts, context, token)]
                 slot.tokens += [token for token, _ in found]
                 tokens += [token for token, _ in found]
@@ -314,8 +350,22 @@ class ToyRunner:
                 scores=tuple(scores),
                 vectors=tuple(vectors),
                 num_drafted=tuple(drafted) if any(drafted) else (),
+                stuck_rows=frozenset(stuck),
             )
         )
+
+    def _masks(self, plan: StepPlan) -> dict[int, set[int]]:
+        """Return the tokens that the grammar of each sampling slot allows. Such a step verifies no drafts."""
+        rows = [row for row in plan.rows if row.output == RowOutput.SAMPLE]
+        slots, ends = [row.slot for row in rows], [row.start + row.num_tokens for row in rows]
+
+        def last_tokens(indices: list[int]) -> Callable[[], list[int]]:
+            return lambda: [self.slots[slots[index]].tokens[-1] for index in indices]
+
+        pending = self._constraints.start(slots, ends, last_tokens)
+        masks = Masks([], np.zeros((0, 0), np.uint32)) if pending is None else pending.result()
+        assert not any(rows[row].num_drafts for row in masks.rows), "a request with a grammar has no drafts"
+        return {slots[row]: tokens_of(masks.bits, i, self.vocab_size) for i, row in enumerate(masks.rows)}
 
     def _model(self, slot: _Slot) -> str:
         return with_adapter(self.model, self.adapters[slot.adapter]) if slot.adapter else self.model

@@ -1,0 +1,67 @@
+"""Bugs of requests with several outputs and of beam searches."""
+
+from __future__ import annotations
+
+from simulation.mutations import Bug, drop, never, replace
+
+from lineclear.scheduler.core import limits
+from lineclear.scheduler.core.policies import Fifo
+from lineclear.scheduler.core.request_queue import RequestQueue
+from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.requests.beam_group import BeamGroup
+
+SIBLING_BUGS = (
+    Bug("a sibling needs a place in the queue", limits.check_queue, never("request.is_sibling", role="test")),
+    Bug(
+        "siblings count as waiting requests",
+        limits.check_queue,
+        replace("waiting.num_places", "len(waiting)"),
+        times=4,
+    ),
+    Bug(
+        "tokens of siblings count as waiting",
+        limits.check_queue,
+        replace("waiting.place_tokens", "waiting.num_tokens"),
+        times=3,
+    ),
+    Bug("a sibling is not counted", RequestQueue.push, never("sequence.request.is_sibling", role="test")),
+    Bug(
+        "a sibling that leaves the queue stays counted",
+        RequestQueue.remove,
+        never("sequence.request.is_sibling", role="test"),
+    ),
+    Bug(
+        "a token of a waiting sibling is not counted",
+        RequestQueue.grow,
+        drop("self.sibling_tokens += sequence.request.is_sibling"),
+    ),
+    Bug(
+        "a sibling is refused for its deadline",
+        Scheduler.submit,
+        replace(
+            "_1 and request.deadline is not None and not request.is_sibling", "_1 and request.deadline is not None"
+        ),
+    ),
+    Bug(
+        "a step of a search is refused while the server drains",
+        Scheduler.submit,
+        replace("state.draining and not request.is_sibling", "state.draining"),
+    ),
+    Bug(
+        "a step of a search loses its place in the queue",
+        Scheduler._key,
+        replace("arrival if request.queued_since is None else request.queued_since", "arrival"),
+    ),
+    Bug("the first to arrive has no earlier key", Fifo.key, replace("return now", "return 0.0")),
+    Bug(
+        "a beam continues on another model",
+        BeamGroup._submit,
+        replace("self._request.model_fingerprint or _1", "self._request.model_fingerprint"),
+    ),
+    Bug(
+        "each step of a search needs a place in the queue",
+        BeamGroup._submit,
+        replace("not is_first", "False"),
+    ),
+    Bug("a search goes on after one of its requests failed", BeamGroup._fail, drop("self.cancel(error)")),
+)
