@@ -86,6 +86,8 @@ class ModelQueue:
         start = max(self._charged[tenant], self._clock)
         self._charged[tenant] = start + self._size(request)
         self._largest[tenant] = max(self._largest[tenant], self._size(request))
+        if request.continues:
+            return self._clock  # a step of a search is next, as a request that runs
         self._last_key[tenant] = max(start, self._last_key.get(tenant, 0))
         return self._last_key[tenant]
 
@@ -114,7 +116,7 @@ class ModelQueue:
 
     def _size(self, request: Request) -> float:
         """Return the tokens that the request is expected to have, by the tenant's weight."""
-        return _tokens(request) / self._weight(request.tenant)
+        return (_tokens(request) - request.charged_before) / self._weight(request.tenant)
 
     def _weight(self, tenant: str) -> float:
         return self._limits.policy.share_weights.get(tenant, 1.0)
@@ -125,7 +127,8 @@ class ModelQueue:
 
     def on_start(self, sequence: ModelSequence, waiting: Collection[ModelSequence], *, isolated: bool) -> None:
         """Check and count the first start of one of the `waiting` requests; `isolated` suspects may overtake."""
-        if not isolated:
+        continues = sequence.request.continues and self._limits.scheduling_policy == "fair"
+        if not isolated and not continues:
             self._check_waits(sequence, waiting)
             if self._limits.scheduling_policy == "fair":
                 self._check_shares(sequence, waiting)
@@ -136,7 +139,7 @@ class ModelQueue:
     def on_finish(self, sequence: ModelSequence, waiting: Collection[ModelSequence], *, is_idle: bool) -> None:
         """Settle the charge of a request that ended; `waiting` are the requests that have not started."""
         tenant = sequence.request.tenant
-        used = 0 if sequence.started_at is None else len(sequence.tokens)
+        used = 0 if sequence.started_at is None else len(sequence.tokens) - sequence.request.charged_before
         unused = self._size(sequence.request) - used / self._weight(tenant)
         self._charged[tenant] -= unused
         self._settled[tenant] += abs(unused)
@@ -146,7 +149,7 @@ class ModelQueue:
             self._charged.clear()
 
     def _forget_tenant(self, tenant: str, waiting: Collection[ModelSequence]) -> None:
-        if all(other.request.tenant != tenant for other in waiting):
+        if all(other.request.tenant != tenant or other.request.continues for other in waiting):
             self._last_key.pop(tenant, None)
             self._leads = {pair: lead for pair, lead in self._leads.items() if tenant not in pair}
 
@@ -178,7 +181,7 @@ class ModelQueue:
         if min(other.queue_key for other in waiting) < max(sequence.queue_key, (self._clock, 0)):
             self._leads.clear()  # a request that did not fit was overtaken, and its tenant catches up
             return
-        tenants = sorted({other.request.tenant for other in waiting})
+        tenants = sorted({other.request.tenant for other in waiting if not other.request.continues})
         for pair in [(a, b) for a in tenants for b in tenants if a < b]:
             lead = self._leads.setdefault(pair, _Lead(self._settled_before.copy()))
             if sequence.request.tenant in pair:
