@@ -278,13 +278,8 @@ def _outputs_to(result: StepResult) -> pb.Outputs:
 
 def _result_from(epoch: int, step: int, payload: bytes) -> StepResult:
     m = pb.Result.FromString(payload)
-    tokens, chosen, num_top = _read_ints(m.tokens), _read_floats(m.logprobs), _read_ints(m.num_top)
-    bad, stuck = frozenset(_read_ints(m.bad_rows)), frozenset(_read_ints(m.stuck_rows))
-    if len(chosen) != len(num_top) or len(chosen) not in (0, len(tokens)):
-        raise ValueError("columns disagree")
-    tops = list(zip(_read_ints(m.top_ids), _read_floats(m.top_logprobs), strict=True))
-    pieces = _split(tops, [max(n, 0) for n in num_top])
-    logprobs = tuple(None if n < 0 else Logprobs(v, top) for v, n, top in zip(chosen, num_top, pieces, strict=True))
+    tokens, bad, stuck = _read_ints(m.tokens), _read_set(m.bad_rows), _read_set(m.stuck_rows)
+    logprobs = _logprobs_from(m, len(tokens)) if m.num_top or m.logprobs or m.top_ids or m.top_logprobs else ()
     result = StepResult(epoch, step, tuple(tokens), logprobs, bad, m.step_seconds, stuck_rows=stuck)
     if m.HasField("outputs"):
         result = _with_outputs(result, m.outputs)
@@ -293,6 +288,19 @@ def _result_from(epoch: int, step: int, payload: bytes) -> StepResult:
     if stuck and not 0 <= min(stuck) <= max(stuck) < result.num_outputs:
         raise ValueError("a stuck row outside the plan")
     return result
+
+
+def _logprobs_from(m: pb.Result, num_tokens: int) -> tuple[Logprobs | None, ...]:
+    chosen, num_top = _read_floats(m.logprobs), _read_ints(m.num_top)
+    if not len(chosen) == len(num_top) == num_tokens:
+        raise ValueError("columns disagree")
+    tops = list(zip(_read_ints(m.top_ids), _read_floats(m.top_logprobs), strict=True))
+    pieces = _split(tops, [max(n, 0) for n in num_top])
+    return tuple(None if n < 0 else Logprobs(v, top) for v, n, top in zip(chosen, num_top, pieces, strict=True))
+
+
+def _read_set(data: bytes) -> frozenset[int]:
+    return frozenset(_read_ints(data)) if data else frozenset()
 
 
 def _with_outputs(result: StepResult, m: pb.Outputs) -> StepResult:

@@ -196,20 +196,25 @@ class ResultTokens:
         """
         rows, decode_step = inflight.decode_rows, inflight.decode_step
         self._request_ids = _without(rows.request_ids, skipped)
-        self._indices = [offset + decode_step for offset in _without(rows.index_offsets, skipped)]
+        self._indices = [offset + decode_step for offset in _kept(rows.index_offsets, skipped)]
         self._tokens = _without(self._result.tokens[: len(rows.sequences)], skipped)
         logprobs = self._result.logprobs[: len(rows.sequences)]
         self._logprobs = _without(logprobs, skipped if logprobs else ())
-        for tokens, token in zip(_without(rows.token_lists, skipped), self._tokens, strict=True):
+        for tokens, token in zip(_kept(rows.token_lists, skipped), self._tokens, strict=True):
             tokens.append(token)
-        stopped = [*compress(count(), map(contains, _without(rows.stop_token_ids, skipped), self._tokens))]
-        return [_without(rows.sequences, skipped)[row] for row in stopped]
+        stopped = [*compress(count(), map(contains, _kept(rows.stop_token_ids, skipped), self._tokens))]
+        return [_kept(rows.sequences, skipped)[row] for row in stopped]
 
     def event(self) -> list[Event]:
         """Return the StepTokens event, or nothing without tokens."""
         if not self._tokens:
             return []
         return [StepTokens(self._request_ids, self._indices, self._tokens, self._logprobs)]
+
+
+def _kept(column: tuple[_T, ...], skipped: SequenceOf[int]) -> SequenceOf[_T]:
+    """Return the column without `skipped` entries, to read it: without a copy where none is skipped."""
+    return _without(column, skipped) if skipped else column
 
 
 def _without(column: tuple[_T, ...], skipped: SequenceOf[int]) -> list[_T]:
