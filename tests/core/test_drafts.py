@@ -240,6 +240,29 @@ def test_pauses_double_until_drafts_gain_again() -> None:
     assert history.paused_until == 116
 
 
+def test_draft_model_is_tried_with_drafts_enough_to_pay() -> None:
+    """A position costs half a token and a row 0.4: one draft never pays, five do."""
+    costs, lookup, model = DraftCosts(0.55, 0.4), DraftHistory(), DraftHistory(1.0, 0.9)
+    assert lookup.best_length(6, costs) == 1
+    assert model.best_length(6, costs) == 5
+    for _ in range(4):
+        observe(model, 5, 5, costs)
+    assert model.best_length(6, costs) >= 4
+    for _ in range(12):
+        observe(model, 5, 0, costs)
+    assert model.best_length(6, costs) == 0
+    model.resume()
+    assert (model.found, model.accepted) == (1.0, 0.8)
+
+
+def test_requests_begin_with_the_expected_shares() -> None:
+    h = CoreHarness(expected_drafts=(1.0, 0.9))
+    h.seconds_per_step = 0.01
+    h.submit("a", 5, max_tokens=60, seed=RIGHT, max_drafts=8)
+    h.step()
+    assert drafts_of(h.step()) == [8], "0.9 ** 8 is more than the cost of a position"
+
+
 # --- costs ----------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,9 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.requests import settings_limits
 from lineclear.scheduler.settings import SchedulerSettings
 
+_DRAFT_MODEL = 1.0, 0.9
+"""A draft model always has drafts, and usually good ones: a trial of few drafts would not pay for the row."""
+
 
 def core_limits(settings: SchedulerSettings) -> CoreLimits:
     """Return the core's limits of `settings`, with a new secret for prefix-cache keys."""
@@ -23,5 +26,6 @@ def core_limits(settings: SchedulerSettings) -> CoreLimits:
         prefix_cache=settings.prefix_cache,
         max_loras=settings.max_loras,
         adaptive_drafts=settings.speculative_adaptive,
+        expected_drafts=_DRAFT_MODEL if settings.speculative_method == "draft_model" else None,
         cache_secret=secrets.token_bytes(32),  # new for each process: cached prefixes cannot be guessed
     )

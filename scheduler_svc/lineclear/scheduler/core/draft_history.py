@@ -20,8 +20,8 @@ _MIN_GAIN = 0.03
 _FIRST_PAUSE, _MAX_PAUSE = 16, 512
 """Steps without drafts before the next trial; doubled after each trial that lost tokens."""
 _TRIAL_ROWS = 4
-_TRIAL_FOUND, _TRIAL_ACCEPTED = 0.15, 0.6
-"""The shares that a trial assumes at least."""
+_LOOKUP = 0.3, 0.7
+"""The shares, found and accepted, that a sequence begins with where drafts come from its own text."""
 _MAX_BALANCE = 4.0
 """Tokens of gain after which as many of loss end the drafts."""
 
@@ -29,11 +29,22 @@ _MAX_BALANCE = 4.0
 class DraftHistory:
     """What a sequence learned about its drafts, and the pause after drafts that did not pay."""
 
-    __slots__ = ("accepted", "balance", "charged", "found", "pause", "paused_until", "position_cost", "trial_rows")
+    __slots__ = (
+        "accepted",
+        "balance",
+        "charged",
+        "found",
+        "least",
+        "pause",
+        "paused_until",
+        "position_cost",
+        "trial_rows",
+    )
 
-    def __init__(self) -> None:
-        self.found = 0.3  # share of rows for which the worker found drafts
-        self.accepted = 0.7  # share of accepted drafts, of those whose predecessors were accepted
+    def __init__(self, found: float = _LOOKUP[0], accepted: float = _LOOKUP[1]) -> None:
+        self.found = found  # share of rows for which the worker found drafts
+        self.accepted = accepted  # share of accepted drafts, of those whose predecessors were accepted
+        self.least = found / 2, accepted - 0.1  # the shares that a trial assumes at least
         self.trial_rows = _TRIAL_ROWS  # rows left of a trial, in which `per_row` is not counted
         self.balance = 0.0  # tokens gained since the trial began, less what the drafts cost
         self.charged = self.position_cost = 0.0  # of the row in flight
@@ -91,7 +102,8 @@ class DraftHistory:
     def resume(self) -> None:
         """Begin a trial."""
         self.paused_until, self.trial_rows, self.balance = None, _TRIAL_ROWS, 0.0
-        self.found, self.accepted = max(self.found, _TRIAL_FOUND), max(self.accepted, _TRIAL_ACCEPTED)
+        found, accepted = self.least
+        self.found, self.accepted = max(self.found, found), max(self.accepted, accepted)
 
     def dump(self) -> list[Any]:
         """Return a copy of the state."""
