@@ -71,6 +71,6 @@ CONSTRAINT_BUGS = (
     Bug(
         "a worker that joins is not sent the recent grammars",
         GrammarPreparation.worker_joined,
-        replace("self._recent", "()", role="iter"),
+        replace("reversed(self._recent)", "()", role="iter"),
     ),
 )

@@ -51,7 +51,7 @@ def draw(seed: int) -> Scenario:
         if rng.random() < share:
             scenario = variant(rng, scenario)
     # Each of these has a random stream of its own.
-    for variant, share in ((_branching, 0.06), (_constraining, 0.06), (_combined, 0.04)):
+    for variant, share in ((_branching, 0.06), (_constraining, 0.06), (_combined, 0.04), (_reweighing, 0.003)):
         own = random.Random(f"{seed}:{variant.__name__}")
         if own.random() < share:
             scenario = variant(own, scenario)
@@ -378,6 +378,13 @@ def _branching(rng: random.Random, scenario: Scenario) -> Scenario:
     scenario = replace(scenario, weights=weights, beams=rng.choice((0.0, 0.3, 1.0)))
     hazard = rng.choice((_unchanged, _unchanged, _unchanged, _updated, _switching, _draining, _rejecting_siblings))
     return hazard(rng, scenario)
+
+
+def _reweighing(rng: random.Random, scenario: Scenario) -> Scenario:
+    """An operator changes the weights of tenants."""
+    scenario = _switching(rng, _shared(rng, scenario))
+    policy = replace(scenario.limits.policy, share_weights={"t0": 4.0, "t1": 0.5})
+    return replace(scenario, limits=replace(scenario.limits, policy=policy), switched=("policy",))
 
 
 def _draining(rng: random.Random, scenario: Scenario) -> Scenario:

@@ -22,7 +22,7 @@ from support.toy import fingerprint, sample, with_adapter
 
 from lineclear.errors import Cancelled, LineclearError
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.engine.grammar_preparation import GrammarPreparation
+from lineclear.scheduler.engine.grammar_preparation import MAX_SENT, GrammarPreparation
 from lineclear.scheduler.requests.beam_group import BeamGroup
 from lineclear.scheduler.requests.beam_search import BeamSearch, BeamSettings, EarlyStopping
 from lineclear.scheduler.requests.best_of import BestOf
@@ -91,10 +91,12 @@ class Callers:
 
     def send_control(self, message: PrepareGrammar) -> bool:
         """Send a worker a grammar, for GrammarPreparation."""
-        worker = self._workers[message.epoch]
-        if not worker.is_cut_off:
-            worker.preparing[message.number] = message.grammar
-        return not worker.is_cut_off
+        worker = self._workers.get(message.epoch)
+        if worker is None or worker.is_cut_off:
+            return False
+        worker.preparing[message.number] = message.grammar
+        require(len(worker.preparing) <= MAX_SENT, "I29", "a worker has few grammars to compile at a time")
+        return True
 
     def on_join(self, worker: Worker) -> None:
         """Send a worker that joined the recent grammars."""
@@ -114,7 +116,7 @@ class Callers:
         """Check that a worker was sent the grammars of the requests that it starts."""
         known = worker.prepared | {*worker.preparing.values()}
         for init in plan.inits:
-            is_known = not init.sampling.grammar or init.sampling.grammar in known
+            is_known = not init.sampling.grammar or init.sampling.grammar in known or len(worker.preparing) >= MAX_SENT
             require(is_known, "I29", "a worker is sent a grammar before a request with it")
 
     def spoil(self, result: StepResult) -> StepResult | None:
