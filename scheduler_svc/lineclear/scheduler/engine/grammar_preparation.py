@@ -101,6 +101,6 @@ class GrammarPreparation:
         if not self._calls:
             return
         waiting = {grammar for _, grammar in self._waiting.values()}
-        for grammar in grammars - waiting:
+        for grammar in sorted(grammars - waiting):
             for done in self._calls.pop(grammar, ()):
                 done()
