@@ -195,26 +195,34 @@ class OutputAssembler:
                 f"the answer continues at token {delta.first_index}, token {have} was expected",
                 metadata={"expected_index": str(have), "received_index": str(delta.first_index)},
             )
-        for name, entries in (("logprobs", delta.logprobs), ("token times", delta.token_times_seconds)):
-            if entries and len(entries) != count:
-                raise DataLoss(f"a response has {count} tokens and {len(entries)} {name}")
+        if delta.logprobs or delta.token_times_seconds:
+            self._add_columns(delta)
         self.token_ids += delta.token_ids
         self._texts.append(delta.text)
         if delta.reasoning:
             self._reasoning.append(delta.reasoning)
         if delta.tool_calls:
             self._calls.add(delta.tool_calls)
-        self._logprobs += delta.logprobs
-        self._times_seconds += delta.token_times_seconds
-        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        if delta.prompt_logprobs and not self.prompt_logprobs:
+            self.prompt_logprobs = delta.prompt_logprobs
         if self.prompt_token_ids and delta.prompt_token_ids:
             delta = replace(delta, prompt_text="", prompt_token_ids=())  # of a resumed call
         elif delta.prompt_token_ids:
             self.prompt_text, self.prompt_token_ids = delta.prompt_text, delta.prompt_token_ids
-        self.started = self.started or delta.started
+        if delta.started is not None:
+            self.started = delta.started
         if delta.finish_reason is not None:
             self._finish_reason, self._finished = delta.finish_reason, message.finished
         return delta
+
+    def _add_columns(self, delta: Delta) -> None:
+        """Add what a response has for each token. Raises DataLoss unless it has it for all or none."""
+        count = len(delta.token_ids)
+        for name, entries in (("logprobs", delta.logprobs), ("token times", delta.token_times_seconds)):
+            if entries and len(entries) != count:
+                raise DataLoss(f"a response has {count} tokens and {len(entries)} {name}")
+        self._logprobs += delta.logprobs
+        self._times_seconds += delta.token_times_seconds
 
     def output(self, index: int) -> Output:
         """Return the complete output."""

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from operator import attrgetter
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
@@ -461,7 +463,7 @@ class Stats:
 
 def from_proto(kind: type[T], message: Message) -> T:
     """Convert `message` to a dataclass of this module. A Duration `x` becomes the field `x_seconds`."""
-    return kind(**{name: _plain(types, message, name) for name, types in _fields(cast("Hashable", kind))})
+    return kind(**{name: read(message) for name, read in _readers(cast("Hashable", kind), message.DESCRIPTOR)})
 
 
 def queued_from_proto(message: pb.Queued) -> Queued:
@@ -472,21 +474,29 @@ def queued_from_proto(message: pb.Queued) -> Queued:
 
 def delta_from_proto(message: pb.GenerateResponse) -> Delta:
     """Convert one response of the stream, without checking its index."""
-    finished = message.finished if message.HasField("finished") else None
+    rare: dict[str, Any] = {}
+    if message.HasField("started"):
+        rare["started"] = from_proto(Started, message.started)
+    if message.HasField("finished"):
+        rare["finish_reason"] = _finish_reason(message.finished.finish_reason)
+    if message.HasField("prompt_echo"):
+        echo = message.prompt_echo
+        rare |= {"prompt_text": echo.text, "prompt_token_ids": tuple(echo.token_ids)}
+    if message.logprobs:
+        rare["logprobs"] = tuple(map(token_logprobs, message.logprobs))
+    if message.prompt_logprobs:
+        rare["prompt_logprobs"] = tuple(map(token_logprobs, message.prompt_logprobs))
+    if message.token_times_us:
+        rare["token_times_seconds"] = tuple(time_us / 1e6 for time_us in message.token_times_us)
+    if message.tool_calls:
+        rare["tool_calls"] = tuple(ToolCallDelta(d.index, d.id, d.name, d.arguments) for d in message.tool_calls)
     return Delta(
         text=message.text,
         token_ids=tuple(message.token_ids),
         first_index=message.first_index,
-        logprobs=tuple(map(token_logprobs, message.logprobs)),
-        prompt_logprobs=tuple(map(token_logprobs, message.prompt_logprobs)),
-        token_times_seconds=tuple(time_us / 1e6 for time_us in message.token_times_us),
-        started=from_proto(Started, message.started) if message.HasField("started") else None,
-        finish_reason=None if finished is None else _finish_reason(finished.finish_reason),
         index=message.index,
         reasoning=message.reasoning,
-        tool_calls=tuple(ToolCallDelta(d.index, d.id, d.name, d.arguments) for d in message.tool_calls),
-        prompt_text=message.prompt_echo.text,
-        prompt_token_ids=tuple(message.prompt_echo.token_ids),
+        **rare,
     )
 
 
@@ -508,23 +518,26 @@ def _finish_reason(number: pb.FinishReason.ValueType) -> FinishReason:
 
 
 @cache
-def _fields(kind: Hashable) -> tuple[tuple[str, Any], ...]:
+def _readers(kind: Hashable, descriptor: Descriptor) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    """Return how each field of a dataclass is read from messages of a type."""
     assert isinstance(kind, type)
     hints = get_type_hints(kind)
-    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(kind))
+    names = [field.name for field in dataclasses.fields(kind)]
+    return tuple((name, _reader(hints[name], descriptor, name)) for name in names)
 
 
-def _plain(kind: Any, message: Message, name: str) -> Any:
-    duration = name.removesuffix("_seconds")
-    if kind is float and duration != name and isinstance(span := getattr(message, duration, None), Duration):
-        return span.ToNanoseconds() / 1e9
-    value = getattr(message, name)
+def _reader(kind: Any, descriptor: Descriptor, name: str) -> Callable[[Any], Any]:
+    duration = descriptor.fields_by_name.get(name.removesuffix("_seconds"))
+    if kind is float and duration is not None and duration.message_type is Duration.DESCRIPTOR:
+        span = attrgetter(duration.name)
+        return lambda message: span(message).ToNanoseconds() / 1e9
+    value = attrgetter(name)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return from_proto(kind, value)
+        return lambda message: from_proto(kind, value(message))
     if kind == int | None:
-        return value if message.HasField(name) else None
-    if isinstance(value, bool | int | float | str):
-        return value
+        return lambda message: value(message) if message.HasField(name) else None
     item: Any = next(iter(get_args(kind)), None)
-    is_message = isinstance(item, type) and dataclasses.is_dataclass(item)
-    return tuple(from_proto(item, entry) for entry in value) if is_message else tuple(value)
+    if isinstance(item, type) and dataclasses.is_dataclass(item):
+        return lambda message: tuple(from_proto(item, entry) for entry in value(message))
+    is_repeated = get_origin(kind) is tuple
+    return (lambda message: tuple(value(message))) if is_repeated else value

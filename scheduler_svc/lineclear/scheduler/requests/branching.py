@@ -43,9 +43,10 @@ def beams(
     """Return the settings of a beam search, without the number of tokens; None without one."""
     params = request.sampling
     if params.num_beams <= 1:
-        for name in ("length_penalty", "early_stopping"):
-            if name in {field.name for field, _ in params.ListFields()}:
-                violations.add(f"sampling.{name}", "must be unset without sampling.num_beams")
+        if params.HasField("length_penalty"):
+            violations.add("sampling.length_penalty", "must be unset without sampling.num_beams")
+        if params.early_stopping:
+            violations.add("sampling.early_stopping", "must be unset without sampling.num_beams")
         if params.HasField("num_beams") and params.num_beams == 0:
             violations.add("sampling.num_beams", f"must be in [1, {MAX_BEAMS}]")
         return None

@@ -27,11 +27,11 @@ def read_sampling(
 ) -> tuple[Sampling, int | None]:
     """Return the parameters without stop tokens, texts and log probabilities, and max_tokens if it is set."""
     values: dict[str, Any] = {**DEFAULTS, **defaults}
-    for name, parameter in PARAMETERS.items():
-        if params.HasField(name):  # type: ignore[arg-type]  # one of the fields' names
-            values[name] = getattr(params, name)
-            if values[name] not in parameter.range:
-                violations.add(f"sampling.{name}", f"must be {parameter.range}")
+    for field, value in params.ListFields():  # those that are set: asking each takes as long as the rest of this
+        if (parameter := PARAMETERS.get(field.name)) is not None:
+            values[field.name] = value
+            if value not in parameter.range:
+                violations.add(f"sampling.{field.name}", f"must be {parameter.range}")
     if params.top_k > vocab:
         violations.add("sampling.top_k", f"must be in [0, vocabulary], which is {vocab}")
     values["top_k"] = min(values["top_k"], vocab)

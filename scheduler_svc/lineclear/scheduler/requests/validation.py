@@ -136,30 +136,29 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     Raises InvalidRequest with all violations, or its subclass PromptTooLong or TokenOutOfVocabulary if all are of it.
     """
     violations = Violations()
+    params, stop, output = request.sampling, request.stop, request.output  # held: each access would make them again
     request_id = _request_id(request, violations)
     check_prompt(request, bounds, violations)
-    sampling, max_tokens = read_sampling(
-        request.sampling, bounds.vocab_size, bounds.context_length, bounds.defaults, violations
+    sampling, max_tokens = read_sampling(params, bounds.vocab_size, bounds.context_length, bounds.defaults, violations)
+    has_stop = request.HasField("stop")
+    stop_ids, own_eos_ids = (
+        stop_validation.end_ids(request, bounds.vocab_size, violations) if has_stop else (frozenset(), frozenset())
     )
-    stop_ids, own_eos_ids = stop_validation.end_ids(request, bounds.vocab_size, violations)
-    stops = stop_validation.stops(request.stop, violations)
-    eos_ids = frozenset() if request.sampling.ignore_eos else own_eos_ids or bounds.eos_ids
+    stops = stop_validation.stops(stop, violations) if has_stop else None
+    eos_ids = frozenset() if params.ignore_eos else own_eos_ids or bounds.eos_ids
     check_allowed(sampling, eos_ids | stop_ids, bounds.vocab_size, violations)
-    bad_words = checked_texts(
-        "sampling.bad_words", request.sampling.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_BYTES, violations
-    )
-    repetition = stop_validation.repetition(request.stop, violations)
+    bad_words = checked_texts("sampling.bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_BYTES, violations)
+    repetition = stop_validation.repetition(stop, violations) if has_stop else None
     if request.HasField("truncate_prompt_tokens") and request.truncate_prompt_tokens == 0:
         violations.add("truncate_prompt_tokens", "must be at least 1")
     dry_breakers = checked_texts(
-        *("sampling.dry_sequence_breakers", request.sampling.dry_sequence_breakers, MAX_BREAKERS, MAX_BREAKER_BYTES),
-        violations,
+        "sampling.dry_sequence_breakers", params.dry_sequence_breakers, MAX_BREAKERS, MAX_BREAKER_BYTES, violations
     )
-    logprobs, logprob_ids = _logprobs(request.output, bounds.vocab_size, violations)
+    logprobs, logprob_ids = _logprobs(output, bounds.vocab_size, violations)
     prompt_logprobs = _prompt_logprobs(request, violations)
-    if request.output.echo and request.output.omit_text:
+    if output.echo and output.omit_text:
         violations.add("output.echo", "must be false with output.omit_text")
-    grammar_start = check_form(request.sampling, bool(eos_ids | stop_ids), bounds.max_grammar_bytes, violations)
+    grammar_start = check_form(params, bool(eos_ids | stop_ids), bounds.max_grammar_bytes, violations)
     if is_forced(request.chat):
         check_forced(request, bool(eos_ids | stop_ids), bounds.max_grammar_bytes, violations)
     received = _received(request, sampling, eos_ids | stop_ids, bounds, violations)
@@ -189,7 +188,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         stop_ids=stop_ids,
         stops=stops,
         repetition=repetition,
-        include_stop_string=request.stop.include_stop_string,
+        include_stop_string=stop.include_stop_string,
         priority=priority,
         wants_text=not request.output.omit_text,
         keep_special=request.output.keep_special_tokens,

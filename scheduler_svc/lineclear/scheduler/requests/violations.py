@@ -35,6 +35,8 @@ class Violations:
 
 def checked_ids(path: str, ids: Sequence[int], limit: int, vocab_size: int, violations: Violations) -> tuple[int, ...]:
     """Return the ids, or () for more than `limit`. Add a violation for that and for an id outside the vocabulary."""
+    if not ids:
+        return ()
     if len(ids) > limit:
         violations.add(path, f"has more than {limit} entries")
         return ()
@@ -59,6 +61,8 @@ def checked_texts(
     path: str, texts: Sequence[str], max_count: int, max_bytes: int, violations: Violations
 ) -> tuple[str, ...]:
     """Return the texts, or () for more than `max_count`. Add a violation for that and for a size out of bounds."""
+    if not texts:
+        return ()
     if len(texts) > max_count:
         violations.add(path, f"has more than {max_count} entries")
         return ()
