@@ -173,8 +173,8 @@ class SchedulerFields(settings_base.ProcessSettings):
     the same. prompt_lookup drafts what followed the last tokens earlier in the prompt or the answer; the last method
     drafts with a smaller model. The names ngram (vLLM, SGLang) and standalone (SGLang) are accepted too."""
     draft_model: str = SPECULATION.field("")
-    """Directory of the draft model, for the speculative_method of that name. It has the tokenizer of the served model
-    and far fewer weights. Workers that another program starts have this setting of their own."""
+    """Directory of the model that makes drafts. The last speculative_method uses it. It has the tokenizer of the served
+    model and far fewer weights. Workers that another program starts have this setting of their own."""
     num_speculative_tokens: int = SPECULATION.field(8, ge=1, le=64)
     """Most drafts that a step verifies for a request."""
     speculative_adaptive: bool = SPECULATION.field(True)
