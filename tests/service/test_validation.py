@@ -21,6 +21,7 @@ from lineclear.scheduler.requests.validation import (
     check_tokenize,
     resolve,
 )
+from lineclear.scheduler.requests.violations import Violations, checked_texts
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 from lineclear.wire.codec import decode, encode
@@ -110,6 +111,14 @@ def test_bound_itself_is_valid(sampling: dict[str, Any]) -> None:
     for name, value in sampling.items():
         if hasattr(checked.sampling, name) and name not in ("logit_bias", "bad_words"):
             assert getattr(checked.sampling, name) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("texts", [["ok", "x" * 100_000], ["ok", ""], ["ok"] * 9], ids=["long", "empty", "many"])
+def test_texts_of_a_wrong_size_are_not_read_on(texts: list[str]) -> None:
+    """What is made of them may take seconds: a stop string of 100,000 characters did."""
+    violations = Violations()
+    assert checked_texts("stop.strings", texts, 8, 64, violations) == ()
+    assert violations.violations
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ def stops(stop: sampling_pb2.StopConditions, violations: Violations) -> StopStri
     """Return the text conditions; None without any."""
     strings = checked_texts("stop.strings", stop.strings, MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES, violations)
     if not stop.HasField("regex"):
-        return StopStrings(strings) if strings and all(strings) else None
-    if strings:
+        return StopStrings(strings) if strings else None
+    if stop.strings:
         violations.add("stop.regex", "must be unset with stop.strings")
     elif not 1 <= len(stop.regex.encode()) <= MAX_PATTERN_BYTES:
         violations.add("stop.regex", f"must have 1 to {MAX_PATTERN_BYTES} bytes")

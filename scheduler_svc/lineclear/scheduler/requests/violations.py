@@ -60,13 +60,16 @@ def add_out_of_vocabulary(path: str, vocab_size: int, violations: Violations) ->
 def checked_texts(
     path: str, texts: Sequence[str], max_count: int, max_bytes: int, violations: Violations
 ) -> tuple[str, ...]:
-    """Return the texts, or () for more than `max_count`. Add a violation for that and for a size out of bounds."""
+    """Return the texts; (), with a violation, for more than `max_count` or a size out of bounds.
+
+    So nothing is made of texts that may be as large as a request.
+    """
     if not texts:
         return ()
     if len(texts) > max_count:
         violations.add(path, f"has more than {max_count} entries")
         return ()
-    for index, text in enumerate(texts):
-        if not 1 <= len(text.encode()) <= max_bytes:
-            violations.add(f"{path}[{index}]", f"must have 1 to {max_bytes} bytes")
-    return tuple(texts)
+    wrong = [index for index, text in enumerate(texts) if not 1 <= len(text.encode()) <= max_bytes]
+    for index in wrong:
+        violations.add(f"{path}[{index}]", f"must have 1 to {max_bytes} bytes")
+    return () if wrong else tuple(texts)
