@@ -11,7 +11,7 @@ from lineclear.wire.messages import Scores, StepResult
 def malformed(rng: random.Random, good: StepResult, other_epoch: int) -> StepResult:
     """Return a result that differs from `good` in a way that must be refused."""
     n = len(good.tokens)
-    return rng.choice(
+    found = rng.choice(
         (
             replace(good, step=good.step + 1),
             replace(good, step=good.step - 1),
@@ -32,3 +32,4 @@ def malformed(rng: random.Random, good: StepResult, other_epoch: int) -> StepRes
             replace(good, counts=(0,) * n, tokens=(), logprobs=(), step=good.step + (n == 0)),
         )
     )
+    return replace(good, step=good.step + 1) if found == good else found

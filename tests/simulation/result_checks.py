@@ -9,7 +9,7 @@ from typing import Any
 from simulation.invariant_error import InvariantViolated, require
 from simulation.model_sequence import ModelSequence
 from simulation.model_state import ModelState
-from simulation.model_workers import ModelStep, ModelWorker
+from simulation.model_workers import ModelStep
 from simulation.scenario import is_bad
 from support.events import flat
 
@@ -83,7 +83,7 @@ class ResultChecks:
                 sequence.num_drafts, sequence.num_planned = 0, sequence.num_known - 1
             sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
             sequence.last_token_at, sequence.last_step = now, step.step
-        wanted += self._reports(worker, step, result, now)
+        wanted += self._reports(step, result, now)
         worker.blocks.resolve_pending(step.step, tainted | readers)
         for sequence, admission, end in step.rows:
             if sequence.is_running and sequence.admission_count == admission:
@@ -122,7 +122,7 @@ class ResultChecks:
         self.state.counters.generation_tokens += 1
         return TokensReady(sequence.request.request_id, index, (token,), () if logprobs is None else (logprobs,))
 
-    def _reports(self, worker: ModelWorker, step: ModelStep, result: StepResult, now: float) -> list[object]:
+    def _reports(self, step: ModelStep, result: StepResult, now: float) -> list[object]:
         """Return the events of the scores and vectors of a result, each position once."""
         wanted: list[object] = []
         scores, vectors = iter(result.scores), iter(result.vectors)
@@ -134,7 +134,8 @@ class ResultChecks:
                 continue
             request, context = sequence.request, sequence.request.prompt[:end]
             if index in result.bad_rows:
-                worker.blocks.taint(sequence)
+                if sequence.is_running:  # on another worker, perhaps, since the row was planned
+                    self.state.workers[sequence.epoch].blocks.taint(sequence)
                 self.state.remove(sequence)
                 self.state.counters.requests_failed += 1
                 wanted.append((Failed, request.request_id, NonFiniteLogits, sequence.stats(now)))

@@ -241,9 +241,14 @@ class Callers:
         self._branches = [branches for branches in self._branches if not branches.is_over]
 
     @property
+    def has_calls(self) -> bool:
+        """Whether `run` has something to do."""
+        return bool(self._events or self._calls)
+
+    @property
     def is_busy(self) -> bool:
         """Whether a request waits for its grammar, or a group for its next step."""
-        return bool(self._waiting or self._events or self._calls)
+        return bool(self._waiting) or self.has_calls
 
     def max_steps(self) -> int:
         """Return an upper bound of the steps until all requests end without faults."""

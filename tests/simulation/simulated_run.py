@@ -382,9 +382,9 @@ class SimulatedRun:
                     self._join(self.scenario.capacity)
             else:
                 deadline = self._next_deadline()
-                require(deadline is not None, "I13", "waiting requests have a wakeup")
-                assert deadline is not None
-                self.now = deadline
+                is_woken = deadline is not None or self.callers.has_calls
+                require(is_woken, "I13", "waiting requests have a wakeup")
+                self.now = self.now if deadline is None else deadline
             self._run_engine()
 
     def _one_of(self, workers: list[Worker]) -> Worker:
