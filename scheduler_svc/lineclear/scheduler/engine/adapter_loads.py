@@ -6,6 +6,7 @@ it has answered for each.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.wire.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 
 log = structlog.get_logger()
+
+_MAX_UNANSWERED = 4
+"""Adapters that a worker loads at a time. Its socket has space for few messages, and a message it refuses is lost."""
 
 
 @dataclass(slots=True)
@@ -38,6 +42,7 @@ class AdapterLoads:
         self._held: dict[bytes, _Held] = {}
         self._unloading: dict[bytes, int] = {}  # by key: index, until the last request has ended
         self._pending: dict[int, set[bytes]] = {}  # by epoch: adapters without an answer
+        self._unsent: dict[int, deque[bytes]] = {}  # by epoch: those of them that are not sent yet
         self.joining: set[int] = set()
         """Epochs of workers that get no plan yet."""
 
@@ -75,7 +80,7 @@ class AdapterLoads:
 
     def worker_joined(self, epoch: int) -> None:
         """Send all adapters to a worker."""
-        self._pending[epoch] = set()
+        self._pending[epoch], self._unsent[epoch] = set(), deque()
         for key in self._core.adapters:
             if key in self._held:
                 self._send(epoch, key)
@@ -85,6 +90,7 @@ class AdapterLoads:
     def worker_lost(self, epoch: int) -> None:
         """Wait no longer for the answers of a worker."""
         self.joining.discard(epoch)
+        self._unsent.pop(epoch, None)
         for key in self._pending.pop(epoch, set()):
             self._complete(key)
 
@@ -95,6 +101,7 @@ class AdapterLoads:
         if message.key not in pending:
             return []
         pending.discard(message.key)
+        self._send_next(message.epoch)
         if not pending:
             self.joining.discard(message.epoch)
         if held is None or not message.problem:
@@ -105,8 +112,9 @@ class AdapterLoads:
     def _fail(self, key: bytes, held: _Held, problem: str, now: float) -> list[Event]:
         log.error("adapter_refused", index=held.index, key=key.hex()[:16], problem=problem)
         del self._held[key]
-        for pending in self._pending.values():
+        for epoch, pending in self._pending.items():
             pending.discard(key)
+            self._unsent[epoch] = deque(other for other in self._unsent[epoch] if other != key)
         self.joining = {epoch for epoch in self.joining if self._pending[epoch]}
         self._unloading[key] = held.index
         self._core.unload_adapter(key, now)
@@ -121,9 +129,19 @@ class AdapterLoads:
         return events
 
     def _send(self, epoch: int, key: bytes) -> None:
-        held = self._held[key]
-        if self._link.send_control(LoadAdapter(epoch, held.index, key, held.path)):
-            self._pending.setdefault(epoch, set()).add(key)
+        self._pending.setdefault(epoch, set()).add(key)
+        self._unsent.setdefault(epoch, deque()).append(key)
+        self._send_next(epoch)
+
+    def _send_next(self, epoch: int) -> None:
+        """Send as many adapters as the worker may load at a time. One that cannot be sent has no worker to load it."""
+        pending, unsent = self._pending[epoch], self._unsent[epoch]
+        while unsent and len(pending) - len(unsent) < _MAX_UNANSWERED:
+            key = unsent.popleft()
+            held = self._held.get(key)
+            if held is None or not self._link.send_control(LoadAdapter(epoch, held.index, key, held.path)):
+                pending.discard(key)
+                self._complete(key)
 
     def _complete(self, key: bytes) -> None:
         """Answer the callers of `load` once no worker still loads the adapter."""

@@ -1,0 +1,72 @@
+"""Adapters on their way to workers whose socket has space for few messages."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, cast
+
+from lineclear.scheduler.engine.adapter_loads import AdapterLoads
+from lineclear.wire.messages import AdapterLoaded, LoadAdapter
+
+NUM_ADAPTERS, SPACE = 40, 8
+
+
+class FewMessages:
+    """A link that refuses a message to a worker with SPACE unanswered ones."""
+
+    def __init__(self) -> None:
+        self.unanswered: list[LoadAdapter] = []
+
+    def send_control(self, message: LoadAdapter) -> bool:
+        if len(self.unanswered) == SPACE:
+            return False
+        self.unanswered.append(message)
+        return True
+
+
+class Table:
+    """The adapters of a core."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[bytes, int] = {}
+
+    def load_adapter(self, key: bytes, now: float) -> int:
+        return self.adapters.setdefault(key, len(self.adapters) + 1)
+
+
+def answer_all(loads: AdapterLoads, link: FewMessages) -> list[bytes]:
+    """Answer each message in turn; return the keys."""
+    keys = []
+    while link.unanswered:
+        message = link.unanswered.pop(0)
+        keys.append(message.key)
+        loads.answered(AdapterLoaded(message.epoch, message.index, message.key), 0.0)
+    return keys
+
+
+def test_a_worker_gets_every_adapter_before_its_first_plan() -> None:
+    link = FewMessages()
+    loads = AdapterLoads(cast("Any", Table()), cast("Any", link), lambda key, problem: None)
+    keys = [bytes([number]) for number in range(NUM_ADAPTERS)]
+    loads.worker_joined(1)
+    futures: list[Future[None]] = [Future() for _ in keys]
+    for key, done in zip(keys, futures, strict=True):
+        loads.load(key, "folder", done, [1], 0.0)
+    assert answer_all(loads, link) == keys
+    assert all(done.done() for done in futures)
+    loads.worker_joined(2)
+    assert loads.joining == {2}
+    assert answer_all(loads, link) == keys
+    assert loads.joining == set()
+
+
+def test_what_waits_for_a_lost_worker_is_not_sent() -> None:
+    link = FewMessages()
+    loads = AdapterLoads(cast("Any", Table()), cast("Any", link), lambda key, problem: None)
+    loads.worker_joined(1)
+    futures: list[Future[None]] = [Future() for _ in range(NUM_ADAPTERS)]
+    for number, done in enumerate(futures):
+        loads.load(bytes([number]), "folder", done, [1], 0.0)
+    loads.worker_lost(1)
+    assert all(done.done() for done in futures)
+    assert len(answer_all(loads, link)) < NUM_ADAPTERS
