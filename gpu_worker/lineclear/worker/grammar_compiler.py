@@ -63,7 +63,7 @@ class GrammarCompiler:
             return
         if self._executor is None:
             self._executor = LLExecutor(max(1, len(os.sched_getaffinity(0))))
-        entries = [(matcher.library, row) for matcher, row in matchers if isinstance(matcher, _LibraryMatcher)]
+        entries = [(matcher.ll_matcher, row) for matcher, row in matchers if isinstance(matcher, _LibraryMatcher)]
         self._executor.unsafe_compute_mask_ptr(entries, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
 
     def token_bytes(self, token: int) -> bytes:
@@ -105,22 +105,22 @@ class GrammarCompiler:
 class _LibraryMatcher:
     """A `Matcher` of llguidance."""
 
-    def __init__(self, library: LLMatcher) -> None:
-        self.library = library
+    def __init__(self, ll_matcher: LLMatcher) -> None:
+        self.ll_matcher = ll_matcher
 
     def consume(self, token: int) -> None:
         """Take the next token."""
-        self.library.consume_token(token)
+        self.ll_matcher.consume_token(token)
 
     @property
     def may_end(self) -> bool:
         """Whether the output so far is complete."""
-        return self.library.is_accepting()
+        return self.ll_matcher.is_accepting()
 
     @property
     def has_failed(self) -> bool:
         """Whether the matcher is in an error state."""
-        return self.library.is_error()
+        return self.ll_matcher.is_error()
 
 
 def _lower_priority() -> None:
