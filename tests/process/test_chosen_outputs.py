@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from support.service import is_idle
 from support.time_limits import PATIENCE_SECONDS
 from support.toy import sample
 from support.toy_service import VOCABULARY, ToyService, toy_service
+from support.waiting import until
 from support.worker_kills import signal_worker
 
 from lineclear.client import Client, FinishReason, Generation
@@ -32,13 +32,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyService]:
         yield service
         with Client(service.target) as client:
             until(lambda: is_idle(client.stats()))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def searched(settings: BeamSettings, model: str = "") -> list[Beam]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from support.adapter_folders import write_adapter
 from support.service import is_idle
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_service import ToyService, toy_service
+from support.waiting import until
 
 from lineclear.client import Client, Generation, Output, RetryPolicy
 from lineclear.client.requests import Request
@@ -57,13 +57,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyService]:
         yield service
         with Client(service.target) as client:
             until(lambda: is_idle(client.stats()))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def essence(output: Output | Generation) -> tuple[Any, ...]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.service import is_idle
-from support.time_limits import PATIENCE_SECONDS
 from support.toy_service import ToyService, answer, text_of, toy_service
+from support.waiting import until
 from support.worker_kills import signal_worker
 from typer.testing import CliRunner
 
@@ -36,13 +35,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyService]:
         yield service
         with Client(service.target) as client:
             until(lambda: is_idle(client.stats()))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 STOP_IDS = [number for number in range(512) if number % 32 == 3]

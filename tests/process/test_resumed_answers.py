@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_service import ToyService, answer, text_of, toy_service
+from support.waiting import until
 
 from lineclear.client import AsyncClient, Client, Generation, RetryPolicy
 from lineclear.client.retry import RetryState
@@ -136,10 +135,3 @@ def test_requests_that_waited_outlive_the_scheduler(
         everybody.join(PATIENCE_SECONDS)
     check([results[number] for number in range(4)])
     assert sum(result.resumes > 0 for result in results.values()) <= 1, "three had not begun"
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
