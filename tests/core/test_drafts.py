@@ -98,6 +98,17 @@ def test_drafts_preempt_nobody() -> None:
     assert h.core.snapshot().counters.preemptions == 0
 
 
+def test_drafts_take_no_block_that_another_row_needs() -> None:
+    """Three blocks are free: one for each row, and the reserve of running sequences."""
+    h = always(worker_num_blocks=7, worker_block_size=4, max_batch_size=2)
+    for name in "ab":
+        h.submit(name, 8, max_tokens=20, seed=RIGHT, max_drafts=8)
+    h.step()
+    plan = h.plan()
+    assert plan is not None
+    assert [(row.num_drafts, len(row.new_blocks)) for row in plan.chunks] == [(3, 1), (3, 1)]
+
+
 @pytest.mark.parametrize(
     "changes",
     [

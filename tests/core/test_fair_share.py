@@ -230,3 +230,15 @@ def test_weights_divide_the_tokens() -> None:
     counts = Counter(name[0] for name in harness.started())
     assert counts["a"] == pytest.approx(4 * counts["c"], abs=2)
     assert counts["c"] == pytest.approx(2 * counts["b"], abs=2)
+
+
+def test_clock_never_runs_backwards() -> None:
+    """A request that did not fit starts behind one with a later key. A new tenant begins at the later key."""
+    order = FairShare({})
+    small, large = make_request("small", 10, 10, tenant="a"), make_request("large", 10, 10, tenant="b")
+    order.key(make_request("first", 40, 10, tenant="a"), 0.0, 0.0)
+    later, earlier = Sequence(small, (order.key(small, 0.0, 0.0), 1), 0.0), Sequence(large, (0.0, 2), 0.0)
+    assert order.key(large, 0.0, 0.0) == 0.0 < later.queue_key[0] == 50.0
+    order.on_start(later)
+    order.on_start(earlier)
+    assert order.key(make_request("new", 10, 10, tenant="c"), 0.0, 0.0) == 50.0

@@ -13,7 +13,8 @@ import pytest
 from service.serving import TOKENIZER, Serving, error_of, serving, text_request
 from service.small_tokenizers import KINDS, byte_level, definition, save
 
-from lineclear.errors import LineclearError
+from lineclear.errors import LineclearError, QueueFull
+from lineclear.scheduler.requests.grammar_pool import GrammarLimits, GrammarPool
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1.sampling_pb2 import Choice, SamplingParams, StructuredOutput
@@ -128,6 +129,20 @@ async def test_form_is_compiled_once(tmp_path: Path) -> None:
         again = await refused(s, json_schema=SLOW)
         assert {str(error) for error in (*first, again)} == {str(again)}
         assert s.service.grammars.pids == pids
+
+
+async def test_form_that_met_a_full_queue_is_compiled_later(tmp_path: Path) -> None:
+    pool = GrammarPool(model(tmp_path), GrammarLimits(processes=1, max_waiting=0))
+    first, second = StructuredOutput(regex="a+"), StructuredOutput(regex="b+")
+    try:
+        compiling = asyncio.ensure_future(pool.grammar(first))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await pool.grammar(second)
+        await compiling
+        assert await pool.grammar(second) != await pool.grammar(first)
+    finally:
+        pool.close()
 
 
 async def test_processes_give_way_to_the_scheduler_and_the_worker(tmp_path: Path) -> None:
