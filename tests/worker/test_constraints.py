@@ -133,6 +133,24 @@ def test_grammar_that_does_not_compile_allows_no_token(compiler: GrammarCompiler
     assert Slot(compiler, grammar="start: (").allowed() == set()
 
 
+AMBIGUOUS = LLMatcher.grammar_from_lark('start: "x" a\na: a a | a a a | a a a a | /[a-z ]/')
+MANY_EXPRESSIONS = LLMatcher.grammar_from_lark(
+    "\n".join(
+        ["start: (" + " | ".join(f"T{i}" for i in range(100)) + ")+"]
+        + [f"T{i}: /[a-z ]*{chr(97 + i % 26)}[a-z]{{{i % 7},{i % 7 + 3}}}{chr(97 + i // 26)}/" for i in range(100)]
+    )
+)
+
+
+@pytest.mark.parametrize("grammar", [AMBIGUOUS, MANY_EXPRESSIONS], ids=["ambiguous", "many expressions"])
+def test_work_of_one_mask_is_bounded(compiler: GrammarCompiler, grammar: str) -> None:
+    """Unbounded, each token of the answer adds to the work of the next mask, up to seconds."""
+    letters = {compiler.token_bytes(token): token for token in range(VOCABULARY)}
+    slot = Slot(compiler, [letters[b"x"], *[letters[b"a"]] * 12], grammar=grammar)
+    assert slot.allowed() == set()
+    assert Slot(compiler, grammar=SCHEMA).allowed(), "other grammars are not affected"
+
+
 def test_grammar_holds_behind_its_start(compiler: GrammarCompiler) -> None:
     slot = Slot(compiler, grammar=YES_NO, grammar_start="done.")
     assert slot.allowed() == set(range(VOCABULARY)) - {EOS}

@@ -11,6 +11,11 @@ from llguidance import LLParserLimits, LLTokenizer
 
 _MAX_LEXER_STATES = 50_000
 """Of one grammar; a state takes one to two kilobytes."""
+_MAX_MASK_ITEMS = 2_000
+"""Items of the parser in one mask or token, which take about a microsecond each. Ordinary schemas and programming
+languages need less than 500 with 4,096 tokens; the work of an ambiguous grammar grows with each token of the answer."""
+_MAX_MASK_EXPRESSIONS = 50_000
+"""Expressions that the lexer may build in one mask: at most 6 ms, where llguidance's 200,000 take 90 ms."""
 
 
 def token_table(directory: Path, vocab_size: int | None = None, eos_ids: Sequence[int] = ()) -> LLTokenizer:
@@ -30,8 +35,13 @@ def special_texts(table: LLTokenizer) -> tuple[str, ...]:
 
 
 def parser_limits() -> LLParserLimits:
-    """Return the limits of one grammar. A mask takes at most about 15 ms, compiling is limited by time as well."""
-    return LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+    """Return the limits of one grammar. A mask takes at most about 10 ms, compiling is limited by time as well."""
+    return LLParserLimits(
+        max_lexer_states=_MAX_LEXER_STATES,
+        step_max_items=_MAX_MASK_ITEMS,
+        step_lexer_fuel=_MAX_MASK_EXPRESSIONS,
+        verbose_errors=False,
+    )
 
 
 def _mark_special(definition: dict[str, Any], named: frozenset[str]) -> None:
