@@ -1,4 +1,4 @@
-"""Listeners: health, reflection, addresses, limits and drain."""
+"""Listeners: health, addresses, limits and drain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import grpc.aio
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2
 from service.serving import (
     BOUND_SECONDS,
     TOKENIZER,
@@ -29,7 +28,7 @@ from service.serving import (
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.grpc_api import health_service
-from lineclear.scheduler.grpc_api.server import CHANNELZ, LIVE, NAMES, READY, WORKER
+from lineclear.scheduler.grpc_api.server import LIVE, READY, WORKER
 from lineclear.v1 import inference_pb2 as pb
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -175,43 +174,6 @@ async def test_health_listener_offers_health_only(tmp_path: Path) -> None:
         assert (await error_of(stats(b""))).code == "UNIMPLEMENTED"
 
 
-# --- reflection ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("version", ["v1", "v1alpha"])
-async def test_reflection_lists_and_describes(tmp_path: Path, version: str) -> None:
-    async with serving(tmp_path) as s:
-        call = s.channel.stream_stream(
-            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-        )()
-        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-        services = {entry.name for entry in (await call.read()).list_services_response.service}
-        assert {SERVICE, "grpc.health.v1.Health"} <= services
-        await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE))
-        assert (await call.read()).file_descriptor_response.file_descriptor_proto
-        await call.done_writing()
-        raw = s.channel.stream_stream(
-            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-            request_serializer=bytes,
-            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-        )()
-        await raw.write(b"\x1a\x02\xff\xfe")
-        assert (await error_of(raw)).reason == "MALFORMED_MESSAGE"
-
-
-async def test_reflection_can_be_switched_off(tmp_path: Path) -> None:
-    async with serving(tmp_path, reflection=False) as s:
-        for version in ("v1", "v1alpha"):
-            call = s.channel.stream_stream(
-                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-                request_serializer=bytes,
-                response_deserializer=bytes,
-            )()
-            assert (await error_of(call)).code == "UNIMPLEMENTED"
-
-
 # --- addresses -------------------------------------------------------------------------------------------------------
 
 
@@ -249,50 +211,6 @@ async def test_file_that_is_no_socket_stays(tmp_path: Path, occupant: str) -> No
         async with serving(tmp_path):
             pass
     assert (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize("version", ["v1", "v1alpha"])
-async def test_reflection_describes_every_listed_service(tmp_path: Path, version: str) -> None:
-    """Like k6 and buf: list services, fetch the file of each, then the files that it depends on."""
-
-    async def describe_all(channel: Any, version: str, expected: set[str]) -> None:
-        call = channel.stream_stream(
-            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-        )()
-
-        async def query(**what: str) -> Any:
-            await call.write(reflection_pb2.ServerReflectionRequest(**what))
-            answer = await call.read()
-            assert not answer.HasField("error_response"), (what, answer.error_response)
-            return answer
-
-        listed = {entry.name for entry in (await query(list_services="*")).list_services_response.service}
-        assert listed == expected | {f"grpc.reflection.{v}.ServerReflection" for v in ("v1", "v1alpha")}
-        for service in listed:
-            found = (await query(file_containing_symbol=service)).file_descriptor_response.file_descriptor_proto
-            files = {f.name: f for f in map(descriptor_pb2.FileDescriptorProto.FromString, found)}
-            for name in [name for file in files.values() for name in file.dependency]:
-                named = (await query(file_by_filename=name)).file_descriptor_response.file_descriptor_proto
-                files |= {f.name: f for f in map(descriptor_pb2.FileDescriptorProto.FromString, named)}
-            pool = descriptor_pool.DescriptorPool()  # as strict as a client's: every type must be present
-            while files:
-                ready = [f for f in files.values() if not set(f.dependency) & files.keys()]
-                assert ready, files.keys()
-                for file in ready:
-                    pool.Add(files.pop(file.name))
-            assert pool.FindServiceByName(service).methods
-        await call.done_writing()
-
-    async with (
-        serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", channelz=True) as admins,
-        grpc.aio.insecure_channel(admins.server.admin_address) as admin,
-    ):
-        await describe_all(admin, version, {*NAMES, CHANNELZ, "grpc.health.v1.Health"})
-    (tmp_path / "data").mkdir()
-    async with serving(tmp_path / "data") as s:
-        await describe_all(s.channel, version, {SERVICE, "grpc.health.v1.Health"})
 
 
 async def test_message_over_the_limit_is_rejected_by_grpc(tmp_path: Path) -> None:

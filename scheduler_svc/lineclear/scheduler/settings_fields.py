@@ -67,14 +67,15 @@ class SchedulerFields(settings_base.ProcessSettings):
     metrics_listen: str = ADDRESSES.field("")
     """A host:port for Prometheus. It offers the figures of GetStats over plain HTTP and may be on any interface."""
     admin_listen: str = ADDRESSES.field("")
-    """An address for operators. It offers AdminService, GetStats and reflection, which `listen` then no longer offers.
-    On a network interface it needs TLS and tokens."""
+    """An address for operators. It offers AdminService, and GetStats, which `listen` then no longer offers. On a
+    network interface it needs TLS and tokens."""
     status_listen: str = ADDRESSES.field("")
     """A host:port for the status page. It shows steps, slots, queue and KV blocks in a browser. It needs the token of
     admin_token_file if that is set, and has TLS if tls_cert_file is set. On a network interface it needs both; behind a
     proxy with TLS, insecure_allow_remote instead of the certificate."""
     reflection: bool = ADDRESSES.field(True)
-    """Offer gRPC server reflection (v1 and v1alpha)."""
+    """Offer gRPC server reflection (v1 and v1alpha) at listen and admin_listen. Each describes the methods that it
+    serves."""
     channelz: bool = ADDRESSES.field(False)
     """Offer channelz at admin_listen. It shows connections, their state and their peers."""
 

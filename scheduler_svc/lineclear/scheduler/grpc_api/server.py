@@ -84,6 +84,9 @@ class Server:
             service.certificate = self.certificates
         self._expiry_task: asyncio.Task[None] | None = None
         data = self._offer(settings, service, settings.token_file, lambda method: method not in withheld)
+        if settings.reflection:
+            public = (service_module.NAME, health_module.SERVICE)
+            reflection_module.add(data, public, lambda method: method not in withheld)
         self.address = bind(data, settings.listen, credentials)
         self.admin_address = self.health_address = ""
         if settings.admin_listen:
@@ -91,11 +94,10 @@ class Server:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, admin_server)
             if settings.channelz:
                 add_channelz_servicer(admin_server)
+            if settings.reflection:
+                names = (*NAMES, health_module.SERVICE, *(CHANNELZ,) * settings.channelz)
+                reflection_module.add(admin_server, names, lambda m: m in offered or not m.startswith(_PREFIXES))
             self.admin_address = bind(admin_server, settings.admin_listen, credentials)
-        if settings.reflection and settings.admin_listen:
-            reflection_module.add(admin_server, *NAMES, health_module.SERVICE, *(CHANNELZ,) * settings.channelz)
-        elif settings.reflection:
-            reflection_module.add(data, service_module.NAME, health_module.SERVICE)
         if settings.health_listen:
             guard = self._guard(settings, service.count_rejected)
             probes = grpc.aio.server(interceptors=(guard,), options=probe_options(settings))
