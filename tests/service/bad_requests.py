@@ -180,7 +180,7 @@ def _cases() -> Iterator[Bad]:
         fields = ("stop.strings[1]",)
         yield Bad(f"stop of {len(string)}", request(stop={"strings": ["ok", string]}), INVALID, fields)
     # identity, priority, output
-    for request_id in ("", "x" * 65, "a b", "a/b", "é", "a\n", "\n", "~", "a~1", "x" * 100_000, "a\x00", "{}", "a,b"):
+    for request_id in ("", "x" * 129, "a b", "a/b", "é", "a\n", "\n", "~", "a~1", "x" * 100_000, "a\x00", "{}", "a,b"):
         shown = request_id[:8].encode("unicode_escape").decode()
         yield Bad(f"id {shown}", request(request_id=request_id), INVALID, ("request_id",))
     yield Bad("cache_salt of 65", request(cache_salt="x" * 65), INVALID, ("cache_salt",))

@@ -124,7 +124,7 @@ def test_texts_of_a_wrong_size_are_not_read_on(texts: list[str]) -> None:
 @pytest.mark.parametrize(
     "good",
     [
-        request(request_id="x" * 64),
+        request(request_id="x" * 128),
         request(request_id="A-z_0.9:".replace("_", "-")),
         request(priority=0),
         request(priority=255),

@@ -196,7 +196,7 @@ class GenerateRequest(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Name of the request, 1 to 64 characters of [A-Za-z0-9._:-]. Must not be
+    """Name of the request, 1 to 128 characters of [A-Za-z0-9._:-]. Must not be
     in use by another live request, or kept answer, of the same client
     (identified by token or certificate). Unset: the server makes one.
     """

@@ -28,7 +28,7 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 from lineclear.wire.messages import Sampling
 
-MAX_REQUEST_ID = 64
+MAX_REQUEST_ID = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_BYTES = 128
 MAX_BREAKERS = 16
@@ -45,7 +45,7 @@ _PROMPT_PATHS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.mes
 MAX_FINGERPRINT = 64
 _MAX_CHAT_TIME_US = 253_402_300_800_000_000  # the year 10000
 _FINGERPRINT = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_FINGERPRINT}}}")
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID}}}")
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 
 
