@@ -33,6 +33,16 @@ The rows below rest on four rules:
 Every row names its tests. `make chaos`, `make fuzz` and `make soak` run the long versions.
 """
 
+_WORK = (
+    "",
+    "## Work whose size a request chooses",
+    "",
+    "Work of each step that grows with what a request sends. Costs are of one row at its bound, beside a decode step.",
+    "",
+    "| work | chosen by | bound | cost at the bound | tests |",
+    "|---|---|---|---|---|",
+)
+
 
 def page() -> str:
     """Return the page."""
@@ -55,6 +65,9 @@ def _lines(matrix: dict[str, Any]) -> Iterator[str]:
         )
         for row in section["rows"]:
             yield f"| {row['fault']} | {row['outcome']} | {row.get('figure', '')} | {_tests(row)} |"
+    yield from _WORK
+    for row in matrix["work"]:
+        yield f"| {row['work']} | {row['chosen_by']} | {row['bound']} | {row['cost']} | {_tests(row)} |"
     yield from (
         "",
         "## Bugs found",

@@ -30,7 +30,10 @@ WITHOUT_ERROR = frozenset(
     }
 )
 """Tests that pass when nothing is raised; they have no value to compare."""
-NAMED = sorted({t for row in ROWS for t in row.get("tests", ())} | {e["reproducer"] for e in MATRIX["track_record"]})
+NAMED = sorted(
+    {t for row in [*ROWS, *MATRIX["work"]] for t in row.get("tests", ())}
+    | {e["reproducer"] for e in MATRIX["track_record"]}
+)
 
 
 @cache
@@ -66,6 +69,14 @@ def test_each_row_has_tests_or_a_reason() -> None:
         assert row.get("tests") or row.get("untested"), row["fault"]
         cells = (str(value) for key, value in row.items() if key != "red_when")
         assert "|" not in "".join(cells), f"{row['fault']}: a bar ends the cell of a table"
+
+
+def test_each_row_of_work_has_a_bound_and_tests() -> None:
+    for row in MATRIX["work"]:
+        assert row.keys() <= {"work", "chosen_by", "bound", "cost", "tests", "untested"}, row["work"]
+        assert all(row[name] for name in ("chosen_by", "bound", "cost")), row["work"]
+        assert row.get("tests") or row.get("untested"), row["work"]
+        assert "|" not in "".join(map(str, row.values())), f"{row['work']}: a bar ends the cell of a table"
 
 
 def test_faults_are_unique() -> None:
