@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from enum import Enum
@@ -128,3 +129,31 @@ def test_parsed_answer() -> None:
         assert client.generate("x", json_object=True, constraint_start="</think>").parsed == {"number": 4}
         with pytest.raises(json.JSONDecodeError):
             _ = client.generate("x").parsed
+
+
+@pytest.mark.parametrize(
+    ("start", "text", "value"),
+    [
+        ("=", "x=1=2", None),
+        (":", ':{"a":2}', {"a": 2}),
+        ("</think>", 'so</think>"use </think> here"', "use </think> here"),
+        ("</think>", '{"a":1}', {"a": 1}),
+    ],
+)
+def test_the_form_begins_behind_the_first_occurrence(start: str, text: str, value: Any) -> None:
+    with Client(transport=FakeTransport(text)) as client:
+        answer = client.generate("x", json_object=True, constraint_start=start)
+        if value is not None:
+            assert answer.parsed == value
+            assert answer.outputs[0].parsed == value
+        else:
+            with pytest.raises(json.JSONDecodeError):
+                _ = answer.parsed
+
+
+def test_reasoning_that_the_server_separated_has_the_marker() -> None:
+    with Client(transport=FakeTransport('{"a":"</think>"}')) as client:
+        answer = client.generate("x", json_object=True, constraint_start="</think>")
+        assert dataclasses.replace(answer, reasoning="so").parsed == {"a": "</think>"}
+        with_start = dataclasses.replace(answer, reasoning="so", text='Result: {"a":": "}', constraint_start="Result:")
+        assert with_start.parsed == {"a": ": "}

@@ -277,9 +277,16 @@ class Generation:
 
 
 def _parsed(answer: Generation | Output) -> Any:
+    return value_of(answer.response_format, _form_of(answer))
+
+
+def _form_of(answer: Generation | Output) -> str:
+    """Return the text of the form: behind the first `constraint_start`, unless the server took it for the reasoning."""
     start = answer.constraint_start
-    _, _, text = answer.text.rpartition(start) if start else ("", "", answer.text)
-    return value_of(answer.response_format, text)
+    if not start or (answer.reasoning and start == "</think>"):
+        return answer.text
+    _, found, form = answer.text.partition(start)
+    return form if found else answer.text
 
 
 _OPTIONAL = (
