@@ -44,8 +44,7 @@ class BeamGroup:
         self._close_stream = close_stream
         self._submit_requests = submit
         self._clock = clock
-        self._num_top = num_top
-        self._search = BeamSearch(settings)
+        self._search = BeamSearch(settings, num_top)
         self._streams: list[OutputStream] = []
         self._steps: list[Logprobs | None] = []
         self._is_over = False
@@ -142,12 +141,7 @@ class BeamGroup:
             output.score = beam.score
             has_calls = output.text is not None and output.text.has_tool_calls
             end = self._end(beam)._replace(has_tool_calls=has_calls)
-            output.deliver(self._started, list(beam.tokens), texts, self._shown(beam), [], end)
-
-    def _shown(self, beam: Beam) -> list[Logprobs]:
-        if self._num_top < 0:
-            return []
-        return [Logprobs(entry.logprob, entry.top[: self._num_top]) for entry in beam.logprobs]
+            output.deliver(self._started, list(beam.tokens), texts, beam.logprobs, [], end)
 
     def _end(self, beam: Beam) -> Completion:
         assert self._first is not None
