@@ -12,7 +12,7 @@ from lineclear.render.timeline_svg import timeline_svg
 NEXT = (
     ("lineclear serve --demo --admin-listen 127.0.0.1:50052", "a server of your own, with an admin address"),
     ("lineclear top --target 127.0.0.1:50052", "watch its queue, slots and KV blocks"),
-    ("docs/observing.md", "what each shows, traces for Perfetto, and the mask of any step"),
+    ("docs/observability.md", "what each shows, traces for Perfetto, and the mask of any step"),
 )
 
 
