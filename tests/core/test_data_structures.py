@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool, OutOfBlocks
-from lineclear.scheduler.core.child_blocks import ChildBlocks
+from lineclear.scheduler.core.child_blocks import ChildBlocks, token_bytes
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.sequence import Request, Sequence
 from lineclear.scheduler.core.sorted_keys import SortedKeys
 from lineclear.wire.messages import Sampling
 
 _SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None)
-_CONTENTS = st.sampled_from([(b"x", (0, 0)), (b"x", (0, 1)), (b"y", (0, 0))])  # salt and tokens of a block
+# Salt and tokens of a block.
+_CONTENTS = st.sampled_from([(b"x", token_bytes((0, 0))), (b"x", token_bytes((0, 1))), (b"y", token_bytes((0, 0)))])
 
 
 def test_pool_hands_out_low_and_used_blocks_first() -> None:
@@ -23,7 +24,7 @@ def test_pool_hands_out_low_and_used_blocks_first() -> None:
     pool = BlockPool(8, 2)
     first = pool.take(4)
     assert first == [0, 1, 2, 3]
-    pool.publish(0, BlockHasher(b"")(b"", None, (0, 0)), (0, 0))
+    pool.publish(0, BlockHasher(b"")(b"", None, bytes(8)), bytes(8))
     pool.release(first)
     assert sorted(pool.take(3)) == [1, 2, 3], "a cached prefix stays"
     assert pool.take(1) == [4]
@@ -42,7 +43,7 @@ class Pool(RuleBasedStateMachine):
     def open(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks, 2)
         self.held: list[list[int]] = []
-        self.contents: dict[bytes, tuple[int, tuple[int, int]]] = {}  # key -> block, tokens
+        self.contents: dict[bytes, tuple[int, bytes]] = {}  # key -> block, tokens
         self.unused: list[int] = []  # free and cached, longest unused first
         self.dirty: set[int] = set()
 
@@ -66,7 +67,7 @@ class Pool(RuleBasedStateMachine):
         return taken
 
     @rule(table=tables, content=_CONTENTS)
-    def publish(self, table: list[int], content: tuple[bytes, tuple[int, int]]) -> None:
+    def publish(self, table: list[int], content: tuple[bytes, bytes]) -> None:
         if table and any(held is table for held in self.held):
             salt, tokens = content
             key = BlockHasher(b"")(salt, None, tokens)
@@ -75,10 +76,10 @@ class Pool(RuleBasedStateMachine):
             assert is_new == (key not in self.contents and table[0] not in known and table[0] not in self.dirty)
             if is_new:
                 self.contents[key] = (table[0], tokens)
-                self.pool.offer(table[0], BlockHasher(b"")(salt, None, ()), tokens)
+                self.pool.offer(table[0], BlockHasher(b"")(salt, None, b""), tokens)
 
     @rule(target=tables, content=_CONTENTS)
-    def share(self, content: tuple[bytes, tuple[int, int]]) -> list[int]:
+    def share(self, content: tuple[bytes, bytes]) -> list[int]:
         salt, tokens = content
         key = BlockHasher(b"")(salt, None, tokens)
         block = self.pool.find(key, tokens)
@@ -130,12 +131,12 @@ class Children(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.children = ChildBlocks(min_positions=2)
+        self.children = ChildBlocks(num_blocks=13, min_positions=2)
         self.model: dict[int, tuple[bytes, tuple[int, ...]]] = {}
 
     @rule(block=st.integers(0, 12), parent=parents, tokens=tokens)
     def add(self, block: int, parent: bytes, tokens: tuple[int, ...]) -> None:
-        self.children.add(block, parent, tokens)
+        self.children.add(block, parent, token_bytes(tokens))
         if len(tokens) >= 2:
             self.model[block] = parent, tokens
         else:
@@ -160,7 +161,7 @@ class Children(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.children.check(self.model, [1] * 13)
+        self.children.check([None] * 13, [1] * 13)
 
 
 class Queue(RuleBasedStateMachine):

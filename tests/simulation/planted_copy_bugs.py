@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulation.mutations import Bug, drop, never, replace
+from simulation.mutations import Bug, drop, never, off_by_one, replace
 
 from lineclear.scheduler.core import child_blocks
 from lineclear.scheduler.core.block_pool import BlockPool
@@ -11,7 +11,11 @@ from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.scheduler import Scheduler
 
 COPY_BUGS = (
-    Bug("one position too many is copied", child_blocks._num_common, replace("return count", "return count + 1")),
+    Bug(
+        "one position too many is copied",
+        child_blocks._num_common,
+        off_by_one("(8 * length - differing.bit_length()) // (8 * TOKEN_BYTES)"),
+    ),
     Bug(
         "the position of the last token is copied",
         RunningBatch.find_donor,
@@ -66,7 +70,7 @@ COPY_BUGS = (
     Bug(
         "a cleared prefix cache is copied from",
         BlockPool.clear_cache,
-        drop("self._children = ChildBlocks(_)"),
+        drop("self._children = ChildBlocks(_, _)"),
     ),
     Bug("the copy is made to the wrong block", StepPlanner._start, replace("taken[0]", "taken[-1]")),
     Bug(

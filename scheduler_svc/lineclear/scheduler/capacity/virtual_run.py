@@ -20,6 +20,7 @@ from lineclear.errors import LineclearError
 from lineclear.scheduler.capacity.arrivals import Arrival
 from lineclear.scheduler.capacity.distribution import Distribution
 from lineclear.scheduler.capacity.step_timing import StepTiming, StepWork
+from lineclear.scheduler.core.block_pool import BlockHasher
 from lineclear.scheduler.core.events import Event, Failed, Finished, StepTokens
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
@@ -105,7 +106,7 @@ class VirtualRun:
     def __init__(
         self, limits: CoreLimits, timing: StepTiming, num_workers: int, deadline_seconds: float, seed: int = 0
     ) -> None:
-        self._core = Scheduler(limits, _block_hash)
+        self._core = Scheduler(limits, BlockHasher(b""))
         self._timing = timing
         self._deadline_seconds = deadline_seconds
         self._chance = random.Random(f"steps {seed}")
@@ -302,12 +303,6 @@ class VirtualRun:
             outcome.queue_mean, outcome.queue_max = sum(waiting) / len(waiting), max(waiting)
             outcome.block_use = sum(used) / len(used) / core.num_blocks
             outcome.block_use_max = max(used) / core.num_blocks
-
-
-def _block_hash(cache_salt: bytes, parent: bytes | None, tokens: tuple[int, ...]) -> bytes:
-    """Return a prefix-cache key. Tuples of ints have the same hash in every process."""
-    before = 0 if parent is None else int.from_bytes(parent, "little")
-    return (hash((before, tokens)) & (2**64 - 1)).to_bytes(8, "little")
 
 
 def _count(counts: dict[str, int], name: str) -> None:

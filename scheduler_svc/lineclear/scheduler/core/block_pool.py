@@ -14,22 +14,21 @@ one that writes it, because copies run before a plan's writes.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
-from lineclear.scheduler.core.child_blocks import ChildBlocks, Donor, min_copied
+from lineclear.scheduler.core.child_blocks import TOKEN_BYTES, ChildBlocks, Donor, min_copied, token_bytes
 
 
 class OutOfBlocks(Exception):
     """Fewer blocks are free than requested."""
 
 
-BlockHash = Callable[[bytes, bytes | None, tuple[int, ...]], bytes]
-"""(cache salt, key before or None, tokens) -> prefix-cache key. The key of no tokens starts the chain of a salt."""
+BlockHash = Callable[[bytes, bytes | None, bytes], bytes]
+"""(cache salt, key before or None, `token_bytes`) -> prefix-cache key. Without tokens: the start of a salt's chain."""
 
 
 class BlockHasher:
@@ -43,7 +42,7 @@ class BlockHasher:
         self._last_salt: bytes | None = None
         self._last_root = b""
 
-    def __call__(self, cache_salt: bytes, parent: bytes | None, tokens: tuple[int, ...]) -> bytes:
+    def __call__(self, cache_salt: bytes, parent: bytes | None, tokens: bytes) -> bytes:
         if parent is None:
             if cache_salt != self._last_salt:  # mostly it is that of the last call
                 self._last_root = blake2b(cache_salt, key=self._secret, digest_size=32).digest()
@@ -51,7 +50,7 @@ class BlockHasher:
             parent = self._last_root
         if not tokens:
             return parent
-        return blake2b(array("i", tokens).tobytes(), key=parent, digest_size=32).digest()
+        return blake2b(tokens, key=parent, digest_size=32).digest()
 
 
 class PendingWrites:
@@ -63,7 +62,10 @@ class PendingWrites:
 
 
 class BlockPool:
-    """Allocate `num_blocks` blocks of `block_size` positions, count references and index cached prefixes."""
+    """Allocate `num_blocks` blocks of `block_size` positions, count references and index cached prefixes.
+
+    Tokens are `token_bytes`. State by block is a list with an entry for each block, and the rest refers to its objects.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -71,14 +73,15 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._empty = deque(range(num_blocks - 1, -1, -1))  # taken from the right: low ids first
         self._cached: OrderedDict[int, None] = OrderedDict()  # free but published, longest unused first
-        self._published: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # block -> key, tokens
+        self._keys: list[bytes | None] = [None] * num_blocks  # of published blocks
+        self._tokens: list[bytes] = [b""] * num_blocks  # of published blocks
         self._by_key: dict[bytes, int] = {}
         self._tainted: set[int] = set()
         self._pending: dict[int, PendingWrites] = {}  # free and empty; non-finite values may still be written to them
         self._unconfirmed: dict[int, PendingWrites] = {}  # used blocks
         # Published blocks, and partly filled blocks of running sequences.
-        self._children = ChildBlocks(min_copied(block_size))
-        self._planned: list[tuple[int, bytes, tuple[int, ...]]] = []  # to add to `_children` after the plan
+        self._children = ChildBlocks(num_blocks, min_copied(block_size))
+        self._planned: list[tuple[int, bytes, bytes]] = []  # to add to `_children` after the plan
         self._to_zero: list[int] = []
 
     @property
@@ -121,7 +124,7 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each of the published `blocks`."""
         for block in blocks:
-            assert block in self._published
+            assert self._keys[block] is not None
             self._cached.pop(block, None)
             self._references[block] += 1
 
@@ -133,7 +136,7 @@ class BlockPool:
             if self._references[block] == 0:
                 if block in self._unconfirmed:
                     self._add_pending(block, self._unconfirmed.pop(block))
-                elif block in self._published:
+                elif self._keys[block] is not None:
                     self._cached[block] = None
                 else:
                     self._children.discard(block)
@@ -183,24 +186,24 @@ class BlockPool:
         self._to_zero.clear()
         return blocks
 
-    def publish(self, block: int, key: bytes, tokens: tuple[int, ...]) -> bool:
+    def publish(self, block: int, key: bytes, tokens: bytes) -> bool:
         """Put a used, full block into the prefix cache unless it is tainted. The first block with a key keeps it.
 
         Returns whether it did.
         """
         assert self._references[block] > 0
-        assert len(tokens) == self.block_size
-        if key not in self._by_key and block not in self._published and block not in self._tainted:
+        assert len(tokens) == self.block_size * TOKEN_BYTES
+        if key not in self._by_key and self._keys[block] is None and block not in self._tainted:
             self._by_key[key] = block
-            self._published[block] = (key, tokens)
+            self._keys[block], self._tokens[block] = key, tokens
             return True
         return False
 
-    def offer(self, block: int, parent: bytes, tokens: tuple[int, ...]) -> None:
+    def offer(self, block: int, parent: bytes, tokens: bytes) -> None:
         """Offer the leading positions of a published block to copies; `parent` is the key of the block before."""
         self._children.add(block, parent, tokens)
 
-    def note_writes(self, block: int, parent: bytes, tokens: tuple[int, ...], writes: PendingWrites) -> None:
+    def note_writes(self, block: int, parent: bytes, tokens: bytes, writes: PendingWrites) -> None:
         """Note that rows of the plan being made fill a used block up to the end of `tokens`: it is unconfirmed.
 
         Plans after this one may copy these positions.
@@ -225,10 +228,10 @@ class BlockPool:
             return []
         return list({id(w): w for block in blocks if (w := self._unconfirmed.get(block)) is not None}.values())
 
-    def find(self, key: bytes, tokens: tuple[int, ...]) -> int | None:
+    def find(self, key: bytes, tokens: bytes) -> int | None:
         """Return the block published under `key` if it has exactly these tokens."""
         block = self._by_key.get(key)
-        return block if block is not None and self._published[block][1] == tokens else None
+        return block if block is not None and self._tokens[block] == tokens else None
 
     def is_free(self, block: int) -> bool:
         """Return whether the block has no reference."""
@@ -243,16 +246,17 @@ class BlockPool:
         return tuple(self._cached)
 
     def _unpublish(self, block: int) -> None:
-        if block in self._published:
-            key, _ = self._published.pop(block)
+        key = self._keys[block]
+        if key is not None:
             del self._by_key[key]
+            self._keys[block], self._tokens[block] = None, b""
         self._children.discard(block)
 
     def clear_cache(self) -> None:
         """Empty the prefix cache; used blocks stay used."""
-        for block in list(self._published):
+        for block in list(self._by_key.values()):
             self._unpublish(block)
-        self._children = ChildBlocks(min_copied(self.block_size))
+        self._children = ChildBlocks(self.num_blocks, min_copied(self.block_size))
         self._empty.extend(self._cached)
         self._cached.clear()
 
@@ -262,7 +266,7 @@ class BlockPool:
             "references": list(self._references),
             "empty": list(self._empty),
             "cached": list(self._cached),
-            "published": [(block, key) for block, (key, _) in self._published.items()],
+            "published": [(block, key) for block, key in enumerate(self._keys) if key is not None],
             "tainted": sorted(self._tainted),
             "pending": [[block, pending.index(writes)] for block, writes in self._pending.items()],
             "unconfirmed": [[block, pending.index(writes)] for block, writes in self._unconfirmed.items()],
@@ -275,8 +279,10 @@ class BlockPool:
         self._references = state["references"]
         self._empty = deque(state["empty"])
         self._cached = OrderedDict.fromkeys(state["cached"])
-        self._published = {block: (bytes.fromhex(key), (token,) * self.block_size) for block, key in state["published"]}
-        self._by_key = {key: block for block, (key, _) in self._published.items()}
+        self._by_key = {bytes.fromhex(key): block for block, key in state["published"]}
+        blank = token_bytes((token,) * self.block_size)
+        for key, block in self._by_key.items():
+            self._keys[block], self._tokens[block] = key, blank
         self._tainted = set(state["tainted"])
         self._pending = {block: pending[index] for block, index in state["pending"]}
         self._unconfirmed = {block: pending[index] for block, index in state["unconfirmed"]}
@@ -299,12 +305,12 @@ class BlockPool:
         assert num_used + len(empty) + len(self._cached) == self.num_blocks, "a block in two states or in none"
         assert empty.isdisjoint(self._cached), "a block both empty and cached"
         assert not any(map(references.__getitem__, chain(empty, self._cached))), "a block both free and used"
-        assert self._cached.keys() <= self._published.keys()
-        assert empty.isdisjoint(self._published), "an empty block in the prefix index"
-        assert {key: block for block, (key, _) in self._published.items()} == self._by_key
+        assert all(map(self._keys.__getitem__, self._cached)), "a cached block that is not in the prefix index"
+        assert not any(map(self._keys.__getitem__, empty)), "an empty block in the prefix index"
+        assert {key: block for block, key in enumerate(self._keys) if key is not None} == self._by_key
         assert self._pending.keys() <= empty, "pending writes to a block that is not empty"
-        assert not self._tainted & self._published.keys(), "a tainted block in the prefix index"
+        assert not any(map(self._keys.__getitem__, self._tainted)), "a tainted block in the prefix index"
         assert all(map(references.__getitem__, self._unconfirmed)), "an unconfirmed block that is not used"
         assert all(block in writes.blocks for block, writes in self._unconfirmed.items())
         assert not self._planned, "a plan has not ended"
-        self._children.check(self._published, references)
+        self._children.check(self._keys, references)

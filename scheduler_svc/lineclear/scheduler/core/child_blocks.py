@@ -5,13 +5,21 @@ A partial hit copies the leading positions of such a block (copy-on-write, Paged
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_left, insort
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-Tokens = tuple[int, ...]
-_Place = tuple[bytes, Tokens]  # key of the block before, and first tokens
-_Child = tuple[Tokens, int]  # tokens and block
+TOKEN_BYTES = 4
+_Child = tuple[bytes, int]  # tokens and block
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Return tokens as big-endian integers of TOKEN_BYTES, so that the order of bytes is the order of tokens.
+
+    A block keeps its tokens in this form: 16 of them are one object of 97 bytes, and 17 objects of 616 as a tuple.
+    """
+    return struct.pack(f">{len(tokens)}i", *tokens)
 
 
 class Donor(NamedTuple):
@@ -31,80 +39,87 @@ class ChildBlocks:
 
     Only blocks with `min_positions` tokens are added, and only those that share as many are found. Mostly there is one.
     Several are sorted by their tokens, so the one with the longest common prefix is next to the place where the
-    searched tokens belong.
+    searched tokens belong. Tokens are `token_bytes`.
     """
 
-    def __init__(self, min_positions: int) -> None:
-        self._min_positions = min_positions
-        self._children: dict[_Place, _Child | list[_Child]] = {}  # the only child, or all children
-        self._entries: dict[int, tuple[_Place, _Child]] = {}  # by block
+    def __init__(self, num_blocks: int, min_positions: int) -> None:
+        self._min_bytes = min_positions * TOKEN_BYTES
+        # By key of the block before and first tokens: the only child, or all children.
+        self._children: dict[bytes, int | list[_Child]] = {}
+        self._places: list[bytes | None] = [None] * num_blocks  # key in `_children`, by block
+        self._tokens: list[bytes] = [b""] * num_blocks  # by block, while it has a place
 
-    def add(self, block: int, parent: bytes, tokens: Tokens) -> None:
+    def add(self, block: int, parent: bytes, tokens: bytes) -> None:
         """Add a block with `tokens` behind `parent`, in place of its former entry."""
         self.add_all([(block, parent, tokens)])
 
-    def add_all(self, blocks: Iterable[tuple[int, bytes, Tokens]]) -> None:
+    def add_all(self, blocks: Iterable[tuple[int, bytes, bytes]]) -> None:
         """Add blocks, each with the key before it and its tokens, in place of their former entries."""
-        entries, set_default, least = self._entries, self._children.setdefault, self._min_positions
+        places, set_default, least = self._places, self._children.setdefault, self._min_bytes
         for block, parent, tokens in blocks:
-            if block in entries:
+            if places[block] is not None:
                 self.discard(block)
             if len(tokens) < least:
                 continue
-            child, place = (tokens, block), (parent, tokens[:least])
-            entries[block] = (place, child)
-            children = set_default(place, child)
-            if children is not child:
-                if isinstance(children, tuple):
-                    children = self._children[place] = [children]
-                insort(children, child)
+            place = places[block] = parent + tokens[:least]
+            self._tokens[block] = tokens
+            children = set_default(place, block)
+            if children != block:
+                if isinstance(children, int):
+                    children = self._children[place] = [(self._tokens[children], children)]
+                insort(children, (tokens, block))
 
     def discard(self, block: int) -> None:
         """Remove a block, if it has an entry."""
-        entry = self._entries.pop(block, None)
-        if entry is None:
+        place = self._places[block]
+        if place is None:
             return
-        place, child = entry
+        child = self._tokens[block], block
+        self._places[block], self._tokens[block] = None, b""
         children = self._children[place]
-        if isinstance(children, tuple):
+        if isinstance(children, int):
             del self._children[place]
             return
         del children[bisect_left(children, child)]
         if len(children) == 1:
-            self._children[place] = children[0]
+            self._children[place] = children[0][1]
 
     def longest(self, parent: bytes, tokens: Sequence[int], start: int, end: int) -> Donor | None:
         """Return the child of `parent` that shares the most leading tokens with `tokens[start:end]`."""
-        wanted = tuple(tokens[start:end])
-        least = self._min_positions
-        children = self._children.get((parent, wanted[:least])) if len(wanted) >= least else None
+        wanted = token_bytes(tokens[start:end])
+        least = self._min_bytes
+        children = self._children.get(parent + wanted[:least]) if len(wanted) >= least else None
         if children is None:
             return None
-        near = [children] if isinstance(children, tuple) else _neighbours(children, wanted)
+        near = [(self._tokens[children], children)] if isinstance(children, int) else _neighbours(children, wanted)
         return max((Donor(block, _num_common(child, wanted)) for child, block in near), key=_num_positions)
 
     def dump(self) -> list[Any]:
         """Return a copy of the state; of tokens only their number."""
-        return [(block, parent, len(tokens)) for block, ((parent, _), (tokens, _)) in self._entries.items()]
+        return [
+            (block, place[: -self._min_bytes], len(self._tokens[block]) // TOKEN_BYTES)
+            for block, place in enumerate(self._places)
+            if place is not None
+        ]
 
     def load(self, entries: Iterable[Any], token: int) -> None:
         """Restore a dump that went through JSON; every token becomes `token`."""
         for block, parent, num_tokens in entries:
-            self.add(block, bytes.fromhex(parent), (token,) * num_tokens)
+            self.add(block, bytes.fromhex(parent), token_bytes((token,) * num_tokens))
 
-    def check(self, published: Container[int], references: Sequence[int]) -> None:
-        """Check that children and entries agree, and that a free block is published. Raises AssertionError."""
+    def check(self, published: Sequence[object], references: Sequence[int]) -> None:
+        """Check that children and places agree, and that a free block is `published`. Raises AssertionError."""
         listed = [
-            (block, (place, (tokens, block)))
+            (block, place, tokens)
             for place, children in self._children.items()
-            for tokens, block in (children if isinstance(children, list) else (children,))
+            for tokens, block in (children if isinstance(children, list) else [(self._tokens[children], children)])
         ]
-        assert len(listed) == len(self._entries), "a block is a child twice"
-        assert dict(listed) == self._entries, "children disagree"
-        assert all(references[block] or block in published for block in self._entries), "a free block is a child"
+        kept = [(block, place, self._tokens[block]) for block, place in enumerate(self._places) if place is not None]
+        assert sorted(listed) == kept, "children disagree"
+        assert all(references[block] or published[block] for block, _, _ in kept), "a free block is a child"
 
 
-def _neighbours(children: list[_Child], wanted: Tokens) -> list[_Child]:
+def _neighbours(children: list[_Child], wanted: bytes) -> list[_Child]:
     index = bisect_left(children, (wanted, -1))
     return children[max(0, index - 1) : index + 1]
 
@@ -113,9 +128,8 @@ def _num_positions(donor: Donor) -> int:
     return donor.num_positions
 
 
-def _num_common(tokens: Tokens, others: Tokens) -> int:
+def _num_common(tokens: bytes, others: bytes) -> int:
     """Return how many leading tokens are equal."""
-    for count, (token, other) in enumerate(zip(tokens, others, strict=False)):
-        if token != other:
-            return count
-    return min(len(tokens), len(others))
+    length = min(len(tokens), len(others))
+    differing = int.from_bytes(tokens[:length], "big") ^ int.from_bytes(others[:length], "big")
+    return (8 * length - differing.bit_length()) // (8 * TOKEN_BYTES)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lineclear.scheduler.core.block_pool import BlockHash, BlockPool, PendingWrites
-from lineclear.scheduler.core.child_blocks import Donor
+from lineclear.scheduler.core.child_blocks import Donor, token_bytes
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.sequence import BLANK_TOKEN, Sequence, State
 
@@ -271,27 +271,28 @@ class RunningBatch:
                 self.pool.note_writes(blocks[index], keys[index], tokens, writes)
         sequence.num_offered = end // size * size
         if num_partial:
-            tokens = tuple(sequence.tokens[end - num_partial : end])
+            tokens = token_bytes(sequence.tokens[end - num_partial : end])
             self.pool.note_writes(blocks[end // size], keys[end // size], tokens, writes)
         if writes.blocks:
             self._pending.append(writes)
 
-    def _block_content(self, sequence: Sequence, index: int) -> tuple[bytes, tuple[int, ...]]:
-        """Return prefix-cache key and tokens of block `index`, whose tokens are all confirmed."""
+    def _block_content(self, sequence: Sequence, index: int) -> tuple[bytes, bytes]:
+        """Return prefix-cache key and `token_bytes` of block `index`, whose tokens are all confirmed."""
         size = self.pool.block_size
-        keys = sequence.block_keys.get(size) or self._keys(sequence)
-        tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
-        if index + 1 == len(keys):
+        keys, contents = sequence.leading_blocks.get(size) or self._leading_blocks(sequence)
+        if index == len(contents):
+            tokens = token_bytes(sequence.tokens[index * size : (index + 1) * size])
+            contents.append(tokens)
             keys.append(self._block_hash(sequence.request.cache_scope, keys[-1], tokens))
-        return keys[index + 1], tokens
+        return keys[index + 1], contents[index]
 
     def _keys(self, sequence: Sequence) -> list[bytes]:
         """Return the keys of its leading blocks that are made so far, behind the key that starts the chain."""
-        keys = sequence.block_keys.get(self.pool.block_size)
-        if keys is None:
-            root = self._block_hash(sequence.request.cache_scope, None, ())
-            keys = sequence.block_keys[self.pool.block_size] = [root]
-        return keys
+        return (sequence.leading_blocks.get(self.pool.block_size) or self._leading_blocks(sequence))[0]
+
+    def _leading_blocks(self, sequence: Sequence) -> tuple[list[bytes], list[bytes]]:
+        root = self._block_hash(sequence.request.cache_scope, None, b"")
+        return sequence.leading_blocks.setdefault(self.pool.block_size, ([root], []))
 
     def pending_sequences(self) -> list[Sequence]:
         """Return writers and readers of pending writes that are not resolved; some have finished."""

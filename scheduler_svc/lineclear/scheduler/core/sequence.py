@@ -12,6 +12,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from lineclear.scheduler.core.child_blocks import token_bytes
 from lineclear.scheduler.core.draft_history import DraftHistory
 from lineclear.scheduler.core.events import RequestStats
 from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, Sampling
@@ -164,7 +165,6 @@ class Sequence:
         "accepted_tokens",
         "admission_count",
         "arrival",
-        "block_keys",
         "blocks",
         "cached_tokens",
         "clear_position",
@@ -180,6 +180,7 @@ class Sequence:
         "isolated_kills",
         "last_step",
         "last_token_at",
+        "leading_blocks",
         "max_computed_before",
         "max_len",
         "num_computed",
@@ -233,9 +234,9 @@ class Sequence:
         self.num_drafts = 0  # drafts that its row in flight may verify; until the result, its length is not known
         # Always:
         self.num_known = len(self.tokens)  # * tokens and samples in flight
-        # Prefix-cache keys by block size, which may differ between workers: the key that starts the chain, and those of
-        # the leading full blocks, made when needed.
-        self.block_keys: dict[int, list[bytes]] = {}
+        # By block size, which may differ between workers, and made when needed: the key that starts the chain with the
+        # prefix-cache keys of the leading full blocks, and their `token_bytes`.
+        self.leading_blocks: dict[int, tuple[list[bytes], list[bytes]]] = {}
         self.num_published = 0  # leading computed positions in blocks that were offered to the prefix cache
         self.num_offered = 0  # the same with planned positions
         self.num_void = 0  # samples in flight to drop: they were computed from values that are not finite
@@ -333,7 +334,7 @@ class Sequence:
 
     def dump(self) -> list[Any]:
         """Return a copy of the state; of tokens only their number."""
-        keys = tuple((size, tuple(keys)) for size, keys in self.block_keys.items())
+        keys = tuple((size, tuple(keys)) for size, (keys, _) in self.leading_blocks.items())
         history = None if self.draft_history is None else self.draft_history.dump()
         lengths = self.state.value, len(self.tokens), tuple(self.blocks), keys, history
         return [*self.request.dump(), *lengths, _plain_values(self)]
@@ -349,12 +350,14 @@ class Sequence:
         sequence.state = State(state)
         sequence.blocks = list(blocks)
         sequence.draft_history = None if history is None else DraftHistory.load(history)
-        sequence.block_keys = {size: list(map(bytes.fromhex, of_size)) for size, of_size in keys}
+        for size, of_size in keys:
+            contents = [token_bytes([BLANK_TOKEN] * size)] * (len(of_size) - 1)
+            sequence.leading_blocks[size] = list(map(bytes.fromhex, of_size)), contents
         for name, value in fields.items():
             setattr(sequence, name, value)
         return sequence
 
 
-_NOT_PLAIN = {"block_keys", "blocks", "draft_history", "request", "state", "stop_token_ids", "tokens"}
+_NOT_PLAIN = {"blocks", "draft_history", "leading_blocks", "request", "state", "stop_token_ids", "tokens"}
 _PLAIN = tuple(sorted({*Sequence.__slots__} - _NOT_PLAIN))
 _plain_values = attrgetter(*_PLAIN)

@@ -188,7 +188,7 @@ class RecordingScheduler(Scheduler):
 
     # --- the records ------------------------------------------------------------------------------------------------
 
-    def _recorded_hash(self, cache_salt: bytes, parent: bytes | None, tokens: tuple[int, ...]) -> bytes:
+    def _recorded_hash(self, cache_salt: bytes, parent: bytes | None, tokens: bytes) -> bytes:
         key = self._hash(cache_salt, parent, tokens)
         self._keys += key[:KEY_BYTES]
         return key
