@@ -23,7 +23,7 @@ import structlog
 import uvloop
 
 from lineclear.exit_codes import ExitCode
-from lineclear.process import core_dumps, logging_setup
+from lineclear.process import core_dumps, logging_setup, malloc_arenas
 from lineclear.process.device_names import split_devices
 from lineclear.process.private_dir import PathError
 from lineclear.process.setting_fields import flag_of
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lineclear.scheduler.capacity import command
 
         return command.main(arguments[1:])
+    malloc_arenas.limit_arenas()  # before other threads start
     core_dumps.disable()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
