@@ -1,6 +1,8 @@
 """Fit the growth of a process's memory, threads and descriptors over the requests it has served.
 
-Least squares, with one intercept for each process, so that successive workers are fitted together.
+Least squares, with one intercept for each process, so that successive workers are fitted together. With a
+`memory_probe`, a leak is a slope of the memory in use; private memory then has to level off: its slope is that of the
+second half. Without one, private memory stands for both.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _WARM_UP = 0.1
+_LEVELLING = 0.5  # caches and windows fill, and allocators keep what a peak has needed
 PER_REQUESTS = 100_000
 
 
@@ -20,30 +23,43 @@ class Sample:
     """Figures of a process at one moment."""
 
     requests: int
-    private_bytes: int
+    private_mib: float
     threads: int
     descriptors: int
     pid: int = 0
+    in_use_mib: float | None = None
+    """With a `memory_probe`."""
 
 
 @dataclass(frozen=True)
 class Bounds:
     """Largest growth per 100,000 requests: the upper end of the slope's 95 % interval."""
 
-    private_bytes: float = 2.0**20
+    in_use_mib: float = 1.0
+    private_mib: float = 1.0
     threads: float = 2.0
     descriptors: float = 10.0
 
 
-SHORT = Bounds(private_bytes=300_000.0 * PER_REQUESTS, threads=0.05 * PER_REQUESTS, descriptors=0.2 * PER_REQUESTS)
+SHORT = Bounds(
+    in_use_mib=0.3 * PER_REQUESTS,
+    private_mib=0.3 * PER_REQUESTS,
+    threads=0.05 * PER_REQUESTS,
+    descriptors=0.2 * PER_REQUESTS,
+)
 """For runs of seconds instead of an hour, where warming caches and allocators has a slope as well."""
 
 
-def look(pid: int, requests: int) -> Sample:
-    """Read the figures of a process. Private memory is RssAnon and VmSwap, since a leak may be swapped out."""
+def look(pid: int, requests: int, memory: Path | None = None) -> Sample:
+    """Read the figures of a process. Private memory is RssAnon and VmSwap, since a leak may be swapped out.
+
+    `memory` is the file of its `memory_probe`, if it has one.
+    """
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
-    private = sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
-    return Sample(requests, private, int(status["Threads"]), len(list(Path(f"/proc/{pid}/fd").iterdir())), pid)
+    private = sum(int(status[name].split()[0]) for name in ("RssAnon", "VmSwap")) / 1024
+    descriptors = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    in_use = None if memory is None else int(memory.read_text()) / 2**20
+    return Sample(requests, private, int(status["Threads"]), descriptors, pid, in_use)
 
 
 def slope(*lines: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -65,19 +81,21 @@ def slope(*lines: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Fit each figure. The first tenth of each process's samples is warm-up and left out."""
+    """Fit each figure, memory in MiB. The first tenth of each process's samples is warm-up and left out."""
     lives: dict[int, list[Sample]] = {}
     for sample in samples:
         lives.setdefault(sample.pid, []).append(sample)
-    settled = [life[int(len(life) * _WARM_UP) + 1 :] for life in lives.values()]
-    settled = [life for life in settled if len(life) > 2]
     found: dict[str, Any] = {"processes": len(lives)}
-    for name in ("private_bytes", "threads", "descriptors"):
+    is_probed = samples[0].in_use_mib is not None
+    for name in ("in_use_mib",) * is_probed + ("private_mib", "threads", "descriptors"):
+        left_out = _LEVELLING if is_probed and name == "private_mib" else _WARM_UP
+        settled = [life[int(len(life) * left_out) + 1 :] for life in lives.values()]
+        settled = [life for life in settled if len(life) > 2]
         rise, error = slope(*([(s.requests, getattr(s, name)) for s in life] for life in settled))
         found[name] = {
-            "first": getattr(samples[0], name),
-            "last": getattr(samples[-1], name),
-            "most": max(getattr(sample, name) for sample in samples),
+            "first": round(getattr(samples[0], name), 2),
+            "last": round(getattr(samples[-1], name), 2),
+            "most": round(max(getattr(sample, name) for sample in samples), 2),
             "slope_per_100k": round(rise * PER_REQUESTS, 2),
             "lower_per_100k": round(max(-1e15, (rise - error) * PER_REQUESTS), 2),
             "upper_per_100k": round(min(1e15, (rise + error) * PER_REQUESTS), 2),
@@ -90,7 +108,7 @@ def too_much(found: dict[str, Any], bounds: Bounds, *, certain: bool = False) ->
 
     With `certain`, only those whose lower confidence bound is too large; otherwise also those that may be.
     """
-    names = ("private_bytes", "threads", "descriptors")
+    names = [name for name in ("in_use_mib", "private_mib", "threads", "descriptors") if name in found]
 
     def value(name: str) -> float:
         return float(found[name]["lower_per_100k" if certain else "upper_per_100k"])

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,17 @@ PROGRAM: tuple[str, ...] = ("-m", "lineclear.scheduler.main")
 class Server:
     """A running server. `events` has the log lines of both processes with the time when they were read."""
 
-    def __init__(self, target: str, flags: Sequence[str], toy: dict[str, Any] | None = None) -> None:
-        """With `toy`, run the torch-free toy worker with these options."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
-        command = [sys.executable, *PROGRAM, "--listen", target, "--spawn-worker", "--log-format", "json"]
+    def __init__(
+        self,
+        target: str,
+        flags: Sequence[str],
+        toy: dict[str, Any] | None = None,
+        program: Sequence[str] = (),
+        variables: Mapping[str, str] = {},
+    ) -> None:
+        """With `toy`, run the torch-free toy worker with these options. `program` replaces PROGRAM."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")} | variables
+        command = [sys.executable, *(program or PROGRAM), "--listen", target, "--spawn-worker", "--log-format", "json"]
         if toy is not None:
             path = os.pathsep.join(filter(None, (str(TESTS), environment.get("PYTHONPATH"))))
             environment |= {"PYTHONPATH": path, "TOY_OPTIONS": json.dumps(toy)}

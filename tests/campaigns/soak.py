@@ -47,13 +47,15 @@ _LARGE_PROMPT = 4000
 _STANDSTILL_SECONDS = 30.0  # longest time without a token; a killed worker is replaced far sooner
 WORK = ("cancel_midway", "read_slowly", "send_large_prompt", "submit_only", "vanish", "kill")
 """Kinds of clients, apart from readers."""
+PROGRAM: tuple[str, ...] = ("-m", "campaigns.memory_probe")
+"""Arguments of Python that run the scheduler with the probe."""
 
 
 class _Soak:
     """One run: the server, its clients, and their results."""
 
-    def __init__(self, server: Server, tokens: dict[str, str], seed: int) -> None:
-        self.server, self.tokens, self.seed = server, tokens, seed
+    def __init__(self, server: Server, tokens: dict[str, str], seed: int, memory: Path) -> None:
+        self.server, self.tokens, self.seed, self.memory = server, tokens, seed, memory
         self.target = server.wait_for("listening")[1]["address"]
         self.tally = Tally()
         self.stopped = threading.Event()
@@ -235,9 +237,9 @@ class _Soak:
         end = time.monotonic() + seconds
         every = min(_SAMPLE_SECONDS, seconds / 40)
         while time.monotonic() < end:
-            for name, pid in (("scheduler", self.server.process.pid), ("worker", self.server.worker_pids()[-1])):
-                with contextlib.suppress(OSError, KeyError):  # a worker that has just been killed
-                    samples[name].append(look(pid, self.tally.answers))
+            samples["scheduler"].append(look(self.server.process.pid, self.tally.answers, self.memory))
+            with contextlib.suppress(OSError, KeyError):  # a worker that has just been killed
+                samples["worker"].append(look(self.server.worker_pids()[-1], self.tally.answers))
             time.sleep(every)
         return samples
 
@@ -263,9 +265,10 @@ def soak(
     """Run a server and its clients. Return the figures."""
     path, tokens = write_tokens(folder)
     flags = ["--model", str(save(folder, byte_level())), "--token-file", str(path), *flags]
-    server = Server("127.0.0.1:0", flags, toy=_TOY)
+    memory = folder / "memory"
+    server = Server("127.0.0.1:0", flags, toy=_TOY, program=PROGRAM, variables={"MEMORY_FILE": str(memory)})
     server.wait_for("worker_joined")
-    found = _Soak(server, tokens, seed).run(seconds, streams, kill_seconds, vanish_seconds)
+    found = _Soak(server, tokens, seed, memory).run(seconds, streams, kill_seconds, vanish_seconds)
     found["exit_code"] = server.end(signal.SIGTERM)
     return found
 

@@ -88,6 +88,7 @@ def test_parameter_lost_in_recovery_is_found(
     assert done.tally.altered if found == "altered" else done.tally.wrong[found], done.figures()
 
 
+_MAIN = "lineclear.scheduler.main"
 _PLANTED = """
 import asyncio, itertools, sys
 from lineclear.scheduler.main import main
@@ -123,7 +124,8 @@ def test_one_wrong_message_in_ten_is_found(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_soak_finds_a_wrong_canary_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "PROGRAM", ("-c", _PLANTED.format(bug="message.token_ids[-1] ^= 1")))
+    program = _PLANTED.format(bug="message.token_ids[-1] ^= 1")
+    monkeypatch.setattr(soak, "PROGRAM", ("-c", program.replace(_MAIN, "campaigns.memory_probe")))
     flags = ["--keepalive-time-seconds", "2", "--keepalive-timeout-seconds", "2"]
     found = soak.soak(folder, seconds=3.0, streams=2, seed=5, kill_seconds=1.0, vanish_seconds=1.0, flags=flags)
     assert "problems" in soak.faults(found, growth.SHORT, certain=True)
@@ -186,7 +188,7 @@ def test_short_soak_is_clean(folder: Path) -> None:
 
 _LEAKING = """
 import os, sys, threading
-from lineclear.scheduler.main import main
+from campaigns.memory_probe import main
 from lineclear.scheduler.core.scheduler import Scheduler
 
 submit, kept = Scheduler.submit, []
@@ -203,9 +205,9 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_short_soak_finds_leaks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "PROGRAM", ("-c", _LEAKING))
+    monkeypatch.setattr(soak, "PROGRAM", ("-c", _LEAKING))
     found = soak.soak(folder, seconds=4.0, streams=4, seed=5, kill_seconds=1000.0, vanish_seconds=1000.0)
-    leaks = [f"scheduler {name}" for name in ("private_bytes", "threads", "descriptors")]
+    leaks = [f"scheduler {name}" for name in ("in_use_mib", "private_mib", "threads", "descriptors")]
     assert found["missing"] == ["vanish", "kill"]
     assert soak.faults(found, growth.SHORT, certain=True) == ["missing", *leaks], found
 
@@ -230,9 +232,9 @@ def test_successive_processes_share_a_slope() -> None:
 
 
 def test_unknown_slope_is_too_much_unless_certain() -> None:
-    few = [growth.Sample(n, 10**8 + n, 4, 20, pid=1) for n in range(3)]
+    few = [growth.Sample(n, 100.0 + n / 1e6, 4, 20, pid=1) for n in range(3)]
     found = growth.growth(few)
-    assert growth.too_much(found, growth.Bounds()) == ["private_bytes", "threads", "descriptors"]
+    assert growth.too_much(found, growth.Bounds()) == ["private_mib", "threads", "descriptors"]
     assert growth.too_much(found, growth.Bounds(), certain=True) == []
 
 
