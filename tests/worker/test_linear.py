@@ -8,7 +8,9 @@ from torch import nn
 
 from lineclear.worker.cpu import linear
 from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.kernels import native_library
 from lineclear.worker.kernels.call_graph import DynamicInt
+from lineclear.worker.kernels.native_library import onednn_packs
 
 
 def layer(outputs: int, inputs: int, *, bias: bool = False) -> nn.Linear:
@@ -77,7 +79,8 @@ def test_few_rows_use_the_kernel_and_many_onednn(bias: bool) -> None:
     modules = [layer(32, 48, bias=bias), layer(16, 48, bias=bias)]
     weight, biases = linear.fused_weights(modules)
     both = linear.pack_twice(modules, HugePageArena())
-    ours, theirs = linear.Bf16Linear(weight, biases, HugePageArena()), linear.onednn(weight, biases)
+    ours = linear.Bf16Linear(weight, biases, HugePageArena())
+    theirs = linear.onednn(weight, biases) if onednn_packs(torch.bfloat16) else ours
     rows, x, out = DynamicInt(0), torch.randn(40, 48).bfloat16(), torch.zeros(40, 48, dtype=torch.bfloat16)
     multiply, arguments = both.bind(rows, x, out)
     for rows.value in (1, 16, 17, 40, 2):  # the same recorded call for all of them
@@ -87,9 +90,20 @@ def test_few_rows_use_the_kernel_and_many_onednn(bias: bool) -> None:
         assert torch.equal(out[: rows.value], expected)
 
 
-def test_unsupported_width_uses_onednn_only() -> None:
-    module = layer(32, 50)
-    x = torch.randn(3, 50).bfloat16()
-    torch.testing.assert_close(
-        product(linear.pack_twice([module], HugePageArena()), x, 32), module(x), rtol=2**-7, atol=1e-3
-    )
+@pytest.mark.parametrize("pack", [linear.pack, linear.pack_twice])
+@pytest.mark.parametrize("inputs", [48, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("by_onednn", [True, False])
+@pytest.mark.usefixtures("best_and_none")
+def test_any_weights_are_packed(
+    pack: linear.Packer, inputs: int, dtype: torch.dtype, by_onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels lack widths and float16; oneDNN lacks bfloat16 without AVX-512, and float16 on most processors."""
+    if not by_onednn:
+        monkeypatch.setattr(linear, "onednn", lambda *_: pytest.fail("oneDNN cannot pack here"))
+        for module in (linear, native_library):
+            monkeypatch.setattr(module, "onednn_packs", lambda _: False)
+    modules = [layer(32, inputs, bias=True).to(dtype)]
+    x = torch.randn(3, inputs).to(dtype)
+    found = product(pack(modules, HugePageArena()), x, 32)
+    torch.testing.assert_close(found, modules[0](x), rtol=2**-7, atol=1e-3)

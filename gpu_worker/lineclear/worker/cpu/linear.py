@@ -1,8 +1,9 @@
 """Linear layers with constant weights, packed once for the fastest matrix product of this processor.
 
 Layers with a common input are fused into one product. bf16 weights use the kernel in kernels/bf16_gemm.cpp where the
-processor's bf16 instruction is slower. Other weights on a CPU use oneDNN's packed layout, 1.25 to 1.6 times as fast at
-up to 32 rows. With AMX, oneDNN is faster for many rows and the kernel for few: `pack_twice`.
+processor's bf16 instruction is slower or missing. Other weights on a CPU use oneDNN's packed layout, 1.25 to 1.6 times
+as fast at up to 32 rows, or torch where oneDNN cannot pack them. With AMX, oneDNN is faster for many rows and the
+kernel for few: `pack_twice`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer
-from lineclear.worker.kernels.native_library import LANES, prefers_bf16_gemm, selected_library
+from lineclear.worker.kernels.native_library import LANES, onednn_packs, prefers_bf16_gemm, selected_library
 
 
 class Linear(ABC):
@@ -51,20 +52,20 @@ def pack(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
     weight, bias = fused_weights(layers)
     if weight.device.type != "cpu":
         return TorchLinear(lambda x: F.linear(x, weight, bias))
-    if weight.dtype == torch.bfloat16 and weight.shape[1] % LANES == 0 and prefers_bf16_gemm():
+    if _fits_bf16_gemm(weight) and prefers_bf16_gemm():
         return Bf16Linear(weight, bias, arena)
-    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if onednn_packs(weight.dtype):
         return onednn(weight, bias)
     return TorchLinear(lambda x: F.linear(x, weight, bias))
 
 
 def pack_twice(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
-    """Pack bf16 weights for bf16_gemm and for oneDNN, in twice the memory.
+    """Pack bf16 weights for bf16_gemm and for oneDNN, in twice the memory; once if one of the two cannot take them.
 
     A row's result depends on whether the batch has at most `_MAX_FEW_ROWS` rows.
     """
     weight, bias = fused_weights(layers)
-    if weight.shape[1] % LANES:
+    if not (_fits_bf16_gemm(weight) and onednn_packs(weight.dtype)):
         return pack(layers, arena)
     return LinearByRows(Bf16Linear(weight, bias, arena), onednn(weight, bias))
 
@@ -157,6 +158,10 @@ def onednn(weight: Tensor, bias: Tensor | None) -> Linear:
     product = torch.ops.mkldnn._linear_pointwise
     none: list[float] = []
     return TorchLinear(lambda x: product(x, packed, bias, "none", none, ""))
+
+
+def _fits_bf16_gemm(weight: Tensor) -> bool:
+    return weight.dtype is torch.bfloat16 and weight.shape[1] % LANES == 0 and selected_library() is not None
 
 
 def _bias(layer: nn.Linear) -> Tensor:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -51,6 +52,8 @@ _X86 = (
     ("x86_64_avx2", {"avx2", "fma"}),
     ("x86_64_fma", {"fma"}),
 )
+# Prefixes of the flags that each value of ATEN_CPU_CAPABILITY hides.
+_HIDDEN = {"avx2": ("avx512", "amx"), "default": ("avx512", "amx", "avx2")}
 
 
 def candidates() -> list[str]:
@@ -81,13 +84,26 @@ def selected_library() -> Any | None:
 
 
 def prefers_bf16_gemm() -> bool:
-    """Return whether `lineclear_bf16_gemm` is faster than oneDNN on this processor."""
+    """Return whether `lineclear_bf16_gemm` is faster than oneDNN on this processor, or oneDNN has no such product."""
+    if not onednn_packs(torch.bfloat16):
+        return selected_library() is not None
     return _prefers_bf16_gemm(_chosen) and not _has_amx()
 
 
 def prefers_bf16_gemm_for_few_rows() -> bool:
     """Return whether `lineclear_bf16_gemm` is faster for few rows only; oneDNN uses AMX for many rows."""
-    return _prefers_bf16_gemm(_chosen) and _has_amx()
+    return onednn_packs(torch.bfloat16) and _prefers_bf16_gemm(_chosen) and _has_amx()
+
+
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN can pack matrices of this type here. It needs AVX-512 or better for bfloat16."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype is torch.float32
 
 
 def library_name() -> str:
@@ -137,8 +153,11 @@ def _path(name: str) -> Path:
 
 
 def _x86_flags() -> set[str]:
+    """Return the processor's flags, without the instruction sets that ATEN_CPU_CAPABILITY hides from torch."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return set()
-    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+    found = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+    hidden = _HIDDEN.get(os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), ())
+    return {flag for flag in found if not flag.startswith(hidden)}
