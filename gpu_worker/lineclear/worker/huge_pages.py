@@ -5,6 +5,7 @@ With 4 KiB pages, hardware prefetching stops at the end of each page, and each p
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 
@@ -33,5 +34,6 @@ class HugePageArena:
 def _map_chunk(size: int) -> Tensor:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # EINVAL from a Linux kernel without transparent huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
