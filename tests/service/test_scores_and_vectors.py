@@ -52,6 +52,22 @@ def plain(logprobs: Any) -> list[tuple[float, list[tuple[int, float]]]]:
     return [(x.logprob, [(top.token_id, top.logprob) for top in x.top_logprobs]) for x in logprobs]
 
 
+def test_truncated_prompts_have_the_scores_and_vectors_of_their_ends(client: Client) -> None:
+    whole, end = client.score(PROMPT, [[7, 8]], truncate_prompt_tokens=5), client.score(PROMPT[-5:], [[7, 8]])
+    assert whole.scores == end.scores
+    assert whole.prompt_tokens == end.prompt_tokens == 5
+    found = client.embed([PROMPT, PROMPT[:3]], truncate_prompt_tokens=5)
+    assert found.vectors == client.embed([PROMPT[-5:], PROMPT[:3]]).vectors
+    assert found.prompt_tokens == 8
+    too_long = list(range(1, 400))
+    assert client.score(too_long, [[7]], truncate_prompt_tokens=9).prompt_tokens == 9
+    assert client.embed([too_long], truncate_prompt_tokens=9).prompt_tokens == 9
+    for call in (lambda: client.score(PROMPT, [[7]], truncate_prompt_tokens=0),
+                 lambda: client.embed([PROMPT], truncate_prompt_tokens=0)):  # fmt: skip
+        with pytest.raises(errors.InvalidRequest, match="truncate_prompt_tokens: must be at least 1"):
+            call()
+
+
 def test_scores_of_continuations(client: Client) -> None:
     continuations = [[7, 8, 9], [7], [500, 2]]
     found = client.score(PROMPT, continuations, top_logprobs=2)

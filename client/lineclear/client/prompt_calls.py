@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 from lineclear.errors import InvalidRequest
 from lineclear.v1 import inference_pb2 as pb
 
-from .requests import Metadata, Request, Unset
+from .chat_messages import Tool
+from .message_fields import set_field
+from .requests import Metadata, Params, Request, Unset
 from .results import TokenLogprobs, token_logprobs
 
 TextOrIds: TypeAlias = str | Sequence[int]
 PoolingName: TypeAlias = Literal["last_token", "mean"]
 
 
-class PromptParams(TypedDict, total=False):
-    """Keyword arguments of `score` and `embed`: fields of `Request`."""
+class EmbedParams(TypedDict, total=False):
+    """Keyword arguments of `embed`: fields of `Request`. `truncate_prompt_tokens` is that of each input."""
 
+    truncate_prompt_tokens: int | None
     priority: int | None
     cache_salt: str | None
     model: str | None
@@ -27,6 +30,13 @@ class PromptParams(TypedDict, total=False):
     timeout_seconds: float | Unset | None
     tenant: str | None
     metadata: Metadata
+
+
+class ScoreParams(EmbedParams, total=False):
+    """Keyword arguments of `score`: fields of `Request`. The last two are of conversations."""
+
+    add_generation_prompt: bool | None
+    tools: Sequence[Tool] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +75,29 @@ class Embeddings:
     model_fingerprint: str
 
 
+def of_call(method: str, kind: type[EmbedParams], prompt: Any, params: EmbedParams) -> Params:
+    """Return the parameters of `score` or `embed`. Raises TypeError for one that it does not use."""
+    if isinstance(prompt, Request):
+        raise TypeError(f"{method}() takes no Request; give the prompt and the parameters by themselves")
+    if unknown := sorted(params.keys() - kind.__annotations__.keys()):
+        known = ", ".join(sorted(kind.__annotations__))
+        raise TypeError(f"{method}() has no parameter {', '.join(unknown)}; it has {known}")
+    return cast("Params", params)
+
+
 def score_request(
     prompt: pb.GenerateRequest, continuations: Sequence[TextOrIds], top_logprobs: int | None
 ) -> pb.ScoreRequest:
     """Return the message of Score. Raises InvalidRequest."""
-    message = pb.ScoreRequest(continuations=[pb.Continuation(**_part(x)) for x in _list(continuations)])
+    parts = _parts("continuations", continuations)
+    message = pb.ScoreRequest(continuations=[pb.Continuation(**part) for part in parts])
     if prompt.HasField("chat"):
         message.chat.CopyFrom(prompt.chat)
     elif prompt.HasField("token_ids"):
         message.token_ids.CopyFrom(prompt.token_ids)
     else:
         message.text = prompt.text
-    if top_logprobs is not None:
-        message.top_logprobs = top_logprobs
+    set_field(message, "top_logprobs", top_logprobs)
     _copy_fields(message, prompt)
     return message
 
@@ -93,11 +113,9 @@ def embed_request(
     if pooling not in get_args(PoolingName):
         raise InvalidRequest.at("pooling", f"must be one of {', '.join(get_args(PoolingName))}")
     kind = pb.Pooling.Value(f"POOLING_{pooling.upper()}")
-    message = pb.EmbedRequest(inputs=[pb.EmbedInput(**_part(x)) for x in _list(inputs)], pooling=kind)
-    if normalize is not None:
-        message.normalize = normalize
-    if dimensions is not None:
-        message.dimensions = dimensions
+    message = pb.EmbedRequest(inputs=[pb.EmbedInput(**part) for part in _parts("inputs", inputs)], pooling=kind)
+    set_field(message, "normalize", normalize)
+    set_field(message, "dimensions", dimensions)
     _copy_fields(message, fields)
     return message
 
@@ -117,18 +135,27 @@ def embeddings_from(response: pb.EmbedResponse) -> Embeddings:
     return Embeddings(vectors, response.prompt_tokens, response.model_fingerprint)
 
 
-def _list(values: Sequence[TextOrIds]) -> Sequence[TextOrIds]:
-    if isinstance(values, str | bytes):
-        raise InvalidRequest.at("prompt", "must be a list of texts or of lists of token ids")
-    return values
-
-
-def _part(value: TextOrIds) -> dict[str, Any]:
-    message = Request(prompt=value).to_proto()
-    return {"text": message.text} if isinstance(value, str) else {"token_ids": message.token_ids}
+def _parts(path: str, values: Iterable[TextOrIds]) -> list[dict[str, Any]]:
+    """Return the fields of each text or list of token ids. Raises InvalidRequest."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InvalidRequest.at(path, "must be a list of texts or of lists of token ids")
+    parts = []
+    for index, value in enumerate(values):
+        try:
+            message = Request(prompt=value).to_proto()
+        except InvalidRequest as error:
+            raise type(error).at(f"{path}[{index}]", error.violations[0].description) from None
+        if message.HasField("chat"):
+            raise InvalidRequest.at(f"{path}[{index}]", "must be a text or a list of token ids")
+        parts.append({"text": message.text} if isinstance(value, str) else {"token_ids": message.token_ids})
+    return parts
 
 
 def _copy_fields(message: pb.ScoreRequest | pb.EmbedRequest, source: pb.GenerateRequest) -> None:
-    for name in ("priority", "cache_salt", "model", "model_fingerprint", "adapter"):
+    """Set the fields of a prompt that both messages have."""
+    for name in _SHARED & set(message.DESCRIPTOR.fields_by_name):
         if source.HasField(name):
             setattr(message, name, getattr(source, name))
+
+
+_SHARED = set(pb.GenerateRequest.DESCRIPTOR.fields_by_name) - {"text", "token_ids", "chat"}

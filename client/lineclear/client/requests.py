@@ -293,15 +293,15 @@ class Request:
         Raises InvalidRequest if the message cannot hold a value. The error does not contain the value.
         """
         message = pb.GenerateRequest()
-        _set_prompt(message, self.prompt, self.add_generation_prompt)
-        if self.tools or self.tool_choice is not None:
-            if not is_chat(self.prompt):
-                raise InvalidRequest.at("tools", "need a list of chat messages as the prompt")
-            set_tools(message.chat, self.tools, self.tool_choice)
-            set_field(message.chat, "parallel_tool_calls", self.parallel_tool_calls, path="chat.parallel_tool_calls")
-        sampling = _merged(self.sampling, default_sampling)
-        if self.response_format is not None:
-            sampling = sampling.replace(json_schema=schema_of(self.response_format))
+        _set_prompt(message, self.prompt)
+        if message.HasField("chat"):
+            if self.tools or self.tool_choice is not None:
+                set_tools(message.chat, self.tools, self.tool_choice)
+            for name in ("add_generation_prompt", "parallel_tool_calls"):
+                set_field(message.chat, name, getattr(self, name), path=f"chat.{name}")
+        elif given := [name for name in _CHAT_FIELDS if getattr(self, name) not in (None, (), [])]:
+            raise InvalidRequest.at(given[0], "needs a list of chat messages as the prompt")
+        sampling = _merged(self._with_format(), default_sampling)
         _set_sampling(message, sampling)
         set_field(message, "request_id", self.request_id)
         set_field(message, "priority", self.priority)
@@ -322,7 +322,16 @@ class Request:
             message.output.queue_position = True
         return message
 
+    def _with_format(self) -> Sampling | None:
+        if self.response_format is None:
+            return self.sampling
+        own = self.sampling or Sampling()
+        if own.json_schema is not None:
+            raise InvalidRequest.at("response_format", "must be unset with json_schema; give one")
+        return own.replace(json_schema=schema_of(self.response_format))
 
+
+_CHAT_FIELDS: Final = ("tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt")
 _OUTPUT_OPTIONS: Final = tuple(
     name for name in pb.OutputOptions.DESCRIPTOR.fields_by_name if name != "logprob_token_ids"
 )
@@ -399,20 +408,26 @@ _VALUE = re.compile(r"[\x20-\x7e]*")
 
 
 def _merged(sampling: Sampling | None, default: Sampling | None) -> Sampling:
-    if sampling is None or default is None:
-        return sampling or default or Sampling()
-    has_form = any(getattr(sampling, name) is not None for name in _FORMS)
-    names = SAMPLING_FIELDS - set(_FORMS) if has_form else SAMPLING_FIELDS
-    gaps = {name: getattr(default, name) for name in names if getattr(sampling, name) is None}
-    return sampling.replace(**gaps)
+    if default is None:
+        return sampling or Sampling()
+    own = sampling or Sampling()
+    names = set(SAMPLING_FIELDS)
+    if _has_form(own):
+        names -= set(_FORMS)
+    elif not _has_form(default):
+        names -= set(_FORM_OPTIONS)  # as defaults they wait for a form
+    return own.replace(**{name: getattr(default, name) for name in names if getattr(own, name) is None})
 
 
-def _set_prompt(message: pb.GenerateRequest, prompt: Prompt, add_generation_prompt: bool | None) -> None:
+def _has_form(sampling: Sampling) -> bool:
+    return any(getattr(sampling, name) is not None for name in _FORMS)
+
+
+def _set_prompt(message: pb.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         set_field(message, "text", prompt)
     elif is_chat(prompt):
         _set_chat(message.chat, prompt)
-        set_field(message.chat, "add_generation_prompt", add_generation_prompt, path="chat.add_generation_prompt")
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         message.token_ids.SetInParent()  # the server rejects an empty list
         _extend(message.token_ids.ids, prompt, "token_ids.ids")
@@ -476,6 +491,7 @@ def _set_repetition(message: Any, value: RepetitionDetection | Mapping[str, int]
 
 
 _FORMS = ("json_schema", "json_object", "regex", "choice", "grammar")
+_FORM_OPTIONS = ("json_whitespace", "constraint_start")
 _WHITESPACE = {"compact": sampling_pb2.JSON_WHITESPACE_COMPACT, "any": sampling_pb2.JSON_WHITESPACE_ANY}
 
 
@@ -485,8 +501,9 @@ def _set_form(params: sampling_pb2.SamplingParams, sampling: Sampling) -> None:
     if len(given) > 1:
         raise InvalidRequest.at(path, f"has {' and '.join(given)}; give one")
     if not given:
-        if sampling.constraint_start is not None:
-            raise InvalidRequest.at(f"{path}.constraint_start", f"needs one of {', '.join(_FORMS)}")
+        for name in _FORM_OPTIONS:
+            if getattr(sampling, name) is not None:
+                raise InvalidRequest.at(f"{path}.{name}", f"needs one of {', '.join(_FORMS)}")
         return
     form, name = params.structured_output, given[0]
     value = getattr(sampling, name)

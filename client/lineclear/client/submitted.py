@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from typing import Unpack
 
-from lineclear.errors import LineclearError
+from lineclear.errors import InvalidRequest, LineclearError
 from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 from .call_settings import CallOptions
 from .chat_messages import ToolCall
+from .requests import Params, Prompt, Request, Sampling
 from .results import Queued, queued_from_proto
 from .retry import bounded
 
@@ -55,6 +57,16 @@ def submitted_status(message: pb.GetResultResponse) -> SubmittedStatus:
     texts = (answer.text, *(output.text for output in message.more_outputs))
     calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in answer.tool_calls)
     return SubmittedStatus(state, answer.text, tuple(answer.token_ids), error, queued, texts, calls, answer.reasoning)
+
+
+def submittable(prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Request:
+    """Return the request. Raises InvalidRequest for a parameter that no submitted request has."""
+    request = Request.of(prompt, sampling, **params)
+    if request.response_format is not None:
+        raise InvalidRequest.at("response_format", "must be unset in submit(); give json_schema, and parse the text")
+    if request.on_model_change is not None:
+        raise InvalidRequest.at("on_model_change", "must be unset in submit(): the server does not start it over")
+    return request
 
 
 def submit_request(options: CallOptions) -> pb.SubmitRequest:

@@ -976,6 +976,7 @@ class ScoreRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text. The server tokenizes it; special tokens in it are plain text."""
     top_logprobs: _builtins.int
@@ -992,13 +993,19 @@ class ScoreRequest(_message.Message):
     """As GenerateRequest.model_fingerprint."""
     adapter: _builtins.str
     """As GenerateRequest.adapter."""
+    truncate_prompt_tokens: _builtins.int
+    """As GenerateRequest.truncate_prompt_tokens: of the prompt, without the
+    continuations.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used unchanged, each in [0, vocabulary)."""
 
     @_builtins.property
     def chat(self) -> Global___ChatMessages:
-        """Conversation, rendered with the model's chat template."""
+        """Conversation, rendered with the model's chat template. A `tool_choice`
+        that forces a call and `parallel_tool_calls` must be unset.
+        """
 
     @_builtins.property
     def continuations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Continuation]:
@@ -1017,10 +1024,11 @@ class ScoreRequest(_message.Message):
         model: _builtins.str | None = ...,
         model_fingerprint: _builtins.str | None = ...,
         adapter: _builtins.str | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "continuations", b"continuations", "model", b"model", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "continuations", b"continuations", "model", b"model", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
     _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
@@ -1034,6 +1042,8 @@ class ScoreRequest(_message.Message):
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -1048,6 +1058,8 @@ class ScoreRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -1173,6 +1185,7 @@ class EmbedRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     pooling: Global___Pooling.ValueType
     """Which hidden states make up a vector. Default: POOLING_LAST_TOKEN."""
     normalize: _builtins.bool
@@ -1189,6 +1202,8 @@ class EmbedRequest(_message.Message):
     """As GenerateRequest.model_fingerprint."""
     adapter: _builtins.str
     """As GenerateRequest.adapter."""
+    truncate_prompt_tokens: _builtins.int
+    """As GenerateRequest.truncate_prompt_tokens: of each input."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
         """At least one, at most 128."""
@@ -1205,10 +1220,11 @@ class EmbedRequest(_message.Message):
         model: _builtins.str | None = ...,
         model_fingerprint: _builtins.str | None = ...,
         adapter: _builtins.str | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_dimensions", b"_dimensions", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_normalize", b"_normalize", "_priority", b"_priority", "adapter", b"adapter", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "model", b"model", "model_fingerprint", b"model_fingerprint", "normalize", b"normalize", "priority", b"priority"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_dimensions", b"_dimensions", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_normalize", b"_normalize", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "model", b"model", "model_fingerprint", b"model_fingerprint", "normalize", b"normalize", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_dimensions", b"_dimensions", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_normalize", b"_normalize", "_priority", b"_priority", "adapter", b"adapter", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "model_fingerprint", b"model_fingerprint", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_dimensions", b"_dimensions", "_model", b"_model", "_model_fingerprint", b"_model_fingerprint", "_normalize", b"_normalize", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "model_fingerprint", b"model_fingerprint", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
     _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
@@ -1224,6 +1240,8 @@ class EmbedRequest(_message.Message):
     _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter) -> _WhichOneofReturnType__adapter | None: ...
     @_typing.overload
@@ -1238,6 +1256,8 @@ class EmbedRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
 
 Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
 

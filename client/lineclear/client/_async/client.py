@@ -21,12 +21,14 @@ from ..concurrency import async_sleep
 from ..futures import AsyncAnswerFuture, AsyncFutures
 from ..prompt_calls import (
     Embeddings,
+    EmbedParams,
     PoolingName,
-    PromptParams,
+    ScoreParams,
     Scores,
     TextOrIds,
     embed_request,
     embeddings_from,
+    of_call,
     score_request,
     scores_from,
 )
@@ -47,7 +49,7 @@ from ..requests import (
 )
 from ..results import Generation, HealthStatus, Model, Queued, Stats, from_proto, queued_from_proto
 from ..retry import RetryPolicy
-from ..submitted import SubmittedStatus, submit_request, submitted_status
+from ..submitted import SubmittedStatus, submit_request, submittable, submitted_status
 from ..transports import AsyncTransport
 from .answer_stream import AsyncStream
 from .batches import AsyncBatches
@@ -209,10 +211,10 @@ class AsyncClient(AsyncBatches):
     ) -> AsyncSubmitted:
         """Submit a request and return once it is queued. The server generates the answer without a reader.
 
-        `timeout_seconds` is the deadline of the answer, not of this call. With `on_delta` or `on_token` the answer is
-        read in the background: `future()` of the result has the end, and the exception of a callback.
+        `timeout_seconds` is the deadline of the answer, not of this call. With a callback the answer is read
+        in the background: `future()` of the result has the end, and the exception of a callback.
         """
-        options = self._config.outgoing(prompt, sampling, **params)
+        options = self._config.outgoing(submittable(prompt, sampling, **params))
         request = submit_request(options)
         queued = None
         try:
@@ -223,7 +225,7 @@ class AsyncClient(AsyncBatches):
                 raise
             # The id is random: an earlier attempt of this call did arrive.
         submitted = AsyncSubmitted(self, request.request.request_id, options.metadata, queued)
-        if options.has_callbacks:
+        if options.has_callbacks or options.on_queued is not None:
             attaching = self._config.attaching(submitted.request_id, 0, options.metadata, None)
             callbacks = replace(
                 attaching, on_delta=options.on_delta, on_token=options.on_token, on_queued=options.on_queued
@@ -251,14 +253,15 @@ class AsyncClient(AsyncBatches):
         continuations: Sequence[TextOrIds],
         *,
         top_logprobs: int | None = None,
-        **params: Unpack[PromptParams],
+        **params: Unpack[ScoreParams],
     ) -> Scores:
         """Return the log-probability of each token of each continuation of `prompt`.
 
         A text that continues the prompt is tokenized by itself. `top_logprobs`: also those of this many most likely
-        tokens in the place of each token. `params` are fields of `Request`.
+        tokens in the place of each token. `params` are fields of `Request`. Raises TypeError for one that has no
+        meaning for a score.
         """
-        options = self._config.outgoing(prompt, **cast("Params", params))
+        options = self._config.outgoing(prompt, **of_call("score", ScoreParams, prompt, params))
         request = score_request(cast("pb.GenerateRequest", options.message), continuations, top_logprobs)
         return scores_from(await self._unary(rpc_methods.SCORE, request, options.timeout_seconds, options.metadata))
 
@@ -269,14 +272,14 @@ class AsyncClient(AsyncBatches):
         pooling: PoolingName = "last_token",
         normalize: bool | None = None,
         dimensions: int | None = None,
-        **params: Unpack[PromptParams],
+        **params: Unpack[EmbedParams],
     ) -> Embeddings:
         """Return a vector for each of `inputs`, texts or lists of token ids: its pooled last hidden states.
 
         `normalize`: scale vectors to length 1, by default true. `dimensions`: keep the leading ones. `params` are
-        fields of `Request`.
+        fields of `Request`. Raises TypeError for one that has no meaning for a vector.
         """
-        options = self._config.outgoing("", **cast("Params", params))
+        options = self._config.outgoing("", **of_call("embed", EmbedParams, inputs, params))
         fields = cast("pb.GenerateRequest", options.message)
         request = embed_request(inputs, fields, pooling, normalize, dimensions)
         return embeddings_from(await self._unary(rpc_methods.EMBED, request, options.timeout_seconds, options.metadata))

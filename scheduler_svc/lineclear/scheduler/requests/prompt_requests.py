@@ -14,10 +14,11 @@ from lineclear.errors import InvalidRequest, PromptTooLong, Violation
 from lineclear.scheduler.core.sequence import Scoring
 from lineclear.scheduler.requests import responses, validation
 from lineclear.scheduler.requests.admission import Admission
+from lineclear.scheduler.requests.forced_calls import is_forced
 from lineclear.scheduler.requests.output_stream import OutputStream
 from lineclear.scheduler.requests.request_context import Asks, RequestContext
 from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
-from lineclear.scheduler.requests.validation import MAX_TOP_LOGPROBS, ModelBounds
+from lineclear.scheduler.requests.validation import MAX_TOP_LOGPROBS, ModelBounds, check_truncation
 from lineclear.scheduler.requests.violations import Violations, check_vocabulary
 from lineclear.scheduler.security.identity import Identity
 from lineclear.v1 import inference_pb2 as pb
@@ -54,7 +55,7 @@ async def score(
 ) -> pb.ScoreResponse:
     """Return the scores of the continuations of a prompt."""
     _check_score(request, call.bounds)
-    prompt = list(await tokenizers.ids(_prompt_of(request)))
+    prompt = _truncated(list(await tokenizers.ids(_prompt_of(request))), request)
     if not prompt:
         raise InvalidRequest.at(request.WhichOneof("prompt") or "prompt", "has no tokens")
     num_top = request.top_logprobs
@@ -85,7 +86,7 @@ async def embed(
     asks = Asks(pooling=Pooling(_POOLING[request.pooling], request.dimensions, normalize))
     parts = []
     for index, entry in enumerate(request.inputs):
-        tokens = await _tokens(entry, tokenizers.encode)
+        tokens = _truncated(await _tokens(entry, tokenizers.encode), request)
         parts.append(_Part(tokens, asks, f"inputs[{index}]"))
         if not tokens:
             raise InvalidRequest.at(f"inputs[{index}]", "has no tokens")
@@ -153,12 +154,20 @@ def _message(part: _Part, request: pb.ScoreRequest | pb.EmbedRequest) -> pb.Gene
 
 def _prompt_of(request: pb.ScoreRequest) -> pb.GenerateRequest:
     """Return a message with the same prompt."""
+    prompt = pb.GenerateRequest(truncate_prompt_tokens=request.truncate_prompt_tokens)
     kind = request.WhichOneof("prompt")
     if kind == "text":
-        return pb.GenerateRequest(text=request.text)
-    if kind == "chat":
-        return pb.GenerateRequest(chat=request.chat)
-    return pb.GenerateRequest(token_ids=request.token_ids) if kind == "token_ids" else pb.GenerateRequest()
+        prompt.text = request.text
+    elif kind == "chat":
+        prompt.chat.CopyFrom(request.chat)
+    elif kind == "token_ids":
+        prompt.token_ids.CopyFrom(request.token_ids)
+    return prompt
+
+
+def _truncated(tokens: Sequence[int], request: pb.ScoreRequest | pb.EmbedRequest) -> Sequence[int]:
+    """Return the last tokens of a prompt that the request keeps."""
+    return tokens[-request.truncate_prompt_tokens :] if request.truncate_prompt_tokens else tokens
 
 
 async def _tokens(
@@ -175,6 +184,11 @@ def _check_score(request: pb.ScoreRequest, bounds: ModelBounds) -> None:
     validation.check_prompt(_prompt_of(request), bounds, violations)
     if request.top_logprobs > MAX_TOP_LOGPROBS:
         violations.add("top_logprobs", f"must be in [0, {MAX_TOP_LOGPROBS}]")
+    check_truncation(request, violations)
+    if is_forced(request.chat):
+        violations.add("chat.tool_choice", "must not force a call: Score generates no answer")
+    if request.chat.HasField("parallel_tool_calls"):
+        violations.add("chat.parallel_tool_calls", "must be unset: Score generates no answer")
     _check_parts("continuations", request.continuations, "continuation", bounds, violations)
     violations.raise_if_any()
 
@@ -187,6 +201,7 @@ def _check_embed(request: pb.EmbedRequest, bounds: ModelBounds) -> None:
         violations.add("dimensions", "must be at least 1")
     if request.dimensions > 2**31 - 1:
         violations.add("dimensions", "is larger than any model's hidden size")
+    check_truncation(request, violations)
     _check_parts("inputs", request.inputs, "input", bounds, violations)
     violations.raise_if_any()
 

@@ -149,8 +149,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     check_allowed(sampling, eos_ids | stop_ids, bounds.vocab_size, violations)
     bad_words = checked_texts("sampling.bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_BYTES, violations)
     repetition = stop_validation.repetition(stop, violations) if has_stop else None
-    if request.HasField("truncate_prompt_tokens") and request.truncate_prompt_tokens == 0:
-        violations.add("truncate_prompt_tokens", "must be at least 1")
+    check_truncation(request, violations)
     dry_breakers = checked_texts(
         "sampling.dry_sequence_breakers", params.dry_sequence_breakers, MAX_BREAKERS, MAX_BREAKER_BYTES, violations
     )
@@ -365,6 +364,12 @@ def _check_chat(path: str, chat: pb.ChatMessages, max_bytes: int, max_messages: 
             violations.add(f"{path}.messages[{index}].role", f"must be 1 to {MAX_ROLE} of [A-Za-z0-9_.-]")
     check_text_size(f"{path}.messages", tool_validation.texts(chat), max_bytes, violations)
     tool_validation.check_tools(path, chat, violations)
+
+
+def check_truncation(request: pb.GenerateRequest | pb.ScoreRequest | pb.EmbedRequest, violations: Violations) -> None:
+    """Add a violation if the prompt is truncated to nothing."""
+    if request.HasField("truncate_prompt_tokens") and request.truncate_prompt_tokens == 0:
+        violations.add("truncate_prompt_tokens", "must be at least 1")
 
 
 def check_text_size(path: str, texts: Iterable[str], max_bytes: int, violations: Violations) -> None:
