@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from support.figures import IDLE_GAUGES, Page, check_page, fetch
+
 TESTS = Path(__file__).parents[1]
 BOUND_SECONDS = 120.0
 PROGRAM: tuple[str, ...] = ("-m", "lineclear.scheduler.main")
@@ -38,6 +40,8 @@ class Server:
             path = os.pathsep.join(filter(None, (str(TESTS), environment.get("PYTHONPATH"))))
             environment |= {"PYTHONPATH": path, "TOY_OPTIONS": json.dumps(toy)}
             command.append(f"--worker-command={sys.executable} -m service.toy_worker")
+        if "--metrics-listen" not in flags:
+            command += ["--metrics-listen", "127.0.0.1:0"]
         self.process = subprocess.Popen(
             [*command, *flags], env=environment, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
         )
@@ -111,9 +115,20 @@ class Server:
         with self._changed:
             return [event for event in self.events if not event[1].get("event", "").startswith("request_")][-count:]
 
+    def check_figures(self) -> None:
+        """Check the equations between the figures, those of an idle server if no request is live."""
+        address = self.wait_for("metrics_listening")[1]["address"]
+        page, end = Page(fetch(address)), time.monotonic() + BOUND_SECONDS
+        while not page["open_streams"] and any(page[name] for name in IDLE_GAUGES) and time.monotonic() < end:
+            time.sleep(0.1)  # the core's figures are of a moment ago
+            page = Page(fetch(address))
+        check_page(page, idle=not page["open_streams"])
+
     def end(self, number: signal.Signals) -> int:
-        """Send a signal and wait for the exit. Return the exit code."""
+        """Send a signal and wait for the exit. Return the exit code. Before SIGTERM, check the figures."""
         if self.process.poll() is None:
+            if number is signal.SIGTERM and self.has_logged("serving"):
+                self.check_figures()
             self.process.send_signal(number)
         code = self.process.wait(BOUND_SECONDS)
         self._reader.join(BOUND_SECONDS)

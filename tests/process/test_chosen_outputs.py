@@ -155,7 +155,7 @@ def test_cancel_and_deadline_end_everything(service: ToyService, kind: dict[str,
             client.generate(PROMPT, timeout_seconds=0.4, **params)
         until(lambda: is_idle(client.stats()))
         future = client.submit_future(PROMPT, request_id=f"held-{next(iter(kind))}", **params)
-        until(lambda: client.stats().gauges.open_streams > 1)
+        until(lambda: client.stats().gauges.num_requests_running > 1)
         assert client.cancel(future.request_id)
         assert isinstance(future.exception(), Cancelled)
         until(lambda: is_idle(client.stats()))

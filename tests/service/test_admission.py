@@ -223,7 +223,7 @@ async def test_full_queue_rejects_before_validating_large_requests(tmp_path: Pat
 
 
 async def test_small_invalid_request_is_rejected_before_the_quota(tmp_path: Path) -> None:
-    """In Generate, Session and Submit; and the request is not counted as rejected by the quota."""
+    """In Generate, Session and Submit; and only the valid one is rejected by the quota."""
     invalid = text_request(sampling={"top_p": 7.0})
 
     async with serving(tmp_path, max_queue_size=1) as s:
@@ -237,8 +237,7 @@ async def test_small_invalid_request_is_rejected_before_the_quota(tmp_path: Path
         assert from_status((await session.read()).events[0].error).reason == "INVALID_REQUEST"
         session.cancel()
         assert (await error_of(s.generate(text_request()))).reason == "QUEUE_FULL"
-        stats = await s.stub.GetStats(pb.GetStatsRequest())
-        assert stats.counters.requests_rejected == 1
+        assert s.service._stats.rejected == {"invalid_request": 3, "queue_full": 1}
         first.cancel()
 
 

@@ -32,7 +32,7 @@ from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler import http_listener
 from lineclear.scheduler.metrics import VLLM_NAMES, families
 from lineclear.scheduler.metrics_server import MAX_CONNECTIONS, MetricsServer
-from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, RequestTimings, ServerStats
+from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, EndedRequest, RequestTimings, ServerStats
 from lineclear.v1 import inference_pb2 as pb
 
 
@@ -113,7 +113,9 @@ def test_durations_are_counted_up_to_each_bound() -> None:
 def test_requests_are_counted_by_how_they_ended() -> None:
     figures = ServerStats(0.0)
     for outcome in ("length", "stop_eos", "length", "stop_string", "deadline_exceeded"):
-        figures.add_ended(outcome)
+        figures.add_ended(
+            EndedRequest("id", outcome, True, "", "", 1, 3, RequestTimings(None, None, None, 1.0, None), None)
+        )
     found = read(pb.GetStatsResponse(), figures)
     ended = {name: value for name, value in found.items() if name.startswith("lineclear_requests_total")}
     assert ended == {
@@ -126,7 +128,7 @@ def test_requests_are_counted_by_how_they_ended() -> None:
     assert success == {
         "vllm:request_success_total finished_reason=stop": 2,
         "vllm:request_success_total finished_reason=length": 2,
-        "vllm:request_success_total finished_reason=abort": 0,
+        "vllm:request_success_total finished_reason=abort": 1,
         "vllm:request_success_total finished_reason=repetition": 0,
     }
 
@@ -330,7 +332,7 @@ def test_an_address_in_use_is_refused() -> None:
 
 
 async def test_every_rejected_request_is_counted_once(tmp_path: Path) -> None:
-    """By any method, and by commands of a Session. An admitted request counts among the ended ones."""
+    """By any method, and by commands of a Session, before and after tokenization."""
 
     file = token_file(tmp_path, f"alice {ALICE}")
     async with serving(tmp_path, token_file=str(file), max_queue_size=1) as s:
@@ -368,8 +370,9 @@ async def test_every_rejected_request_is_counted_once(tmp_path: Path) -> None:
             "unsupported": 1,
             "unauthenticated": 1,
             "queue_full": 1,
+            "prompt_too_long": 1,
         }
-        assert dict(ended) == {"cancelled": 1, "prompt_too_long": 1}
+        assert dict(ended) == {"cancelled": 1}
     figures = ServerStats(0.0)
     figures.add_rejected("invalid_request")
     assert read(pb.GetStatsResponse(), figures)["lineclear_requests_rejected_total reason=invalid_request"] == 1

@@ -17,6 +17,7 @@ from simulation.model_workers import ModelWorker
 from simulation.plan_checks import PlanChecks
 from simulation.result_checks import ResultChecks, require_same
 from simulation.scenario import Scenario
+from support.counters import check_counters
 from support.toy import expected, expected_scores, expected_vector, fingerprint, with_adapter
 
 from lineclear.errors import (
@@ -234,6 +235,7 @@ class Oracle:
         for name in _COUNTERS:
             reported, counted = getattr(snapshot.counters, name), getattr(self.state.counters, name)
             require(reported == counted, "I21", f"{name} is {reported}, {counted} counted")
+        check_counters(snapshot.counters)
         self._check_workers(snapshot)
         require(
             snapshot.num_requests_waiting == len(self.state.fresh) + len(self.state.resuming), "I11", "waiting requests"

@@ -2691,6 +2691,9 @@ Global___WorkerStats: _TypeAlias = WorkerStats  # noqa: Y015
 class Counters(_message.Message):
     """Counters since the scheduler started. In Prometheus they are
     lineclear_<field>_total.
+
+    A request is what a client sends: with several outputs or beams it counts
+    once. Each ends in one of rejected, finished, cancelled, expired and failed.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2716,27 +2719,37 @@ class Counters(_message.Message):
     SPEC_DECODE_NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     SPEC_DECODE_NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     requests_admitted: _builtins.int
-    """Requests admitted to the queue."""
+    """Requests admitted to the queue: those that finished, were cancelled,
+    expired or failed, and those that are live.
+    """
     requests_rejected: _builtins.int
-    """Calls and session commands answered with an error before a request was
-    admitted.
+    """Requests that ended before they were in the queue, cancelled and expired
+    ones included, and other calls answered with an error.
     """
     requests_finished: _builtins.int
-    """Requests that completed their answer."""
+    """Requests that completed their answer. Histograms count these."""
     requests_cancelled: _builtins.int
-    """Requests cancelled by their client."""
+    """Requests in the queue or later that their client cancelled."""
     requests_expired: _builtins.int
-    """Requests ended by their deadline."""
+    """Requests in the queue or later that ended at their deadline, whether the
+    client or the server ended them.
+    """
     requests_failed: _builtins.int
-    """Requests ended by an error of the server."""
+    """Requests in the queue or later that ended with another error."""
     prompt_tokens: _builtins.int
-    """Prompt tokens of requests that left the queue."""
+    """Prompt tokens of requests that left the queue. At most
+    prefix_cache_queries.
+    """
     generation_tokens: _builtins.int
-    """Generated tokens."""
+    """Generated tokens. With wasted_samples at most the rows and the accepted
+    drafts.
+    """
     prefix_cache_hits: _builtins.int
-    """Tokens found in the prefix cache."""
+    """Tokens found in the prefix cache. At most prefix_cache_queries."""
     prefix_cache_queries: _builtins.int
-    """Tokens looked up in the prefix cache."""
+    """Tokens looked up in the prefix cache, each time that a request starts or
+    continues after a preemption or a lost worker.
+    """
     recomputed_tokens: _builtins.int
     """Tokens computed again after a preemption or a worker restart."""
     preemptions: _builtins.int
@@ -2744,7 +2757,7 @@ class Counters(_message.Message):
     computed again later.
     """
     steps: _builtins.int
-    """Steps with a result."""
+    """Steps sent to a worker, those of lost workers included."""
     rows: _builtins.int
     """Rows of all steps: one per request and step."""
     wasted_samples: _builtins.int
@@ -2833,7 +2846,7 @@ class Gauges(_message.Message):
     kv_cache_usage_ratio: _builtins.float
     """KV blocks held by running requests, as a share of the pool, 0 to 1."""
     open_streams: _builtins.int
-    """Requests whose answer is still delivered to a client."""
+    """Live requests: each from its arrival until its answer is delivered."""
     asyncio_tasks: _builtins.int
     """Tasks of the server's asyncio event loop."""
     draining: _builtins.bool

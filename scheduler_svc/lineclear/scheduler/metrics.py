@@ -53,7 +53,9 @@ _VLLM_FINISH_REASONS = {
     "stop_string": "stop",
     "length": "length",
     "repetition": "repetition",
+    "no_output": "stop",
     "cancelled": "abort",
+    "deadline_exceeded": "abort",
 }
 
 
@@ -81,7 +83,8 @@ def _families(
             yield CounterMetricFamily(f"lineclear_{name}", HELP[f"Counters.{name}"], value=value)
     for name, value in _numbers(stats.gauges):
         yield GaugeMetricFamily(f"lineclear_{name}", HELP[f"Gauges.{name}"], value=value)
-    yield _labelled("lineclear_requests", "Requests that ended, by finish reason or reason of the error.", server.ended)
+    text = "Requests in the queue or later that ended, by finish reason or reason of the error."
+    yield _labelled("lineclear_requests", text, server.ended)
     text = f"{HELP['Counters.requests_rejected']} By reason of the error."
     yield _labelled("lineclear_requests_rejected", text, server.rejected, label="reason")
     for name, histogram in server.histograms.items():

@@ -20,10 +20,11 @@ from google.protobuf.message import DecodeError, Message
 from grpc_status import rpc_status
 
 from lineclear.api_limits import MAX_MESSAGE_BYTES
-from lineclear.errors import InternalError, LineclearError, ResponseTooLarge
+from lineclear.errors import Cancelled, DeadlineExceeded, InternalError, LineclearError, ResponseTooLarge
 from lineclear.process.exception_location import exception_fields
 from lineclear.scheduler.grpc_api.request_reader import LONG, MALFORMED, RequestReader, checked
 from lineclear.scheduler.grpc_api.response_writer import write_only
+from lineclear.scheduler.requests.admission import has_request
 from lineclear.status_codec import to_status
 
 log = structlog.get_logger()
@@ -39,7 +40,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the methods of `services` on one listener; other methods pass unchanged.
 
     Methods are coroutine functions of (request, context). `reading` limits the memory of incomplete requests.
-    `on_error` is called with the reason of each error that ends a call.
+    `on_error` is called with the reason of each error that ends a call, and of hang-ups during calls for a request.
     """
 
     def __init__(
@@ -122,6 +123,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 # Only gRPC cancels the task of a call, after a hang-up; context.cancelled() is true later.
                 task = asyncio.current_task()
                 if self.is_stopping or (task is not None and task.cancelling()):
+                    if has_request() is not None:
+                        self._on_error(_reason_of_hang_up(context))
                     raise
                 return await self._abort(context, incident(method, error))
             except Exception as error:
@@ -133,6 +136,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._on_error(error.reason)
         _forget_frames(sys.exception())
         await abort(context, error)
+
+
+def _reason_of_hang_up(context: Context) -> str:
+    remaining = context.time_remaining()
+    return DeadlineExceeded.reason if remaining is not None and remaining <= 0 else Cancelled.reason
 
 
 def _forget_frames(error: BaseException | None) -> None:

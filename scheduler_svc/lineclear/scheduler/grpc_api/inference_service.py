@@ -29,7 +29,7 @@ from lineclear.scheduler.metrics import families
 from lineclear.scheduler.requests import prompt_requests, settings_limits, status_messages, validation
 from lineclear.scheduler.requests.adapter_use import adapter_use
 from lineclear.scheduler.requests.adapters import AdapterEngine, Adapters
-from lineclear.scheduler.requests.admission import Admission, was_admitted
+from lineclear.scheduler.requests.admission import Admission, has_request, note_request
 from lineclear.scheduler.requests.answer_reader import read_answer
 from lineclear.scheduler.requests.grammar_pool import GrammarPool
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
@@ -247,8 +247,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         caller = identity.caller(context)
         tenant = identity.tenant(caller, context)
         identity.set_flow(tenant, context)
-        await self.requests.pace(request)
-        live = self.requests.admit(request, self._model.require(), caller, tenant, remaining)
+        arrival = await self.requests.pace(request)
+        live = self.requests.admit(request, self._model.require(), caller, tenant, arrival, remaining)
         async with self._response_writer(context) as writer:
             with live:
                 await live.submit(request)
@@ -325,9 +325,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         seconds = validation.seconds(request.timeout, "timeout") if request.HasField("timeout") else None
         tenant = identity.tenant(caller, context)
         identity.set_flow(tenant, context)
-        await self.requests.pace(request.request)
+        arrival = await self.requests.pace(request.request)
         self._submitted.check_unused(caller, request.request.request_id)  # no await between this and `admit`
-        with self.requests.admit(request.request, self._model.require(), caller, tenant, seconds) as live:
+        with self.requests.admit(request.request, self._model.require(), caller, tenant, arrival, seconds) as live:
             admission = live.outputs[0].admission()
             await live.submit(request.request)
             answer = self._submitted.add(live, live.max_tokens)
@@ -342,8 +342,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Stream an answer from an index on."""
         answer = self._submitted.find(identity.caller(context), request.request_id)
+        messages = answer.read(request.from_index, *request.more_from_indexes)
+        note_request()
         async with self._response_writer(context) as writer:
-            async for message in answer.read(request.from_index, *request.more_from_indexes):
+            async for message in messages:
                 await writer.write(pb.AttachResponse(response=message))
 
     async def GetResult(self, request: pb.GetResultRequest, context: Context) -> pb.GetResultResponse:
@@ -386,9 +388,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         caller = identity.caller(context)
         tenant = identity.tenant(caller, context)
         identity.set_flow(tenant, context)
-        if request.ByteSize() > SMALL_BYTES:
-            await self._pacer.wait()
-        return prompt_requests.Call(self._model.require(), caller, tenant, remaining)
+        arrival = await self.requests.pace(request)
+        return prompt_requests.Call(self._model.require(), caller, tenant, arrival, remaining)
 
     # --- text and tokens ---------------------------------------------------------------------------------------------
 
@@ -441,8 +442,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     def count_rejected(self, reason: str) -> None:
-        """Count the error of this task's call unless a request of it was admitted."""
-        if not was_admitted():
+        """Count the error of this task's call, unless it has had a request: the end of that is counted."""
+        if not has_request():
             self.requests.count_rejected(reason)
 
     async def metrics(self) -> list[Metric]:
@@ -457,9 +458,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._engine.snapshot(),
             self._stats,
             self._clock(),
-            num_rejected=self.quota.num_rejected,
+            num_admitted=self.quota.num_admitted,
             shares=self.requests.fairness.shares(),
-            open_streams=len(self.streams),
+            open_streams=len(self.requests),
             asyncio_tasks=len(asyncio.all_tasks()),
             num_adapters=len(self.adapters.all()),
             version=VERSION,

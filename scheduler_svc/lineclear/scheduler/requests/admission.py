@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from google.protobuf.message import Message
+
 from lineclear.errors import DuplicateRequest, LineclearError, RequestTooLarge
 from lineclear.scheduler.requests import model_identity, validation
 from lineclear.scheduler.requests.adapters import Adapters, LoadedAdapter
@@ -30,12 +32,17 @@ from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.scheduler.text.parsed_answer import AnswerParsers, ParsedAnswerText
 from lineclear.v1 import inference_pb2 as pb
 
-_was_admitted: ContextVar[bool] = ContextVar("was_admitted", default=False)
+_has_request: ContextVar[bool | None] = ContextVar("has_request", default=None)
 
 
-def was_admitted() -> bool:
-    """Whether the call of this task has had a request admitted."""
-    return _was_admitted.get()
+def has_request() -> bool | None:
+    """Whether the call of this task has had a live request. None: it does not ask for one."""
+    return _has_request.get()
+
+
+def note_request() -> None:
+    """Note that the call of this task has a request, whose end is counted: an error of the call is not."""
+    _has_request.set(True)
 
 
 class Admission:
@@ -71,6 +78,10 @@ class Admission:
         self.fairness = FairnessWindow(quota.tenants, self._services.live.values, settings.weights)
         """How equally tenants are served."""
 
+    def __len__(self) -> int:
+        """Return the number of live requests."""
+        return len(self._services.live)
+
     def __iter__(self) -> Iterator[RequestContext]:
         """Iterate over a copy of the live requests, so that the caller may close them."""
         return iter(list(self._services.live.values()))
@@ -81,14 +92,14 @@ class Admission:
         bounds: ModelBounds,
         caller: Identity,
         tenant: str,
+        arrival: float,
         seconds: float | None,
         asks: Asks | None = None,
     ) -> RequestContext:
-        """Admit a request whose deadline is in `seconds` (None: the default). Raises the reason for a rejection.
+        """Admit a request whose deadline is `seconds` (None: the default) after `arrival`. Raises why it is rejected.
 
         With `asks` it has no output.
         """
-        now = self._services.clock()
         num_bytes = message.ByteSize()
         if num_bytes > self._settings.max_request_bytes:
             raise _too_large(num_bytes, self._settings.max_request_bytes)
@@ -103,7 +114,7 @@ class Admission:
             adapter = self._adapters.acquire(message.adapter) if message.HasField("adapter") else None
             try:
                 model_identity.check_model(message, validated, bounds, adapter)
-                times = now, now + seconds
+                times = arrival, arrival + seconds
                 request = self._open(message, validated, place, bounds, caller, tenant, *times, adapter, asks)
             except BaseException:
                 if adapter is not None:
@@ -112,13 +123,17 @@ class Admission:
         except BaseException:
             place.release(started=False)
             raise
-        _was_admitted.set(True)
+        note_request()
         return request
 
-    async def pace(self, message: pb.GenerateRequest) -> None:
-        """Wait until a large request may be validated. To be awaited right before `admit`."""
+    async def pace(self, message: Message) -> float:
+        """Wait until a large request may be validated. Return its arrival. Await it first, and right before `admit`."""
+        arrival = self._services.clock()
+        if not _has_request.get():
+            _has_request.set(False)
         if message.ByteSize() > SMALL_BYTES:
             await self._pacer.wait()
+        return arrival
 
     def cancel(self, caller: Identity, request_id: str, index: int | None = None) -> bool:
         """Cancel a live request of `caller`, or one output of it. Return False if id or index are unknown."""
@@ -131,8 +146,8 @@ class Admission:
         return True
 
     def count_rejected(self, reason: str) -> None:
-        """Count a call or command that failed before admission. `RequestContext.close` counts the others."""
-        self._services.stats.add_rejected(reason.lower())
+        """Count a call or command that failed before it had a request. `RequestContext.close` counts the others."""
+        self._services.stats.add_rejected(reason)
 
     def retry_after_seconds(self) -> float:
         """Return the retry hint for a full queue."""

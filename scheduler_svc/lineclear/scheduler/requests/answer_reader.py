@@ -44,11 +44,10 @@ def read_output(request: RequestContext, output: OutputStream, max_bytes: int | 
                 yield response, chunk.texts, None
         if error is not None or end is not None:
             output.is_read = True
-            outcome = request.end_output("" if end is None else end.reason.name.lower(), error)
-            if outcome is not None:
+            if request.end_output(None if end is None else end.reason, error):
                 if request.error is not None:
                     yield pb.GenerateResponse(), (), request.error
-                request.close(outcome)
+                request.close()
             return
         if max_bytes is not None:
             bytes_left -= response.ByteSize()

@@ -356,6 +356,7 @@ class OutputStream:
     # --- the engine's events -----------------------------------------------------------------------------------------
 
     def on_admitted(self, position: QueuePosition | None) -> None:
+        self._queue_place.admit()
         self._resolve_admission()
         if position is not None:
             self._unsent_position = position
@@ -366,6 +367,7 @@ class OutputStream:
             self._admission.set_result(None)
 
     def on_started(self, event: Started) -> None:
+        self._queue_place.admit()
         self._queue_place.release(started=True)
         self.started = self._unsent_start = event
         self._wake()

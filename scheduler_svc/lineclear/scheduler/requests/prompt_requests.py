@@ -34,11 +34,12 @@ _POOLING = {
 
 
 class Call(NamedTuple):
-    """Who calls, and what the call is checked against. `seconds` is its remaining time, None: the default."""
+    """Who calls, and what the call is checked against. `seconds` is its time from `arrival` on, None: the default."""
 
     bounds: ModelBounds
     caller: Identity
     tenant: str
+    arrival: float
     seconds: float | None
 
 
@@ -116,7 +117,8 @@ async def _run(
         for part in parts:
             message = _message(part, request)
             await admission.pace(message)
-            context = admission.admit(message, call.bounds, call.caller, call.tenant, call.seconds, part.asks)
+            who = call.caller, call.tenant
+            context = admission.admit(message, call.bounds, *who, call.arrival, call.seconds, part.asks)
             live.append((stack.enter_context(context), message))
         for context, message in live:
             await context.submit(message)
@@ -139,8 +141,8 @@ async def _complete(context: RequestContext) -> None:
         if chunk.error is not None:
             raise chunk.error
         if chunk.end is not None:
-            context.record_without_output(chunk.end)
-            context.close(chunk.end.reason.name.lower())
+            context.end_output(chunk.end.reason)
+            context.close()
             return
 
 

@@ -29,7 +29,10 @@ class QueueLimits:
 class QueuePlace:
     """One request's place in the queue, from its admission to its start or end."""
 
-    __slots__ = ("_has_started", "_is_released", "_num_tokens", "_quota", "_tenant", "_unreleased_shares")
+    __slots__ = (
+        *("_has_started", "_is_released", "_num_tokens", "_quota", "_tenant", "_unreleased_shares"),
+        "was_admitted",
+    )
 
     def __init__(self, quota: QueueLimiter, tenant: str) -> None:
         self._quota = quota
@@ -37,6 +40,14 @@ class QueuePlace:
         self._num_tokens = 0
         self._is_released = self._has_started = False
         self._unreleased_shares = 0
+        self.was_admitted = False
+        """The engine has queued the request."""
+
+    def admit(self) -> None:
+        """Count the request: the engine has queued it. Further calls have no effect."""
+        if not self.was_admitted:
+            self.was_admitted = True
+            self._quota.num_admitted += 1
 
     def shares(self, count: int) -> Sequence[QueuePlace | PlaceShare]:
         """Divide the place among the outputs of its request. It is free when all of them have started or ended."""
@@ -76,6 +87,10 @@ class PlaceShare:
         self._place = place
         self._is_released = False
 
+    def admit(self) -> None:
+        """Count the request: the engine has queued one of its outputs."""
+        self._place.admit()
+
     def release(self, *, started: bool) -> None:
         """Release the share: the output `started`, or ended before. Further calls have no effect."""
         if not self._is_released:
@@ -91,6 +106,9 @@ class NoPlace(QueuePlace):
     def __init__(self) -> None:
         pass
 
+    def admit(self) -> None:
+        """Do nothing."""
+
     def release(self, *, started: bool) -> None:
         """Do nothing."""
 
@@ -99,7 +117,8 @@ class QueueLimiter:
     """Counts of waiting requests. Tenants without waiting requests take no memory."""
 
     def __init__(self, limits: QueueLimits, clock: Callable[[], float]) -> None:
-        self.num_rejected = 0
+        self.num_admitted = 0
+        """Requests that the engine has queued."""
         self.predicted_wait: Callable[[], float | None] = lambda: None
         """The predicted wait of a request at the end of the queue; None if unknown."""
         self.limits = limits
@@ -191,6 +210,5 @@ class QueueLimiter:
         self._reject(f"{waiting} prompt tokens are waiting", "_tokens", waiting, limit)
 
     def _reject(self, message: str, suffix: str, waiting: int, limit: int) -> None:
-        self.num_rejected += 1
         figures = {f"waiting{suffix}": waiting, f"limit{suffix}": limit}
         raise queue_full(message, limit, figures, self.predicted_wait(), self._observed_retry_seconds())

@@ -1,6 +1,7 @@
-"""Statistics of ended requests: quantiles over the last ones, histograms, tokens per second.
+"""Statistics of ended requests: counters, quantiles over the last ones, histograms, tokens per second.
 
-Counted on the event loop. Totals, queue and blocks come from the core's snapshot.
+Counted on the event loop, from one EndedRequest for each request. Queue, tokens and blocks come from the core's
+snapshot.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import bisect
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lineclear.scheduler.core.events import RequestStats
+from lineclear.scheduler.core.events import FinishReason, RequestStats
 from lineclear.scheduler.engine.engine_stats import TokenRate
 
 BOUNDS_SECONDS = (
@@ -89,6 +90,49 @@ def request_timings(record: RequestStats, arrival: float, completion_tokens: int
     )
 
 
+class EndedRequest(NamedTuple):
+    """How a request ended. Made once; the counters, the histograms and the log line are made from it."""
+
+    request_id: str
+    outcome: str
+    """Finish reason, or reason of the error, in lower case."""
+    was_admitted: bool
+    """The engine has had it in its queue. If not, the request counts as rejected."""
+    tenant: str
+    """As in the log: empty without a tenant."""
+    trace_id: str
+    num_outputs: int
+    num_tokens: int
+    """Output tokens of all outputs, those of other servers included."""
+    timings: RequestTimings
+    stats: RequestStats | None
+    """Of the first output that has started; None if the engine has not ended it."""
+
+    def log_fields(self) -> dict[str, Any]:
+        """Return the fields of the log line."""
+        fields: dict[str, Any] = {"request_id": self.request_id, "outcome": self.outcome, "tokens": self.num_tokens}
+        if self.tenant:
+            fields["tenant"] = self.tenant
+        if self.trace_id:
+            fields["trace_id"] = self.trace_id
+        if self.num_outputs > 1:
+            fields["outputs"] = self.num_outputs
+        for name, seconds in zip(_TIMING_FIELDS, self.timings, strict=True):
+            if seconds is not None:
+                fields[name] = round(seconds, 6)
+        if (stats := self.stats) is not None:
+            fields["prompt_tokens"] = stats.prompt_tokens
+            fields["cached_tokens"] = stats.cached_tokens
+            fields["recomputed_tokens"] = stats.recomputed_tokens
+            fields["preemptions"] = stats.preemptions
+            fields["recoveries"] = stats.recoveries
+        return fields
+
+
+_TIMING_FIELDS = tuple(f"{name}_seconds" for name in RequestTimings._fields)
+_FINISHED = frozenset(reason.name.lower() for reason in FinishReason if reason is not FinishReason.CANCELLED)
+
+
 class Histogram:
     """Counts of durations by the buckets of BOUNDS_SECONDS, and above the last."""
 
@@ -109,9 +153,9 @@ class ServerStats:
         self._since = now
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         self.ended: Counter[str] = Counter()
-        """Ended requests by outcome: finish reason or error reason."""
+        """Admitted requests that ended, by outcome: finish reason or error reason."""
         self.rejected: Counter[str] = Counter()
-        """Calls and Session commands that failed before admission, by reason."""
+        """Requests that ended before the engine admitted them, and other calls that failed, by reason."""
         self._window: deque[RequestTimings] = deque()
         # Sorted values of the window, by field, because GetStats is called more often than requests finish.
         self._ordered: dict[str, list[float]] = {name: [] for name in RequestTimings._fields}
@@ -131,13 +175,30 @@ class ServerStats:
             if (seconds := getattr(timings, HISTOGRAMS[name])) is not None:
                 histogram.add(seconds)
 
-    def add_ended(self, outcome: str) -> None:
-        """Count the end of an admitted request."""
-        self.ended[outcome] += 1
+    def add_ended(self, ended: EndedRequest) -> None:
+        """Count the end of a request, in exactly one figure."""
+        if not ended.was_admitted:
+            self.rejected[ended.outcome] += 1
+            return
+        self.ended[ended.outcome] += 1
+        if ended.outcome in _FINISHED:
+            self.add_finished(ended.timings)
 
     def add_rejected(self, reason: str) -> None:
-        """Count a call or command that failed before admission."""
-        self.rejected[reason] += 1
+        """Count a call or command that failed before it had a request."""
+        self.rejected[reason.lower()] += 1
+
+    def request_counters(self) -> dict[str, int]:
+        """Return the counters of ended requests, by their names in `Counters`."""
+        finished = sum(count for outcome, count in self.ended.items() if outcome in _FINISHED)
+        cancelled, expired = self.ended["cancelled"], self.ended["deadline_exceeded"]
+        return {
+            "requests_rejected": self.rejected.total(),
+            "requests_finished": finished,
+            "requests_cancelled": cancelled,
+            "requests_expired": expired,
+            "requests_failed": self.ended.total() - finished - cancelled - expired,
+        }
 
     def add_tokens(self, count: int, now: float) -> None:
         """Count output tokens of the worker."""

@@ -100,7 +100,7 @@ class Session:
         for task in self._tasks:
             task.cancel()
         for request in self._live.values():
-            request.close("cancelled")
+            request.close()
         self._live.clear()
 
     async def _handle(self, message: pb.SessionRequest) -> None:
@@ -114,12 +114,12 @@ class Session:
 
     async def _admit(self, field: str, command: pb.SubmitCommand) -> None:
         handle = command.handle
-        await self._admission.pace(command.request)
+        arrival = await self._admission.pace(command.request)
         if handle in self._live:
             # An error event of this handle would end the live request.
             raise InvalidRequest.at(field, "belongs to another live request")
         try:
-            self._start(handle, command)
+            self._start(handle, command, arrival)
         except LineclearError as error:
             self._reject(handle, error)
         except Exception as error:
@@ -133,7 +133,7 @@ class Session:
         elif request is not None:
             request.cancel()
 
-    def _start(self, handle: int, command: pb.SubmitCommand) -> None:
+    def _start(self, handle: int, command: pb.SubmitCommand, arrival: float) -> None:
         if self._drain_error is not None:
             raise self._drain_error
         bounds = self._require()
@@ -146,7 +146,7 @@ class Session:
             )
         seconds = validation.seconds(command.timeout, "timeout") if command.HasField("timeout") else None
         tenant = identity.tenant_of_request(self._caller, command.tenant, self._tenant)
-        request = self._admission.admit(command.request, bounds, self._caller, tenant, seconds)
+        request = self._admission.admit(command.request, bounds, self._caller, tenant, arrival, seconds)
         if self._deadline is not None:
             request.deadline = min(request.deadline, self._deadline)
         self._live[handle] = request

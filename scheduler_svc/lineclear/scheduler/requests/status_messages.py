@@ -78,20 +78,20 @@ def stats(
     figures: ServerStats,
     now: float,
     *,
-    num_rejected: int,
+    num_admitted: int,
     shares: Shares,
     open_streams: int,
     asyncio_tasks: int,
     num_adapters: int,
     version: str,
 ) -> pb.GetStatsResponse:
-    """Build GetStatsResponse. `num_rejected` counts requests rejected before the core."""
+    """Build GetStatsResponse. Requests are counted as their callers see them, tokens and steps as the core does."""
     counters = snapshot.core.counters
     gauges = _gauges(snapshot.core, shares, open_streams, asyncio_tasks)
     gauges.num_lora_adapters = num_adapters
     return pb.GetStatsResponse(
         uptime=duration(figures.uptime_seconds(now)),
-        counters=_counters(snapshot.core, num_rejected),
+        counters=_counters(snapshot.core, figures, num_admitted),
         gauges=gauges,
         **{f"{name}_seconds": _quantiles(figures.window(timing)) for name, timing in HISTOGRAMS.items()},
         step_seconds=_quantiles(quantiles(step.step_seconds for step in snapshot.step_times)),
@@ -133,10 +133,9 @@ def for_tenant(stats: pb.GetStatsResponse) -> pb.GetStatsResponse:
     return shown
 
 
-def _counters(core: CoreSnapshot, num_rejected: int) -> pb.Counters:
-    counters = pb.Counters(**dataclasses.asdict(core.counters))
-    counters.requests_rejected += num_rejected
-    return counters
+def _counters(core: CoreSnapshot, figures: ServerStats, num_admitted: int) -> pb.Counters:
+    of_requests = {"requests_admitted": num_admitted} | figures.request_counters()
+    return pb.Counters(**(dataclasses.asdict(core.counters) | of_requests))
 
 
 def _gauges(core: CoreSnapshot, shares: Shares, open_streams: int, asyncio_tasks: int) -> pb.Gauges:

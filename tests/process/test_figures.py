@@ -1,0 +1,109 @@
+"""The figures of a running server agree: requests of all kinds, deadlines and a lost worker, then every equation."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from service.processes import BOUND_SECONDS, Running, endless, starting, until
+from service.small_tokenizers import byte_level, save
+from support.figures import Page, check_page, check_stats
+from support.service import is_idle
+from support.worker_kills import signal_worker
+
+from lineclear.client import Client
+from lineclear.errors import Cancelled, LineclearError, PromptTooLong
+
+PROMPT = [7, 8, 9, 10, 11, 12, 13]
+SLOW = {"min_step_seconds": 0.005, "max_step_seconds": 0.005}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Running]]:
+    model = save(tmp_path_factory.mktemp("model"), byte_level())
+    with starting(model, "--metrics-listen", "127.0.0.1:0") as start_scheduler:
+        yield start_scheduler
+
+
+def final_page(server: Running, client: Client) -> Page:
+    """Return the page of the idle server, after every equation has been checked."""
+    until(lambda: is_idle(client.stats()))
+    page = check_page(Page(server.metrics_page()), idle=True)
+    check_stats(client.stats(), page)
+    return page
+
+
+def outcomes(server: Running) -> Counter[str]:
+    """Return the outcomes in the log."""
+    return Counter(line["outcome"] for line in list(server.lines) if line.get("event") == "request_ended")
+
+
+def test_deadlines_count_as_expired(start: Callable[..., Running]) -> None:
+    """The client resets the call at its deadline, and the server ends it at the same time: either may be first."""
+    server = start(**SLOW)
+    with Client(server.address) as client:
+        for _ in range(20):
+            with contextlib.suppress(grpc.RpcError):
+                list(server.stub.Generate(endless(), timeout=0.15))
+        for _ in range(5):
+            call = server.stub.Generate(endless(), timeout=BOUND_SECONDS)
+            next(call)
+            call.cancel()
+        until(lambda: sum(outcomes(server).values()) == 25)
+        page = final_page(server, client)
+    assert page.ended == {"deadline_exceeded": 20, "cancelled": 5}
+    assert (page["requests_expired_total"], page["requests_cancelled_total"]) == (20, 5)
+    assert outcomes(server) == page.ended
+
+
+def test_requests_of_all_kinds_are_counted_once(start: Callable[..., Running]) -> None:
+    server = start("--max-batch-size", "6", **SLOW)
+    fixed: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "seed": 1}
+    with Client(server.address) as client:
+        client.generate(PROMPT, **fixed)
+        client.generate(PROMPT, n=3, **fixed)
+        client.generate(PROMPT, n=2, best_of=4, **fixed)
+        client.generate(PROMPT, num_beams=3, max_tokens=6, ignore_eos=True)
+        client.score(PROMPT, [[5, 6], [7]])
+        client.embed([PROMPT, [1, 2]])
+        client.submit(PROMPT, **fixed).result()
+        with pytest.raises(PromptTooLong):
+            client.generate([5] * 600, max_tokens=4)
+        submitted = client.submit(PROMPT, max_tokens=500, ignore_eos=True)
+        until(lambda: submitted.poll().state == "running")
+        submitted.cancel()
+        with pytest.raises(Cancelled):
+            submitted.result()
+        page = final_page(server, client)
+    assert page.ended == {"length": 5, "no_output": 4, "cancelled": 1}
+    assert page.rejected == {"prompt_too_long": 1}
+    assert page["time_to_first_token_seconds_count"] == 5
+
+
+def test_requests_of_a_lost_worker_are_counted_once(start: Callable[..., Running]) -> None:
+    server = start("--max-batch-size", "3", **SLOW)
+    num_requests = 8
+    with Client(server.address) as client:
+
+        def ask(seed: int) -> None:
+            with contextlib.suppress(LineclearError):
+                client.generate([seed, *PROMPT], max_tokens=60, ignore_eos=True, seed=seed)
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(num_requests)]
+        for thread in threads:
+            thread.start()
+        until(lambda: client.stats().counters.generation_tokens > 20)
+        check_page(Page(server.metrics_page()))
+        signal_worker(lambda: client.stats().worker.pid)
+        for thread in threads:
+            thread.join(BOUND_SECONDS)
+        page = final_page(server, client)
+        assert client.stats().worker.joins == 2
+    assert page.ended == {"length": num_requests}
+    assert page["recomputed_tokens_total"] > 0
+    assert page["prompt_tokens_total"] == num_requests * (1 + len(PROMPT))
