@@ -274,6 +274,26 @@ def test_refusals_have_reasons(tmp_path: Path) -> None:
             s.admin.load_adapter("x", "b")
 
 
+def test_adapter_of_another_model_is_loaded_with_a_warning(tmp_path: Path) -> None:
+    """Its shapes may fit, and its answers would be wrong without an error."""
+    log = tmp_path / "log"
+    with served(tmp_path, "--served-model-name", "toy", "--log-level", "warning", log=log) as s:
+        write_adapter(s.folder / "own", 1)
+        write_adapter(s.folder / "other", 2, base_model_name_or_path="org/base-7b")
+        assert s.admin.load_adapter("own", "own").warning == ""
+        assert s.admin.load_adapter("other", "other").warning.startswith("it was made for org/base-7b, and another")
+        assert [bool(adapter.warning) for adapter in s.admin.adapters()] == [True, False]
+        eventually(lambda: "adapter_of_another_model" in log.read_text())
+
+
+def test_cut_adapter_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    with served(tmp_path) as s:
+        weights = write_adapter(s.folder / "a", 1) / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+        with pytest.raises(AdapterRefused, match="is cut short by 1 bytes"):
+            s.admin.load_adapter("x", "a")
+
+
 def test_without_a_folder_nothing_is_loaded_at_run_time(tmp_path: Path) -> None:
     with served(tmp_path, with_folder=False) as s, pytest.raises(Unsupported, match="--lora-dir"):
         s.admin.load_adapter("x", "a")

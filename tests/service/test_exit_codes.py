@@ -120,8 +120,8 @@ def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     (tmp_path / "weights").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "weights" / name).write_text("{}")
+    (tmp_path / "weights" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "weights" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")  # no tensors
     spawn = ["--spawn-worker", "--listen", "127.0.0.1:0"]
     cases: list[tuple[list[str], str]] = [
         (["--no-such-flag"], "no-such-flag"),

@@ -112,7 +112,7 @@ MISTAKES: list[tuple[Callable[[Path], Path], list[str]]] = [
     (weights_file, ["is a file of weights", "give its directory"]),
     (pickles, ["pytorch_model.bin", "safetensors", "save_pretrained"]),
     (tokenizer_alone, ["holds a tokenizer and no model", "config.json and *.safetensors"]),
-    (lora, ["is a LoRA adapter for org/base-7b", "merge_and_unload"]),
+    (lora, ["is a LoRA adapter for org/base-7b", "--model org/base-7b --lora-modules NAME=", "merge_and_unload"]),
     (bert, ["is an encoder (BertForMaskedLM)", "makes no text"]),
     (sentence_encoder, ["is an encoder (BertModel)", "makes no text"]),
     (pointers, ["pointer of Git LFS", "git lfs pull"]),

@@ -13,6 +13,7 @@ import transformers as tf
 from structlog.testing import capture_logs
 from support.families import VOCAB_SIZE, tiny_config, tiny_model
 
+from lineclear.model_files.config_check import UNSUPPORTED
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import load, wrap_model
 
@@ -105,7 +106,8 @@ def test_unverified_family_logs_a_warning() -> None:
 
 
 def test_nothing_is_downloaded() -> None:
-    assert "neither a directory nor a repository in the local Hugging Face cache" in refusal("nobody/nothing-here")
+    assert "not a directory and not in the local cache" in (found := refusal("nobody/nothing-here"))
+    assert "nothing is downloaded at start" in found
 
 
 def test_missing_config_is_refused(tmp_path: Path) -> None:
@@ -253,6 +255,11 @@ def bidirectional() -> Any:
 def test_unsupported_attention_is_refused(config: Callable[[], Any], reason: str) -> None:
     with pytest.raises(ModelRefused, match=reason):
         wrap_model(from_config(config()))
+
+
+def test_types_that_are_refused_unread_are_refused_by_the_probe() -> None:
+    configs = (falcon(), bloom(), gptj(), mamba(), jamba(), deepseek())  # each is tried above
+    assert {config.model_type for config in configs} == set(UNSUPPORTED)
 
 
 def test_window_only_in_the_mask_is_refused() -> None:

@@ -20,7 +20,7 @@ from support.engine_harness import ENVIRONMENT
 from support.families import tiny_model
 from support.time_limits import PATIENCE_SECONDS
 
-from lineclear.worker.model.safetensors_check import CheckpointBroken, check_weights
+from lineclear.model_files.safetensors_check import CheckpointBroken, check_weights
 
 INDEX = "model.safetensors.index.json"
 

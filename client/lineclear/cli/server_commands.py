@@ -205,6 +205,9 @@ def adapters(
             values = [adapter._asdict() for adapter in found]
             lines = (f"{a.name}  rank {a.rank}  {a.digest[:16]}  {a.requests_in_progress} requests\n" for a in found)
             text = "".join(lines)
+            for adapter in found:
+                if adapter.warning:
+                    output.print_stderr(f"{adapter.name}: {adapter.warning}")
     if json_lines:
         for entry in values:
             output.show_json(entry)

@@ -32,6 +32,8 @@ class LoadedAdapter(NamedTuple):
     base_model: str
     """The model that it was made for, as its configuration says."""
     requests_in_progress: int
+    warning: str = ""
+    """Why its answers may be wrong: it was made for another model than the served one."""
 
 
 def adapter_of(message: pb.LoadedAdapter) -> LoadedAdapter:

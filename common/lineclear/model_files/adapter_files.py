@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import safetensors_check
+from .model_directory import ModelNames, short_name
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES, _MAX_HEADER_BYTES, _MAX_WEIGHT_BYTES = 1 << 20, 16 << 20, 4 << 30
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _DTYPES = ("F32", "BF16", "F16")
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _UNSUPPORTED = {
     "use_dora": "DoRA is not supported",
     "modules_to_save": "it replaces whole modules (modules_to_save)",
@@ -48,6 +52,8 @@ class AdapterFiles:
     """Factor of the product: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     base_model: str
     """The model that it was made for, as its config says: a path or a repository."""
+    base_revision: str
+    """The commit of that model; empty if the config names none."""
     shapes: dict[str, tuple[int, int]]
     """(inputs, outputs) of each module that it changes, by the module's path in the model."""
 
@@ -74,8 +80,25 @@ def read(directory: Path, max_rank: int, weights: bytes | None = None) -> Adapte
     else:
         header = _header(weights[:8], lambda length: weights[8 : 8 + length], len(weights))
         digest.update(weights)
-    base_model = str(config.get("base_model_name_or_path") or "")
-    return AdapterFiles(digest.digest(), rank, scale, base_model, _shapes(header, rank))
+    base = (str(config.get(name) or "") for name in ("base_model_name_or_path", "revision"))
+    return AdapterFiles(digest.digest(), rank, scale, *base, _shapes(header, rank))
+
+
+def other_base(files: AdapterFiles, served: ModelNames) -> str:
+    """Return a sentence if the adapter was made for another model than the served one, as far as names tell.
+
+    Another model may have layers of the same shapes, and answers are then wrong without an error.
+    """
+    made_for = files.base_model
+    if not made_for:
+        return ""
+    if short_name(made_for) not in served.names and Path(made_for).expanduser().resolve() != served.directory:
+        known = f", which is known as {', '.join(sorted(served.names))}"
+        return f"it was made for {made_for}, and another model is served{known}; compare both, or load the one for it"
+    revision, ours = files.base_revision, served.revision
+    if _COMMIT.fullmatch(revision) and ours and not ours.startswith(revision):
+        return f"it was made for the commit {revision} of {made_for}, and the commit {ours} is served"
+    return ""
 
 
 def _check_names(directory: Path) -> None:
@@ -133,7 +156,12 @@ def _header(length_field: bytes, read_bytes: Any, size: int) -> dict[str, Any]:
     length = int.from_bytes(length_field, "little")
     if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
         raise AdapterFilesRefused(f"{WEIGHTS} is no safetensors file, or it is cut short")
-    header = _object(read_bytes(length), f"the header of {WEIGHTS}")
+    raw = read_bytes(length)
+    try:
+        safetensors_check.check_header(WEIGHTS, raw, size - 8 - length)
+    except safetensors_check.CheckpointBroken as error:
+        raise AdapterFilesRefused(str(error)) from None
+    header = _object(raw, f"the header of {WEIGHTS}")
     header.pop("__metadata__", None)
     return header
 

@@ -6,30 +6,12 @@ instead.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+
+from . import config_check, safetensors_check
 
 _WANTED = "lineclear serves Hugging Face directories: config.json, tokenizer.json and *.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_ENCODERS = frozenset(
-    {
-        *("albert", "bert", "camembert", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "esm"),
-        *(
-            "funnel",
-            "longformer",
-            "luke",
-            "megatron-bert",
-            "mobilebert",
-            "modernbert",
-            "mpnet",
-            "nomic_bert",
-            "nystromformer",
-        ),
-        *("rembert", "roberta", "roformer", "squeezebert", "xlm-roberta", "xlm-roberta-xl", "xmod", "eurobert"),
-    }
-)
-_ENCODER_HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _LFS = b"version https://git-lfs"
 
 
@@ -42,8 +24,11 @@ def of_file(path: Path) -> str:
     return f"is a file; give a directory. {_WANTED}"
 
 
-def of_directory(directory: Path, *, with_weights: bool) -> str | None:
-    """Return why a directory cannot be served, or None. Missing files count only `with_weights`."""
+def of_directory(directory: Path, *, is_loaded_here: bool) -> str | None:
+    """Return why a directory cannot be served, or None.
+
+    Only if it `is_loaded_here`, by the installed transformers, do missing weights and its type count.
+    """
     try:
         names = sorted(path.name for path in directory.iterdir())
     except OSError as error:
@@ -51,12 +36,7 @@ def of_directory(directory: Path, *, with_weights: bool) -> str | None:
     has_weights = any(name.endswith(".safetensors") for name in names)
     is_model = "config.json" in names
     if "adapter_config.json" in names and not is_model:
-        base = _object(directory / "adapter_config.json").get("base_model_name_or_path")
-        of = f" for {base}" if isinstance(base, str) and base else ""
-        return (
-            f"is a LoRA adapter{of}, not a model; merge it into its base model (peft: merge_and_unload, then"
-            " save_pretrained) and give the directory of the result"
-        )
+        return _instead_of_adapter(directory)
     gguf = [name for name in names if name.lower().endswith(".gguf")]
     if gguf and not has_weights:
         return f"holds GGUF weights ({_some(gguf)}). {_instead_of_gguf()}"
@@ -64,7 +44,7 @@ def of_directory(directory: Path, *, with_weights: bool) -> str | None:
         return f"is a diffusers pipeline, which makes images. {_WANTED}"
     if {"snapshots", "refs"} <= set(names):
         return f"is a folder of the Hugging Face cache; give a directory within {directory / 'snapshots'}"
-    if is_model and (reason := _of_config(_object(directory / "config.json"))):
+    if is_model and (reason := _of_config(directory / "config.json", is_loaded_here)):
         return reason
     pickles = sorted({path.name for pattern in _PICKLES for path in directory.glob(pattern)} - {"training_args.bin"})
     if pickles and not has_weights:
@@ -73,14 +53,18 @@ def of_directory(directory: Path, *, with_weights: bool) -> str | None:
             " Download the safetensors files of the model, or convert it: AutoModelForCausalLM.from_pretrained(DIR)"
             ".save_pretrained(OUT)"
         )
-    return _lacks(directory, names, has_weights) if with_weights else None
+    return _of_weights(directory, names, has_weights) if is_loaded_here else None
 
 
-def _lacks(directory: Path, names: list[str], has_weights: bool) -> str | None:
+def _of_weights(directory: Path, names: list[str], has_weights: bool) -> str | None:
     if "config.json" in names and has_weights:
         pointer = next((p for p in sorted(directory.glob("*.safetensors")) if _begins(p, _LFS)), None)
         if pointer is not None:
             return f"was cloned without its weights ({pointer.name} is a pointer of Git LFS); run: git lfs pull"
+        try:
+            safetensors_check.check_weights(directory)
+        except safetensors_check.CheckpointBroken as error:
+            return f"cannot be loaded: {error}"
         return None
     lacking = " and ".join(
         name for name, there in (("config.json", "config.json" in names), ("*.safetensors", has_weights)) if not there
@@ -94,19 +78,23 @@ def _lacks(directory: Path, names: list[str], has_weights: bool) -> str | None:
     return f"lacks {lacking}. {_WANTED}"
 
 
-def _of_config(config: dict[str, Any]) -> str | None:
-    kind, architectures = config.get("model_type"), config.get("architectures")
-    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
-    makes_text = (
-        any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names) or config.get("is_decoder") is True
+def _of_config(path: Path, is_loaded_here: bool) -> str | None:
+    try:
+        return config_check.problem(config_check.read(path), with_transformers=is_loaded_here)
+    except config_check.ConfigUnreadable as error:
+        return str(error)
+
+
+def _instead_of_adapter(directory: Path) -> str:
+    try:
+        base = config_check.read(directory / "adapter_config.json").get("base_model_name_or_path")
+    except config_check.ConfigUnreadable as error:
+        return str(error)
+    of, model = (f" for {base}", base) if isinstance(base, str) and base else ("", "BASE")
+    return (
+        f"is a LoRA adapter{of}, not a model. Serve it beside its base model: --model {model} --lora-modules"
+        f" NAME={directory}; or merge both (peft: merge_and_unload, then save_pretrained) and give the result"
     )
-    is_encoder = kind in _ENCODERS or (names and all(name.endswith(_ENCODER_HEADS) for name in names))
-    if is_encoder and not makes_text:
-        return (
-            f"is an encoder ({', '.join(names) or kind}), which makes no text; give a model that generates text"
-            " (...ForCausalLM in config.json)"
-        )
-    return None
 
 
 def _instead_of_gguf() -> str:
@@ -123,11 +111,3 @@ def _begins(path: Path, magic: bytes) -> bool:
             return file.read(len(magic)) == magic
     except OSError:
         return False
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):  # loading the model reports it in full
-        return {}
-    return found if isinstance(found, dict) else {}

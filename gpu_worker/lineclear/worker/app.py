@@ -12,6 +12,8 @@ from pathlib import Path
 import structlog
 
 from lineclear.exit_codes import ExitCode
+from lineclear.model_files import model_directory
+from lineclear.model_files.model_directory import NotServable
 from lineclear.process import logging_setup
 from lineclear.process.private_dir import PathError
 from lineclear.process.settings_base import ConfigurationError
@@ -44,6 +46,11 @@ def serve(argv: Sequence[str], supervised: bool, standby: Standby | None = None)
 
 
 def _serve(settings: WorkerSettings, supervised: bool) -> int:
+    try:  # before torch is imported, which takes seconds
+        _check_models(settings)
+    except NotServable as error:
+        log.error("model_refused", reason=settings.named(str(error)))
+        return ExitCode.CONFIGURATION
     with _importing():
         from .kernels.native_library import NONE, library_name
         from .model.loaded_model import ModelFilesChanged, ModelRefused
@@ -90,6 +97,12 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
     except PathError as error:
         log.error("sockets_refused", reason=str(error))
         return ExitCode.CONFIGURATION
+
+
+def _check_models(settings: WorkerSettings) -> None:
+    for flag, model in (("--model", settings.model), ("--draft-model", settings.draft_model)):
+        if model:
+            model_directory.check(model, model_directory.locate(model, flag), flag)
 
 
 @contextmanager

@@ -637,6 +637,7 @@ class LoadedAdapter(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     BASE_MODEL_FIELD_NUMBER: _builtins.int
     REQUESTS_IN_PROGRESS_FIELD_NUMBER: _builtins.int
+    WARNING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that requests choose it by."""
     digest: _builtins.str
@@ -649,6 +650,10 @@ class LoadedAdapter(_message.Message):
     """The model that it was made for, as its configuration says."""
     requests_in_progress: _builtins.int
     """Requests that use it."""
+    warning: _builtins.str
+    """Why its answers may be wrong: it was made for another model than the
+    served one. Empty if it was made for this one, or for an unknown one.
+    """
     def __init__(
         self,
         *,
@@ -658,10 +663,11 @@ class LoadedAdapter(_message.Message):
         path: _builtins.str = ...,
         base_model: _builtins.str = ...,
         requests_in_progress: _builtins.int = ...,
+        warning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "digest", b"digest", "name", b"name", "path", b"path", "rank", b"rank", "requests_in_progress", b"requests_in_progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "digest", b"digest", "name", b"name", "path", b"path", "rank", b"rank", "requests_in_progress", b"requests_in_progress", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

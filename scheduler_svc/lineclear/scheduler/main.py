@@ -23,6 +23,8 @@ import structlog
 import uvloop
 
 from lineclear.exit_codes import ExitCode
+from lineclear.model_files import model_directory
+from lineclear.model_files.model_directory import NotServable
 from lineclear.process import core_dumps, logging_setup, malloc_arenas
 from lineclear.process.device_names import split_devices
 from lineclear.process.private_dir import PathError
@@ -32,7 +34,7 @@ from lineclear.scheduler.addresses import check_bindable
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
-from lineclear.scheduler.model_dir import demo_directory, model_directory, require_model
+from lineclear.scheduler.model_dir import demo_directory
 from lineclear.scheduler.settings import SchedulerSettings, load
 from lineclear.scheduler.shutdown import ExitGuard, ShutdownController
 
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, worker_flags))
-    except (ConfigurationError, PathError) as error:
+    except (ConfigurationError, NotServable, PathError) as error:
         log.error("configuration_error", problem=settings.named(str(error)))
         return ExitCode.CONFIGURATION
     finally:
@@ -107,7 +109,10 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
         try:
             if settings.spawn_worker:
                 if not settings.worker_command:  # another worker program may need no weights
-                    require_model(settings.model, model, with_weights=True)
+                    model_directory.check(settings.model or "--demo", model)
+                    if settings.draft_model:
+                        draft = model_directory.locate(settings.draft_model, "--draft-model")
+                        model_directory.check(settings.draft_model, draft, "--draft-model")
                 supervisor.start()
             from lineclear.scheduler.app import serve
 
@@ -130,8 +135,8 @@ def _model(settings: SchedulerSettings) -> Path:
         return demo_directory()
     if not settings.model:
         raise ConfigurationError("no model is named; use --model DIR, or --demo")
-    directory = model_directory(settings.model)
-    require_model(settings.model, directory, with_weights=False)
+    directory = model_directory.locate(settings.model)
+    model_directory.check(settings.model, directory, is_loaded_here=False)
     return directory
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lineclear.model_files import directory_check, fingerprint
+from lineclear.model_files import fingerprint, model_directory
 from lineclear.worker.attention.base import LayerSpec
 from lineclear.worker.cpu.fused_decoder import FusedDecoder, can_build
 from lineclear.worker.cpu.int8_linear import pack_int8
@@ -35,7 +35,6 @@ from .compatibility_probe import (
     weight_bytes,
 )
 from .loaded_model import LoadedModel, ModelFilesChanged, ModelRefused
-from .safetensors_check import CheckpointBroken, check_weights
 from .verified_families import VERIFIED
 
 log = structlog.get_logger(__name__)
@@ -54,12 +53,13 @@ def load(
     dtype None: the checkpoint's own. `flag` is what the caller names `source` by. Raises ModelRefused, and
     ModelFilesChanged if the files change during the load.
     """
-    directory = _locate(source, flag)
-    if reason := directory_check.of_directory(directory, with_weights=True):
-        raise ModelRefused(f"{flag} {source} {reason}")
+    try:
+        directory = model_directory.locate(source, flag)
+        model_directory.check(source, directory, flag)
+    except model_directory.NotServable as error:
+        raise ModelRefused(str(error)) from None
     before = _stamps(directory)
     config = _read_config(directory)
-    _check_weights(directory)
     try:
         model, report = _from_pretrained(directory, config, "auto" if dtype is None else dtype)
     except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
@@ -158,7 +158,7 @@ def import_model_class(source: str) -> None:
 
     Reads config.json.
     """
-    config = _read_config(_locate(source))
+    config = _read_config(model_directory.locate(source))
     AutoModelForCausalLM._model_mapping[type(config)]
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # missing in some releases
 
@@ -168,31 +168,11 @@ def import_model_class(source: str) -> None:
 # --- the checkpoint ------------------------------------------------------------------------------------------------
 
 
-def _locate(source: str, flag: str = "--model") -> Path:
-    path = Path(source)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ModelRefused(f"{flag} {source} {directory_check.of_file(path)}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise ModelRefused(
-            f"{flag} {source} is neither a directory nor a repository in the local Hugging Face cache;"
-            f" nothing is downloaded at start: run `hf download {source}` first"
-        ) from error
-
-
 def _read_config(directory: Path) -> Any:
-    if not (directory / "config.json").is_file():
-        raise ModelRefused("the directory has no config.json; give a complete model directory")
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except (ValueError, KeyError, OSError, RecursionError) as error:
-        raise ModelRefused(_why_no_config(directory, error)) from error
+        raise ModelRefused(f"transformers cannot read config.json: {_first_line(error)}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise ModelRefused("quantized checkpoints are not supported; use the bfloat16 or float16 checkpoint")
     return config
@@ -211,22 +191,6 @@ def _with_fingerprints(loaded: LoadedModel, directory: Path) -> LoadedModel:
     except OSError as error:
         raise ModelFilesChanged(f"the model directory cannot be read: {error.strerror}") from None
     return replace(loaded, weights_fingerprint=weights, text_fingerprint=text, directory=directory)
-
-
-def _why_no_config(directory: Path, error: Exception) -> str:
-    if '"auto_map"' in (directory / "config.json").read_text(encoding="utf-8", errors="replace"):
-        return (
-            "the model needs custom code (auto_map in config.json), and transformers has no class for it;"
-            " code from a checkpoint is never run"
-        )
-    return f"transformers cannot read config.json: {_first_line(error)}"
-
-
-def _check_weights(directory: Path) -> None:
-    try:
-        check_weights(directory)
-    except CheckpointBroken as error:
-        raise ModelRefused(str(error)) from None
 
 
 def _from_pretrained(directory: Path, config: Any, dtype: str | torch.dtype) -> tuple[Any, dict[str, Any]]:

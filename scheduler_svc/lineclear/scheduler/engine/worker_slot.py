@@ -235,21 +235,18 @@ class WorkerSlot:
         elif was_restarting:
             log.info("worker_exited", pid=pid, exit_code=code, seconds=seconds)
             self.spawn()
-        else:
-            log.error("worker_crashed", pid=pid, exit_code=code, seconds=seconds)
-            self._replace(code, was_promoted=was_promoted)
-
-    def _replace(self, code: int, *, was_promoted: bool) -> None:
-        """Start another worker after one that exited with `code`, or give it up."""
-        if not was_promoted:
-            self.spawn()
-        elif code == ExitCode.CONFIGURATION and not self._has_joined:
+        elif code == ExitCode.CONFIGURATION and was_promoted and not self._has_joined:
+            log.info("worker_exited", pid=pid, exit_code=code, seconds=seconds)
             self.give_up(
                 GiveUpReason.CONFIGURATION,
                 "the worker cannot run with this configuration; see its last log line",
             )
         else:
-            self._retry()
+            log.error("worker_crashed", pid=pid, exit_code=code, seconds=seconds)
+            if was_promoted:
+                self._retry()
+            else:
+                self.spawn()
 
     def _retry(self) -> None:
         """Start a worker after a pause, or give it up, after a crash or a failed start."""

@@ -164,6 +164,7 @@ def _adapter(adapter: LoadedAdapter) -> pb.LoadedAdapter:
         path=adapter.path,
         base_model=adapter.files.base_model,
         requests_in_progress=adapter.num_requests,
+        warning=adapter.warning,
     )
 
 

@@ -102,6 +102,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.certificate: ServerCertificates | None = None
         """The certificate of the listeners, for the metrics."""
         self._settings = settings
+        self._model_directory = model
         self._pacer = LoopPacer(clock)
         self.tokenizers = TokenizerPool(tokenizer, chat, settings_limits.text_limits(settings), self._pacer)
         grammar_model = model if tokenizer.has_byte_tokens else None
@@ -135,7 +136,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._on_worker_change,
             self._incident,
         )
-        self.adapters = Adapters(self._settings, engine, self._clock)
+        self.adapters = Adapters(self._settings, engine, self._clock, self._model_directory)
         self.requests = Admission(
             self._settings,
             self.tokenizers,

@@ -13,7 +13,7 @@ from typing import Protocol
 import structlog
 
 from lineclear.errors import AdapterLimitReached, AdapterNotFound, AdapterRefused, InvalidRequest, Unsupported
-from lineclear.model_files import adapter_files, fingerprint
+from lineclear.model_files import adapter_files, fingerprint, model_directory
 from lineclear.model_files.adapter_files import AdapterFiles, AdapterFilesRefused
 from lineclear.scheduler.settings import SchedulerSettings
 
@@ -42,6 +42,8 @@ class LoadedAdapter:
     path: str
     files: AdapterFiles
     last_used: float
+    warning: str = ""
+    """Why its answers may be wrong: it was made for another model."""
     num_requests: int = 0
     """Requests in progress."""
 
@@ -53,8 +55,11 @@ class LoadedAdapter:
 class Adapters:
     """The loaded adapters by name, at most `max_loras` of different content."""
 
-    def __init__(self, settings: SchedulerSettings, engine: AdapterEngine, clock: Callable[[], float]) -> None:
-        self._settings, self._engine, self._clock = settings, engine, clock
+    def __init__(
+        self, settings: SchedulerSettings, engine: AdapterEngine, clock: Callable[[], float], model: Path | None
+    ) -> None:
+        """`model` is the directory of the served model."""
+        self._settings, self._engine, self._clock, self._model = settings, engine, clock, model
         self._loaded: dict[str, LoadedAdapter] = {}
         self._lock = asyncio.Lock()
 
@@ -108,26 +113,34 @@ class Adapters:
     async def _load(self, name: str, directory: Path) -> LoadedAdapter:
         if not _NAME.fullmatch(name):
             raise InvalidRequest.at("name", "must be 1 to 64 characters of [A-Za-z0-9._:-]")
-        directory, files = await asyncio.to_thread(self._read, directory)
+        directory, files, warning = await asyncio.to_thread(self._read, directory)
         async with self._lock:
             before = self._loaded.get(name)
             if before is not None and before.files.key != files.key:
                 raise AdapterRefused("another adapter of this name is loaded; unload it first")
             await self._make_room(files.key)
             await asyncio.shield(asyncio.wrap_future(self._engine.load_adapter(files.key, str(directory))))
-            adapter = before or LoadedAdapter(name, str(directory), files, self._clock())
+            adapter = before or LoadedAdapter(name, str(directory), files, self._clock(), warning)
             self._loaded[name] = adapter
             log.info("adapter_registered", adapter=name, key=files.key.hex()[:16], rank=files.rank)
+            if warning:
+                log.warning("adapter_of_another_model", adapter=name, problem=warning)
             return adapter
 
-    def _read(self, directory: Path) -> tuple[Path, AdapterFiles]:
+    def _read(self, directory: Path) -> tuple[Path, AdapterFiles, str]:
+        """Return the directory, the files, and the warning of `LoadedAdapter`."""
+        settings = self._settings
         try:
             directory = directory.resolve()  # the worker may have another working directory
-            return directory, adapter_files.read(directory, self._settings.max_lora_rank)
+            files = adapter_files.read(directory, settings.max_lora_rank)
         except AdapterFilesRefused as error:
             raise AdapterRefused(f"the adapter cannot be loaded: {error}") from None
         except OSError as error:
             raise AdapterRefused(f"the adapter's files cannot be read: {error.strerror}") from None
+        if self._model is None:
+            return directory, files, ""
+        served = model_directory.names_of(self._model, settings.model, settings.served_model_name)
+        return directory, files, adapter_files.other_base(files, served)
 
     def _below_folder(self, path: str) -> Path:
         """Return the directory that `path` names. Raises AdapterRefused if it or its files lie elsewhere."""

@@ -107,8 +107,13 @@ def _tensors(path: Path) -> list[_Tensor]:
         if length > _MAX_HEADER_BYTES:
             raise CheckpointBroken(f"{path.name} has a header of {length} bytes, more than {_MAX_HEADER_BYTES}")
         raw = file.read(length)
-    tensors = sorted(_entries(path.name, raw))
-    _check_cover(path.name, tensors, size - 8 - length)
+    return check_header(path.name, raw, size - 8 - length)
+
+
+def check_header(file: str, raw: bytes, size: int) -> list[_Tensor]:
+    """Return the tensors of a header by offset. Raises CheckpointBroken unless they cover `size` bytes."""
+    tensors = sorted(_entries(file, raw))
+    _check_cover(file, tensors, size)
     return tensors
 
 
