@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from support.sources import ROOTS
 
 from lineclear.process import command_line
-from lineclear.process.flag_aliases import ALIASES, OTHER_SERVERS, names_of
+from lineclear.process.flag_aliases import ALIASES, OTHER_SERVERS, flags_of_worker, names_of
 from lineclear.process.setting_fields import flag_of, groups
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.process.settings_help import description
@@ -262,6 +262,27 @@ def test_an_alias_has_one_meaning() -> None:
     assert not {flag_of(name) for name in (*aliases, *settings)} & OTHER_SERVERS.keys()
     mentioned = {flag for hint in OTHER_SERVERS.values() for flag in re.findall(r"--[a-z-]*[a-z]", hint)}
     assert mentioned <= {flag for name in settings for flag in (flag_of(name), f"--no-{flag_of(name)[2:]}")}
+
+
+def test_a_flag_of_the_worker_is_suggested_where_it_has_it() -> None:
+    ours, theirs = (set(command_line._flags(program.kind)) for program in (SCHEDULER, WORKER))
+    assert set(flags_of_worker()) == theirs - ours
+    for flag in flags_of_worker():
+        said = problem(SCHEDULER, [flag, "1"])
+        assert said == (
+            f"there is no flag {flag}; it is a flag of the worker, which come after a lone `--`: -- {flag} 1"
+        )
+
+
+def test_no_flag_of_the_migration_page_is_unknown() -> None:
+    """Each is a flag here, or has a sentence."""
+    page = (Path(__file__).parents[1] / "docs/migrating.md").read_text(encoding="utf-8")
+    tables = [part for part in page.split("\n## ") if part.startswith(("Flags", "llama.cpp server"))]
+    first = [line.split(" | ")[0] for part in tables for line in part.splitlines() if line.startswith("| `")]
+    there = {flag for cell in first for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", cell)}
+    assert len(there) > 30
+    known = {*command_line._flags(SCHEDULER.kind), *flags_of_worker(), *OTHER_SERVERS}
+    assert there <= known
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pydantic import BaseModel
@@ -36,11 +37,19 @@ class CommandLine(NamedTuple):
     errors: list[str]
 
 
-def parse(kind: type[BaseModel], words: Sequence[str], *, unknown_flag: str, unknown_word: str = "") -> CommandLine:
+def parse(
+    kind: type[BaseModel],
+    words: Sequence[str],
+    *,
+    unknown_flag: str,
+    unknown_word: str = "",
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> CommandLine:
     """Read the flags of the settings class `kind`.
 
     `unknown_flag` is what to do about a flag that resembles none of them, `unknown_word` about a word that belongs to
-    no flag. `{}` in them stands for the flag with its value, or the word.
+    no flag, `elsewhere` about each flag of another program. `{}` in them stands for the flag with its value, or the
+    word.
     """
     flags, line = _flags(kind), CommandLine({}, [])
     remaining = list(words)
@@ -53,7 +62,7 @@ def parse(kind: type[BaseModel], words: Sequence[str], *, unknown_flag: str, unk
                 line.errors.append(_stray(word, unknown_word))
             else:
                 text = f"{word} {remaining.pop(0)}" if has_next and not equals else word
-                line.errors.append(_unknown(flag, text, flags, unknown_flag))
+                line.errors.append(_unknown(flag, text, flags, elsewhere, unknown_flag))
             continue
         name, switch = flags[flag]
         if switch is not None:
@@ -91,12 +100,13 @@ def _is_flag(word: str) -> bool:
     return False
 
 
-def _unknown(flag: str, text: str, known: Collection[str], otherwise: str) -> str:
-    if hint := OTHER_SERVERS.get(flag):
+def _unknown(flag: str, text: str, known: Collection[str], elsewhere: Mapping[str, str], otherwise: str) -> str:
+    if hint := OTHER_SERVERS.get(flag) or elsewhere.get(flag, "").format(text):
         return f"there is no flag {flag}; {hint}"
-    if near := difflib.get_close_matches(flag, known, n=1, cutoff=_NEAR):
-        return f"there is no flag {flag}; is it {near[0]}?"
-    return f"there is no flag {flag}; {otherwise.format(text)}"
+    if near := difflib.get_close_matches(flag, [*known, *elsewhere], n=1, cutoff=_NEAR):
+        hint = elsewhere.get(near[0], "").format(near[0])
+        return f"there is no flag {flag}; is it {near[0]}?" + (f" {hint[0].upper()}{hint[1:]}" if hint else "")
+    return f"there is no flag {flag}; {otherwise}"
 
 
 def _stray(word: str, otherwise: str) -> str:

@@ -14,6 +14,7 @@ import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import AliasChoices, AliasGenerator, PrivateAttr, ValidationError
@@ -52,7 +53,12 @@ class ProcessSettings(BaseSettings):
 
 
 def load(
-    kind: type[Settings], words: Sequence[str], *, unknown_flag: str = "--help lists them", unknown_word: str = ""
+    kind: type[Settings],
+    words: Sequence[str],
+    *,
+    unknown_flag: str = "--help lists them",
+    unknown_word: str = "",
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> Settings:
     """Return the settings from flags, environment and, if `kind` has a setting `config`, the TOML file that it names.
 
@@ -61,7 +67,7 @@ def load(
     """
     prefix = kind.model_config.get("env_prefix", "")
     settings_help.answer(kind, words, program=kind.program, prefix=prefix)
-    line = command_line.parse(kind, words, unknown_flag=unknown_flag, unknown_word=unknown_word)
+    line = command_line.parse(kind, words, unknown_flag=unknown_flag, unknown_word=unknown_word, elsewhere=elsewhere)
     if line.errors:
         raise ConfigurationError("\n".join(line.errors))
     file = _config_file(line, prefix) if "config" in kind.model_fields else ""

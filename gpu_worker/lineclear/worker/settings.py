@@ -131,4 +131,5 @@ class WorkerSettings(settings_base.ProcessSettings):
 
 def load(argv: Sequence[str]) -> WorkerSettings:
     """Return the settings from flags and environment. Raises as settings_base.load."""
-    return settings_base.load(WorkerSettings, argv)
+    otherwise = "--help lists them, and those of the scheduler come before the lone `--`"
+    return settings_base.load(WorkerSettings, argv, unknown_flag=otherwise)

@@ -16,6 +16,7 @@ from pydantic_settings import SettingsConfigDict
 from lineclear.api_limits import MAX_REQUEST_BYTES
 from lineclear.process import settings_base
 from lineclear.process.device_names import split_devices
+from lineclear.process.flag_aliases import flags_of_worker
 from lineclear.scheduler.addresses import is_local, is_tcp, parse_address
 from lineclear.scheduler.settings_fields import MAX_MESSAGE_BYTES, SchedulerFields
 
@@ -229,8 +230,8 @@ def load(argv: Sequence[str]) -> tuple[SchedulerSettings, tuple[str, ...]]:
     settings = settings_base.load(
         SchedulerSettings,
         own,
-        unknown_flag="--help lists them, and the worker's come after a lone `--`: -- {}",
         unknown_word="a model is named by --model {}",
+        elsewhere=flags_of_worker(),
     )
     return settings, worker_flags
 
