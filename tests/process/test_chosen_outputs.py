@@ -147,6 +147,38 @@ def test_beams_and_candidates_survive_the_death_of_the_worker(tmp_path: Path) ->
         assert best.token_ids in [output.token_ids for output in whole.outputs]
 
 
+@pytest.mark.parametrize("route", ["generate", "session", "submit"])
+@pytest.mark.parametrize(
+    ("kind", "num_generated"),
+    [
+        ({"n": 4}, 4 * 8),
+        ({"best_of": 4}, 4 * 8),
+        ({"n": 2, "best_of": 4}, 4 * 8),
+        ({"num_beams": 4}, 8),
+        ({"n": 3, "num_beams": 4}, 3 * 8),
+    ],
+    ids=str,
+)
+def test_tokens_are_counted_as_the_caller_sees_them(
+    service: ToyService, kind: dict[str, int], num_generated: int, route: str
+) -> None:
+    """A prompt of two full blocks and a part: the steps of a search look each of them up again."""
+    prompt = [10 * len(str(kind)) + len(route), *range(40, 75)]
+    params: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "seed": 1, **kind}
+    with Client(service.target, sessions=route == "session") as client:
+        until(lambda: is_idle(client.stats()))
+        before = client.stats().counters
+        result = client.submit(prompt, **params).result() if route == "submit" else client.generate(prompt, **params)
+        until(lambda: is_idle(client.stats()))
+        after = client.stats().counters
+    assert after.prompt_tokens - before.prompt_tokens == len(prompt) == result.usage.prompt_tokens
+    assert after.generation_tokens - before.generation_tokens == num_generated
+    assert after.prefix_cache_queries - before.prefix_cache_queries == len(prompt)
+    assert after.prefix_cache_hits == before.prefix_cache_hits
+    if "best_of" not in kind:
+        assert result.usage.completion_tokens == num_generated
+
+
 @pytest.mark.parametrize("kind", [{"num_beams": 4}, {"best_of": 4}], ids=["beams", "best_of"])
 def test_cancel_and_deadline_end_everything(service: ToyService, kind: dict[str, int]) -> None:
     params: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, **kind}

@@ -5,8 +5,10 @@ from __future__ import annotations
 from simulation.mutations import Bug, drop, never, replace
 
 from lineclear.scheduler.core import limits
+from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.policies import Fifo
 from lineclear.scheduler.core.request_queue import RequestQueue
+from lineclear.scheduler.core.result_applier import ResultApplier
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.requests.beam_group import BeamGroup
 
@@ -62,6 +64,12 @@ SIBLING_BUGS = (
         "each step of a search needs a place in the queue",
         BeamGroup._submit,
         replace("not is_first", "False"),
+    ),
+    Bug("siblings count the prompt again", StepPlanner._start, replace("not sequence.request.is_sibling", "True")),
+    Bug(
+        "samples of a search count as generated",
+        ResultApplier._append_one,
+        replace("not sequence.request.is_search_step", "True"),
     ),
     Bug("a search goes on after one of its requests failed", BeamGroup._fail, drop("self.cancel(error)")),
 )

@@ -119,7 +119,7 @@ class ResultChecks:
         is_requested = sequence.request.sampling.logprobs >= 0
         require((logprobs is not None) == is_requested, "I24", "logprobs exactly if requested")
         sequence.num_outputs += 1
-        self.state.counters.generation_tokens += 1
+        self.state.counters.generation_tokens += sequence.request.queued_since is None
         return TokensReady(sequence.request.request_id, index, (token,), () if logprobs is None else (logprobs,))
 
     def _reports(self, step: ModelStep, result: StepResult, now: float) -> list[object]:

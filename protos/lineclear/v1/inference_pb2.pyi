@@ -2737,18 +2737,19 @@ class Counters(_message.Message):
     requests_failed: _builtins.int
     """Requests in the queue or later that ended with another error."""
     prompt_tokens: _builtins.int
-    """Prompt tokens of requests that left the queue. At most
-    prefix_cache_queries.
+    """Prompt tokens of requests that left the queue, once for all outputs of a
+    request. At most prefix_cache_queries.
     """
     generation_tokens: _builtins.int
-    """Generated tokens. With wasted_samples at most the rows and the accepted
-    drafts.
+    """Generated tokens: of all outputs, of the candidates of best_of, and of the
+    outputs of a beam search. Without searches, with wasted_samples at most the
+    rows and the accepted drafts.
     """
     prefix_cache_hits: _builtins.int
     """Tokens found in the prefix cache. At most prefix_cache_queries."""
     prefix_cache_queries: _builtins.int
     """Tokens looked up in the prefix cache, each time that a request starts or
-    continues after a preemption or a lost worker.
+    continues after a preemption or a lost worker, once for all outputs.
     """
     recomputed_tokens: _builtins.int
     """Tokens computed again after a preemption or a worker restart."""
@@ -2763,7 +2764,9 @@ class Counters(_message.Message):
     wasted_samples: _builtins.int
     """Sampled tokens dropped because their request had ended."""
     step_tokens: _builtins.int
-    """Positions computed by all steps: prompt tokens and sampled tokens."""
+    """Positions computed by all steps: prompt tokens and sampled tokens, those of
+    each beam of a beam search and of blocks that it computes again included.
+    """
     step_positions: _builtins.int
     """Positions held by requests, summed over all steps: prompt and output
     tokens whose keys and values are kept.

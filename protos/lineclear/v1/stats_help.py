@@ -38,16 +38,16 @@ HELP = {
     "Counters.requests_cancelled": "Requests in the queue or later that their client cancelled.",
     "Counters.requests_expired": "Requests in the queue or later that ended at their deadline, whether the client or the server ended them.",  # noqa: E501
     "Counters.requests_failed": "Requests in the queue or later that ended with another error.",
-    "Counters.prompt_tokens": "Prompt tokens of requests that left the queue. At most prefix_cache_queries.",
-    "Counters.generation_tokens": "Generated tokens. With wasted_samples at most the rows and the accepted drafts.",
+    "Counters.prompt_tokens": "Prompt tokens of requests that left the queue, once for all outputs of a request. At most prefix_cache_queries.",  # noqa: E501
+    "Counters.generation_tokens": "Generated tokens: of all outputs, of the candidates of best_of, and of the outputs of a beam search. Without searches, with wasted_samples at most the rows and the accepted drafts.",  # noqa: E501
     "Counters.prefix_cache_hits": "Tokens found in the prefix cache. At most prefix_cache_queries.",
-    "Counters.prefix_cache_queries": "Tokens looked up in the prefix cache, each time that a request starts or continues after a preemption or a lost worker.",  # noqa: E501
+    "Counters.prefix_cache_queries": "Tokens looked up in the prefix cache, each time that a request starts or continues after a preemption or a lost worker, once for all outputs.",  # noqa: E501
     "Counters.recomputed_tokens": "Tokens computed again after a preemption or a worker restart.",
     "Counters.preemptions": "Preemptions: a request gave its KV blocks to another request and is computed again later.",
     "Counters.steps": "Steps sent to a worker, those of lost workers included.",
     "Counters.rows": "Rows of all steps: one per request and step.",
     "Counters.wasted_samples": "Sampled tokens dropped because their request had ended.",
-    "Counters.step_tokens": "Positions computed by all steps: prompt tokens and sampled tokens.",
+    "Counters.step_tokens": "Positions computed by all steps: prompt tokens and sampled tokens, those of each beam of a beam search and of blocks that it computes again included.",  # noqa: E501
     "Counters.step_positions": "Positions held by requests, summed over all steps: prompt and output tokens whose keys and values are kept.",  # noqa: E501
     "Counters.spec_decode_num_drafts": "Rows that verified drafts (speculative decoding).",
     "Counters.spec_decode_num_draft_tokens": "Draft tokens that were verified.",

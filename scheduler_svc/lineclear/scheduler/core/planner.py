@@ -294,13 +294,14 @@ class StepPlanner:
         if sequence.draft_history is not None:
             sequence.draft_history.paused_until = None  # a pause counts the steps of one worker
         start = sequence.num_planned
-        state.counters.prefix_cache_queries += len(sequence.tokens)
-        state.counters.prefix_cache_hits += start
+        if counts_prompt := not sequence.request.is_sibling:  # siblings share the prompt of their first request
+            state.counters.prefix_cache_queries += len(sequence.tokens)
+            state.counters.prefix_cache_hits += start
         if sequence.started_at is None:
             state.queue_order.on_start(sequence)
             sequence.started_at = self._now
             sequence.cached_tokens = start
-            state.counters.prompt_tokens += sequence.prompt_len
+            state.counters.prompt_tokens += sequence.prompt_len if counts_prompt else 0
             where = (sequence.slot, self._step, start, state.model_fingerprint, sequence.epoch)
             self.events.append(Started(sequence.request.request_id, *where))
         request = sequence.request

@@ -192,7 +192,8 @@ class ResultApplier:
             sequence.first_token_at = now
         sequence.last_token_at = now
         sequence.last_step = step
-        self._state.counters.generation_tokens += 1
+        if not sequence.request.is_search_step:  # a search uses the log probabilities, not the sample
+            self._state.counters.generation_tokens += 1
 
     def _report(
         self,

@@ -83,9 +83,14 @@ class Request:
         return len(self.prompt) + (self.expected_tokens or self.max_tokens)
 
     @property
+    def is_search_step(self) -> bool:
+        """Whether it is one beam of one step of a beam search."""
+        return self.queued_since is not None
+
+    @property
     def continues(self) -> bool:
         """Whether it continues an answer whose requests so far have ended: a later step of a beam search."""
-        return self.is_sibling and self.queued_since is not None
+        return self.is_sibling and self.is_search_step
 
     @property
     def charged_before(self) -> int:

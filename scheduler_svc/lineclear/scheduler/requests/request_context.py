@@ -398,6 +398,7 @@ class RequestContext:
             services.streams.close(output, cancelled)
         if isinstance(self._group, BeamGroup):
             self._group.close()
+            services.stats.search_tokens += sum(output.num_received for output in self.outputs)
         self._queue_place.release(started=False)
         services.stats.add_ended(ended)
         log.info("request_ended", **ended.log_fields())

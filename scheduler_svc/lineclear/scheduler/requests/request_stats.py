@@ -154,6 +154,8 @@ class ServerStats:
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         self.ended: Counter[str] = Counter()
         """Admitted requests that ended, by outcome: finish reason or error reason."""
+        self.search_tokens = 0
+        """Tokens of the outputs of beam searches: the core samples none of them."""
         self.rejected: Counter[str] = Counter()
         """Requests that ended before the engine admitted them, and other calls that failed, by reason."""
         self._window: deque[RequestTimings] = deque()

@@ -135,7 +135,9 @@ def for_tenant(stats: pb.GetStatsResponse) -> pb.GetStatsResponse:
 
 def _counters(core: CoreSnapshot, figures: ServerStats, num_admitted: int) -> pb.Counters:
     of_requests = {"requests_admitted": num_admitted} | figures.request_counters()
-    return pb.Counters(**(dataclasses.asdict(core.counters) | of_requests))
+    counters = pb.Counters(**(dataclasses.asdict(core.counters) | of_requests))
+    counters.generation_tokens += figures.search_tokens
+    return counters
 
 
 def _gauges(core: CoreSnapshot, shares: Shares, open_streams: int, asyncio_tasks: int) -> pb.Gauges:
