@@ -25,17 +25,35 @@ class Request:
         return self.tokens
 
 
+class Seconds:
+    """A window, and the clock that it reads."""
+
+    def __init__(self, **weights: float) -> None:
+        self.now = 100.0
+        self._waiting: Sequence[str] = ()
+        self._live: list[Any] = []
+        live = cast("list[RequestContext]", self._live)
+        self.window = FairnessWindow(lambda: self._waiting, lambda: live, weights, lambda: self.now)
+
+    def serve(self, tokens: dict[str, int], seconds: int = 1, waiting: Sequence[str] | None = None) -> None:
+        """Serve these tokens in each second, while the same or the `waiting` tenants wait."""
+        self._waiting = list(tokens) if waiting is None else waiting
+        self._live[:] = []
+        self.window.tick()
+        for _ in range(seconds):
+            self.now += 1.0
+            self._live[:] = [Request(tenant, count) for tenant, count in tokens.items()]
+            self.window.tick()
+
+
 def shares(
     ticks: Sequence[dict[str, int]], waiting: Sequence[str] = ("a", "b"), weights: dict[str, float] | None = None
 ) -> Shares:
-    """Return the figures after these ticks, each with the tokens by tenant, while `waiting` tenants wait."""
-    live: list[Any] = []
-    window = FairnessWindow(lambda: waiting, lambda: cast("list[RequestContext]", live), weights or {})
-    window.tick()
+    """Return the figures after these seconds, each with the tokens by tenant, while `waiting` tenants wait."""
+    seconds = Seconds(**(weights or {}))
     for tick in ticks:
-        live[:] = [Request(tenant, tokens) for tenant, tokens in tick.items()]
-        window.tick()
-    return window.shares()
+        seconds.serve(tick, waiting=waiting)
+    return seconds.window.shares()
 
 
 def test_equal_tenants_have_index_one() -> None:
@@ -61,6 +79,54 @@ def test_weights_divide_the_tokens() -> None:
 
 def test_only_the_last_minute_counts() -> None:
     assert shares([{"a": 100, "b": 0}] * 5 + [{"a": 10, "b": 10}] * 60) == Shares(1.0, 0.0)
+
+
+def test_a_tenant_that_joins_late_is_not_starved() -> None:
+    """All three get the same from then on."""
+    seconds = Seconds()
+    seconds.serve({"a": 60, "b": 60}, 18)
+    seconds.serve({"a": 40, "b": 40, "c": 40}, 7)
+    assert seconds.window.shares() == Shares(1.0, 0.0)
+
+
+def test_a_tenant_that_joins_late_and_gets_nothing_is() -> None:
+    """a and b get 150 where the means are 50 + 50 + 100/3: x is 9/8. c gets 0 of 100/3."""
+    seconds = Seconds()
+    seconds.serve({"a": 50, "b": 50}, 2)
+    seconds.serve({"a": 50, "b": 50, "c": 0}, 1)
+    found = seconds.window.shares()
+    assert found.index == pytest.approx((9 / 8 + 9 / 8) ** 2 / (3 * 2 * (9 / 8) ** 2))
+    assert found.index == pytest.approx(2 / 3)
+    assert found.gap_tokens == pytest.approx((150 - 400 / 3) + 100 / 3)
+
+
+def test_pairs_that_never_wait_together_do_not_count_against_each_other() -> None:
+    seconds = Seconds()
+    seconds.serve({"a": 100, "b": 100}, 5)
+    seconds.serve({"c": 5, "d": 5}, 5)
+    assert seconds.window.shares() == Shares(1.0, 0.0)
+
+
+def test_policies_are_told_apart_after_a_pause() -> None:
+    """80 callers against 20 under fifo, a minute without requests, then the same callers under fair."""
+    seconds = Seconds()
+    seconds.serve({"c": 80, "b": 20}, 13)
+    found = seconds.window.shares()
+    assert found.index == pytest.approx(100**2 / (2 * (80**2 + 20**2)))
+    assert found.gap_tokens == 13 * 60
+    seconds.now += 61
+    seconds.serve({"c": 50, "b": 50}, 13)
+    assert seconds.window.shares() == Shares(1.0, 0.0)
+
+
+def test_the_figures_expire_while_nothing_is_served() -> None:
+    """No timer runs without requests."""
+    seconds = Seconds()
+    seconds.serve({"a": 100, "b": 0}, 5)
+    seconds.now += 56.5  # the first second is over the minute
+    assert seconds.window.shares() == Shares(0.5, 400.0)
+    seconds.now += 3.5
+    assert seconds.window.shares() == Shares(1.0, 0.0)
 
 
 async def test_stats_have_the_index_without_names(tmp_path: Path) -> None:

@@ -2863,12 +2863,14 @@ class Gauges(_message.Message):
     the queue. 0 if unknown.
     """
     fairness_index: _builtins.float
-    """Jain's index of the last minute: 1 if tenants that wait at the same time
-    were served equally by their weights, 1/n if one of n got everything.
+    """Jain's index of the last minute, over tenants that wait at the same time:
+    of each, its tokens by weight as a part of the mean of the tenants that
+    waited in the same seconds. 1 if all were served equally, 1/n if one of n
+    got everything.
     """
     fairness_gap_tokens: _builtins.float
-    """Largest difference between two such tenants in the last minute, in tokens
-    by weight.
+    """Largest difference between two such tenants in the last minute: the tokens
+    by weight that each got above or below that mean.
     """
     num_lora_adapters: _builtins.int
     """Loaded LoRA adapters, by name."""

@@ -66,8 +66,8 @@ HELP = {
     "Gauges.last_step_tokens": "Positions computed by the last step.",
     "Gauges.last_step_positions": "Positions held by requests after the last step.",
     "Gauges.predicted_wait_seconds": "Predicted wait in seconds of a request that arrives now, at the end of the queue. 0 if unknown.",  # noqa: E501
-    "Gauges.fairness_index": "Jain's index of the last minute: 1 if tenants that wait at the same time were served equally by their weights, 1/n if one of n got everything.",  # noqa: E501
-    "Gauges.fairness_gap_tokens": "Largest difference between two such tenants in the last minute, in tokens by weight.",  # noqa: E501
+    "Gauges.fairness_index": "Jain's index of the last minute, over tenants that wait at the same time: of each, its tokens by weight as a part of the mean of the tenants that waited in the same seconds. 1 if all were served equally, 1/n if one of n got everything.",  # noqa: E501
+    "Gauges.fairness_gap_tokens": "Largest difference between two such tenants in the last minute: the tokens by weight that each got above or below that mean.",  # noqa: E501
     "Gauges.num_lora_adapters": "Loaded LoRA adapters, by name.",
     "WorkerStatus.up": "Whether a worker has joined and is connected.",
     "WorkerStatus.joins": "Workers that have joined since the scheduler started.",

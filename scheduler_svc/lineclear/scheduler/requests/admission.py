@@ -75,7 +75,7 @@ class Admission:
             live={},
             on_close=self._on_close,
         )
-        self.fairness = FairnessWindow(quota.tenants, self._services.live.values, settings.weights)
+        self.fairness = FairnessWindow(quota.tenants, self._services.live.values, settings.weights, clock)
         """How equally tenants are served."""
 
     def __len__(self) -> int:

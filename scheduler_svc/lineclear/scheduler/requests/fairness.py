@@ -1,7 +1,10 @@
 """How equally tenants are served that wait at the same time: Jain's index over their tokens by weight.
 
 Only seconds in which at least two tenants have requests waiting count, and only those tenants: a tenant that asks for
-little is not treated unfairly. The index is (sum x)^2 / (n * sum x^2) (Jain, Chiu, Hawe 1984).
+little is not treated unfairly. In each second, the tokens by weight of a tenant are compared with their mean over the
+tenants of that second. x of a tenant is the sum of its tokens, divided by the sum of these means over its own seconds:
+1 for an equal share, also of a tenant that waited for a short time only. The index is (sum x)^2 / (n * sum x^2)
+(Jain, Chiu, Hawe 1984). If the same tenants wait in all seconds, it is the index of their totals.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ from dataclasses import dataclass
 from lineclear.scheduler.requests.request_context import RequestContext
 
 _TICK_SECONDS = 1.0
-_WINDOW_TICKS = 60
+_WINDOW_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """`index` is 1 where all tenants get the same. `gap_tokens` is the largest difference of two tenants."""
+    """`index` is 1 where all tenants get the same. `gap_tokens` is the largest difference between two tenants."""
 
     index: float = 1.0
     gap_tokens: float = 0.0
@@ -36,9 +39,10 @@ class FairnessWindow:
         waiting: Callable[[], Iterable[str]],
         live: Callable[[], Iterable[RequestContext]],
         weights: Mapping[str, float],
+        clock: Callable[[], float],
     ) -> None:
-        self._waiting, self._live, self._weights = waiting, live, weights
-        self._ticks: deque[dict[str, float]] = deque(maxlen=_WINDOW_TICKS)
+        self._waiting, self._live, self._weights, self._clock = waiting, live, weights, clock
+        self._ticks: deque[tuple[float, dict[str, float]]] = deque()  # end of the second, tokens by weight
         self._served: Counter[str] = Counter()  # since the last tick, of requests that ended
         self._had_waiting: frozenset[str] = frozenset()
         self._timer: asyncio.TimerHandle | None = None
@@ -60,19 +64,30 @@ class FairnessWindow:
         both = self._had_waiting & waiting
         self._had_waiting = waiting
         served, self._served = self._served, Counter()
-        self._ticks.append({t: served[t] / self._weights.get(t, 1.0) for t in both} if len(both) > 1 else {})
+        self._expire()
+        if len(both) > 1:
+            self._ticks.append((self._clock(), {t: served[t] / self._weights.get(t, 1.0) for t in both}))
 
     def shares(self) -> Shares:
         """Return the figures of the last minute."""
-        totals: Counter[str] = Counter()
-        for tick in self._ticks:
+        self._expire()
+        totals: dict[str, float] = {}
+        means: dict[str, float] = {}
+        for _, tick in self._ticks:
+            mean = sum(tick.values()) / len(tick)
             for tenant, tokens in tick.items():
-                totals[tenant] += tokens  # type: ignore[assignment]  # tokens by weight are no whole numbers
-        values = list(totals.values())
-        squares = sum(tokens**2 for tokens in values)
-        if len(values) < 2 or not squares:
+                totals[tenant] = totals.get(tenant, 0.0) + tokens
+                means[tenant] = means.get(tenant, 0.0) + mean
+        shares = [totals[tenant] / mean for tenant, mean in means.items() if mean]
+        if not shares:
             return Shares()
-        return Shares(sum(values) ** 2 / (len(values) * squares), max(values) - min(values))
+        differences = [totals[tenant] - mean for tenant, mean in means.items()]
+        index = sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
+        return Shares(index, max(differences) - min(differences))
+
+    def _expire(self) -> None:
+        while self._ticks and self._ticks[0][0] <= self._clock() - _WINDOW_SECONDS:
+            self._ticks.popleft()
 
     def _on_timer(self) -> None:
         self.tick()

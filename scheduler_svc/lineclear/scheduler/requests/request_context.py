@@ -405,9 +405,10 @@ class RequestContext:
 
     def take_served_tokens(self) -> int:
         """Return the prompt and output tokens of this server since the last call."""
-        if all(output.started is None for output in self.outputs):
+        outputs = self._candidates or self.outputs
+        if all(output.started is None for output in outputs):
             return 0
-        total = self.prompt_tokens + sum(output.num_received - output.num_resumed for output in self.outputs)
+        total = self.prompt_tokens + sum(output.num_received - output.num_resumed for output in outputs)
         served, self._num_counted = total - self._num_counted, total
         return served
 
