@@ -187,7 +187,9 @@ class SamplingParams(_message.Message):
     ignore_eos: _builtins.bool
     """Continues after end-of-sequence. Default false."""
     forced_first_token_id: _builtins.int
-    """The first token of the output. Unset: any."""
+    """The first token of the output. Must not be banned, and must be one of
+    allowed_token_ids if that is not empty. Unset: any.
+    """
     no_repeat_ngram_size: _builtins.int
     """No sequence of this many tokens appears twice in prompt and output,
     [0, 100]. 0 allows all. Default 0, or the model's generation_config.

@@ -92,6 +92,8 @@ def check_allowed(sampling: Sampling, stop_ids: frozenset[int], vocab_size: int,
     first_banned = banned | set(sampling.begin_banned_ids)
     if sampling.forced_first_id in first_banned:
         violations.add("sampling.forced_first_token_id", "must not be banned, by min_tokens neither")
+    elif sampling.allowed_ids and sampling.forced_first_id not in (-1, *sampling.allowed_ids):
+        violations.add("sampling.forced_first_token_id", "must be one of allowed_token_ids")
     if sampling.allowed_ids:
         if banned.issuperset(sampling.allowed_ids):
             violations.add(
@@ -120,12 +122,12 @@ def with_bad_words(sampling: Sampling, words: Sequence[Sequence[tuple[int, ...]]
     violations.raise_if_any()
     distinct = sorted({sequence for sequences in words for sequence in sequences})
     single = tuple(sequence[0] for sequence in distinct if len(sequence) == 1)
-    banned_ids = {*sampling.banned_ids, *single}
-    if banned_ids.issuperset(sampling.allowed_ids or range(vocab_size)) or sampling.forced_first_id in banned_ids:
-        violations.add(path, "leaves no token to sample")
-        violations.raise_if_any()
     several = tuple(sequence for sequence in distinct if len(sequence) > 1)
-    return replace(sampling, banned_ids=(*sampling.banned_ids, *single), bad_words=several)
+    sampling = replace(sampling, banned_ids=(*sampling.banned_ids, *single), bad_words=several)
+    check_allowed(sampling, frozenset(sampling.stop_ids), vocab_size, violations)
+    if violations.violations:
+        raise InvalidRequest.at(path, "leaves no token to sample")
+    return sampling
 
 
 def with_breakers(
