@@ -304,11 +304,11 @@ def test_wrong_number_of_results_is_an_error() -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="batching_strategy is 'sometimes'; give one of continuous"):
         ItemBatcher(doubled, batching_strategy="sometimes")
-    with pytest.raises(ValueError, match="max_batch_size is 0; give 1 to 4096"):
+    with pytest.raises(ValueError, match="max_batch_size is 0; give a whole number from 1 to 4096"):
         ItemBatcher(doubled, max_batch_size=0)
     with pytest.raises(TypeError, match="unknown option 'max_size'"):
         ItemBatcher(doubled, max_size=3)  # type: ignore[call-arg]
-    with ItemBatcher(doubled) as batcher, pytest.raises(InvalidRequest, match="the item costs 0"):
+    with ItemBatcher(doubled) as batcher, pytest.raises(InvalidRequest, match="cost is 0"):
         batcher.submit(1, cost=0)
 
 

@@ -6,12 +6,14 @@ may have; its steps are output tokens.
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Any, Final, Generic, NamedTuple, TypeVar, Unpack
 
+from lineclear.embedded import numbers
 from lineclear.embedded.answers import ItemFuture
+from lineclear.embedded.numbers import MAX_COUNT, real, whole
 from lineclear.embedded.options import Options, core_limits
 from lineclear.embedded.stats import StepTotals
 from lineclear.embedded.step_loop import StepLoop
@@ -19,6 +21,8 @@ from lineclear.errors import InvalidRequest, QueueFull
 from lineclear.scheduler.core.events import Finished, FinishReason
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Hello, Sampling, StepPlan
+
+log = logging.getLogger("lineclear")
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -76,9 +80,9 @@ class ItemBatcher(StepLoop[ItemFuture[_Result]], Generic[_Item, _Result]):
     `async def` runs on the event loop of `start`, or in that thread if no loop ran.
 
     A batch has at most `max_batch_size` items, whose costs sum to at most `target_batch_cost` (0: any sum). An item
-    that costs more runs alone. `cost_estimator(item)` returns an item's cost, an integer of at least 1; without it and
-    without `cost` in `submit`, an item costs `default_cost`. A target above 1024 is kept in 1024 parts, and the cost of
-    an item is rounded up to one.
+    that costs more runs alone. `cost_estimator(item)` returns an item's cost, an integer of at least 1. Without it
+    and without `cost` in `submit`, or if it raises, an item costs `default_cost`. A target above 1024
+    is kept in 1024 parts, and the cost of an item is rounded up to one.
     """
 
     def __init__(
@@ -94,8 +98,9 @@ class ItemBatcher(StepLoop[ItemFuture[_Result]], Generic[_Item, _Result]):
         target_step_ms: float = 200.0,
         **options: Unpack[Options],
     ) -> None:
-        if not 1 <= max_steps <= _MAX_STEPS:
-            raise ValueError(f"max_steps is {max_steps}; give 1 to {_MAX_STEPS}")
+        max_steps = whole("max_steps", max_steps, 1, _MAX_STEPS)
+        target_batch_cost = whole("target_batch_cost", target_batch_cost, 0, MAX_COUNT)
+        target_step_ms = real("target_step_ms", target_step_ms, 0.001, 86_400_000)
         is_adaptive = options.get("batching_strategy") == "adaptive"
         limits = core_limits(
             options,
@@ -118,8 +123,9 @@ class ItemBatcher(StepLoop[ItemFuture[_Result]], Generic[_Item, _Result]):
         )
         super().__init__(process_fn, limits, capacity, options.get("on_error", "isolate"))
         self._cost_estimator = cost_estimator
-        self._default_cost = default_cost
-        self._max_queue_cost = max_queue_cost
+        self._default_cost = whole("default_cost", default_cost, 1, MAX_COUNT)
+        self._has_warned = False
+        self._max_queue_cost = whole("max_queue_cost", max_queue_cost, 0, MAX_COUNT)
         self._max_steps = max_steps
         self._slots: dict[int, int] = {}  # slot -> number of its item
         self._by_number: dict[int, ItemFuture[_Result]] = {}
@@ -141,10 +147,7 @@ class ItemBatcher(StepLoop[ItemFuture[_Result]], Generic[_Item, _Result]):
 
         Raises QueueFull, DuplicateRequest, InvalidRequest or ServerDraining.
         """
-        if cost is None:
-            cost = self._default_cost if self._cost_estimator is None else self._cost_estimator(item)
-        if cost < 1:
-            raise InvalidRequest(f"the item costs {cost}; a cost is at least 1")
+        cost = whole("cost", self._estimated_cost(item) if cost is None else cost, 1, MAX_COUNT, InvalidRequest)
         number = self._next_number()
         future = ItemFuture[_Result](request_id or str(number), number, self._cancel_request, item, cost)
         request = Request(
@@ -153,8 +156,8 @@ class ItemBatcher(StepLoop[ItemFuture[_Result]], Generic[_Item, _Result]):
             Sampling(seed=number, stop_ids=(_ENDS,)),
             self._max_steps,
             stop_ids=frozenset({_ENDS}),
-            priority=priority,
-            deadline=None if timeout_seconds is None else time.monotonic() + timeout_seconds,
+            priority=numbers.priority(priority),
+            deadline=numbers.deadline(timeout_seconds),
             tenant=tenant,
         )
         with self._lock:
@@ -164,6 +167,17 @@ class ItemBatcher(StepLoop[ItemFuture[_Result]], Generic[_Item, _Result]):
                     retry_after_seconds=1.0,
                 )
             return self._submit(request, future)
+
+    def _estimated_cost(self, item: _Item) -> int:
+        if self._cost_estimator is None:
+            return self._default_cost
+        try:
+            return self._cost_estimator(item)
+        except Exception:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("cost_estimator failed; items without an estimate cost default_cost", exc_info=True)
+            return self._default_cost
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
+from lineclear.embedded.numbers import real, whole
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES, PolicySettings
 
@@ -46,20 +47,16 @@ def core_limits(
     """Return the core's limits of `options`. Raises ValueError for an option that is out of range or unknown."""
     if unknown := options.keys() - Options.__annotations__.keys():
         raise TypeError(f"unknown option {sorted(unknown)[0]!r}; the options are {', '.join(Options.__annotations__)}")
-    max_batch_size = options.get("max_batch_size", 8)
-    min_batch_size = options.get("min_batch_size", 1)
-    timeout_ms = options.get("batch_timeout_ms", 50.0)
-    _check_range("max_batch_size", max_batch_size, 1, 4096)
-    _check_range("min_batch_size", min_batch_size, 1, max_batch_size)
-    _check_range("batch_timeout_ms", timeout_ms, 0, 60_000)
-    _check_range("priority_aging_seconds", options.get("priority_aging_seconds", 30.0), 0.001, 86_400)
-    _check_range("max_queue_size", options.get("max_queue_size", 1024), 1, 2**24)
+    max_batch_size = whole("max_batch_size", options.get("max_batch_size", 8), 1, 4096)
+    min_batch_size = whole("min_batch_size", options.get("min_batch_size", 1), 1, max_batch_size)
+    timeout_ms = real("batch_timeout_ms", options.get("batch_timeout_ms", 50.0), 0, 60_000)
+    aging_seconds = real("priority_aging_seconds", options.get("priority_aging_seconds", 30.0), 0.001, 86_400)
     _check_name("on_error", options.get("on_error", "isolate"), ("isolate", "fail"))
     return CoreLimits(
         max_batch_size=max_batch_size,
         target_batch_tokens=target_batch_tokens,
         pipeline_depth=1,  # the step function returns the tokens that the next step computes
-        max_queue_size=options.get("max_queue_size", 1024),
+        max_queue_size=whole("max_queue_size", options.get("max_queue_size", 1024), 1, 2**24),
         max_queue_tokens=max_queue_tokens,
         max_preemptions=max_preemptions,
         prefix_cache=prefix_cache,
@@ -69,17 +66,12 @@ def core_limits(
         policy=PolicySettings(
             min_batch_size=min_batch_size,
             batch_timeout_seconds=timeout_ms / 1000,
-            priority_aging_seconds=options.get("priority_aging_seconds", 30.0),
+            priority_aging_seconds=aging_seconds,
             target_inter_token_latency_seconds=target_step_seconds,
             max_prefill_slowdown=max_prefill_slowdown,
             fixed_size_timeout_seconds=timeout_ms / 1000 if "batch_timeout_ms" in options else None,
         ),
     )
-
-
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {value}; give {low} to {high}")
 
 
 def _check_name(option: str, name: str, names: object) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Unpack
 
+from lineclear.embedded import numbers
 from lineclear.embedded.answers import Answer
+from lineclear.embedded.numbers import MAX_COUNT, MAX_TOKEN, real, token_ids, whole
 from lineclear.embedded.options import Options, core_limits
 from lineclear.embedded.stats import StepTotals
 from lineclear.embedded.step_loop import StepLoop
@@ -16,8 +17,6 @@ from lineclear.errors import InvalidRequest
 from lineclear.scheduler.core.events import Finished, StepTokens
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import BlockCopy, Hello, Row, Sampling, SlotInit, StepPlan
-
-_MAX_TOKEN = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +120,14 @@ class Batcher(StepLoop[Answer]):
         max_queue_tokens: int = 1_000_000,
         **options: Unpack[Options],
     ) -> None:
+        max_model_len = whole("max_model_len", max_model_len, 2, MAX_COUNT)
+        num_blocks = whole("num_blocks", num_blocks, 0, MAX_COUNT)
+        block_size = whole("block_size", block_size, 1, MAX_COUNT)
+        target_batch_tokens = whole("target_batch_tokens", target_batch_tokens, 0, MAX_COUNT)
+        max_queue_tokens = whole("max_queue_tokens", max_queue_tokens, 1, 2**62)
+        max_preemptions = whole("max_preemptions", max_preemptions, 0, MAX_COUNT)
+        max_prefill_slowdown = real("max_prefill_slowdown", max_prefill_slowdown, 1, 1_000_000)
+        target_ms = real("target_inter_token_latency_ms", target_inter_token_latency_ms, 0, 86_400_000)
         limits = core_limits(
             options,
             max_queue_tokens=max_queue_tokens,
@@ -128,7 +135,7 @@ class Batcher(StepLoop[Answer]):
             preemption_policy=preemption_policy,
             max_preemptions=max_preemptions,
             prefix_cache=prefix_cache,
-            target_step_seconds=target_inter_token_latency_ms / 1000,
+            target_step_seconds=target_ms / 1000,
             max_prefill_slowdown=max_prefill_slowdown,
         )
         num_slots = limits.max_batch_size
@@ -139,7 +146,7 @@ class Batcher(StepLoop[Answer]):
             block_size=block_size,
             num_slots=num_slots,
             max_model_len=max_model_len,
-            vocab_size=_MAX_TOKEN,
+            vocab_size=MAX_TOKEN,
             eos_token_ids=(),
             max_step_tokens=target_batch_tokens or num_slots * max_model_len,
         )
@@ -166,19 +173,22 @@ class Batcher(StepLoop[Answer]):
         `scheduling_policy="priority"`. Raises QueueFull, PromptTooLong, KvCapacityExceeded, DuplicateRequest,
         InvalidRequest or ServerDraining.
         """
-        if not prompt or max_tokens < 1:
-            raise InvalidRequest(f"{len(prompt)} prompt tokens and max_tokens {max_tokens}; give at least 1 of each")
+        tokens = token_ids("prompt", prompt)
+        if not tokens:
+            raise InvalidRequest("the prompt has 0 tokens; give at least 1")
+        max_tokens = whole("max_tokens", max_tokens, 1, MAX_COUNT, InvalidRequest)
+        min_tokens = whole("min_tokens", min_tokens, 0, max_tokens, InvalidRequest)
         number = self._next_number()
         answer = Answer(request_id or str(number), number, self._cancel_request, data)
-        stops = frozenset(stop_ids)
+        stops = frozenset(token_ids("stop_ids", stop_ids))
         request = Request(
             answer.request_id,
-            tuple(prompt),
+            tokens,
             Sampling(seed=number, stop_ids=tuple(stops), min_tokens=min_tokens),
             max_tokens,
             stop_ids=stops,
-            priority=priority,
-            deadline=None if timeout_seconds is None else time.monotonic() + timeout_seconds,
+            priority=numbers.priority(priority),
+            deadline=numbers.deadline(timeout_seconds),
             tenant=tenant,
         )
         return self._submit(request, answer)
