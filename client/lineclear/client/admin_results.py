@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 from lineclear.errors import InvalidRequest
 from lineclear.v1 import admin_pb2 as pb
 
+from .message_fields import set_given
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -47,8 +49,8 @@ def update_scheduling_request(changes: Mapping[str, str | float]) -> pb.UpdateSc
     request.changes.SetInParent()
     for name, value in changes.items():
         try:
-            setattr(request.changes, name, value)
-        except (AttributeError, TypeError, ValueError):
+            set_given(request.changes, name, value, name)
+        except (KeyError, InvalidRequest):
             raise InvalidRequest.at(f"changes.{name}", "is no scheduling setting, or not of its type") from None
     return request
 

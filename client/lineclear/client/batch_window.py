@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 from lineclear.errors import LineclearError
 
+from .message_fields import whole
 from .results import Generation, Model
 
 Item = TypeVar("Item")
@@ -152,10 +153,10 @@ def checked_window(concurrency: int | None, window: int | None) -> int:
 
     Raises ValueError if `concurrency` is below 1 or above `window`.
     """
-    if concurrency is not None and concurrency < 1:
-        raise ValueError("concurrency must be at least 1")
-    if window is not None and window < (concurrency or 1):
-        raise ValueError("window must be at least concurrency")
+    if concurrency is not None:
+        whole("concurrency", concurrency, 1)
+    if window is not None and whole("window", window, 1) < (concurrency or 1):
+        raise ValueError(f"window is {window}; give at least concurrency, which is {concurrency}")
     return window or max(256, 8 * (concurrency or _MOST_SLOTS))
 
 

@@ -8,6 +8,7 @@ from typing import Any, Unpack, get_args
 from lineclear.v1 import inference_pb2 as pb
 
 from .channel import Pairs
+from .message_fields import filled
 from .requests import (
     Metadata,
     OnDelta,
@@ -120,7 +121,7 @@ class ClientConfig:
         on_queued: OnQueued | None = None,
     ) -> CallOptions:
         """Return the options of a call that attaches to a submitted request."""
-        message = pb.AttachRequest(request_id=request_id, from_index=from_index)
+        message = filled(pb.AttachRequest(), request_id=request_id, from_index=from_index)
         return CallOptions(message, timeout_seconds, metadata, self.retry, self.on_wait, on_queued=on_queued)
 
     def short(self, timeout_seconds: float | Unset | None) -> RetryState:

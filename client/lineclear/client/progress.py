@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
+
+from lineclear.extras import install_command
 
 # True: a bar on a terminal, if rich is installed. A function: called with (done, total), total None if unknown.
 Progress: TypeAlias = bool | Callable[[int, int | None], None] | None
@@ -27,6 +30,8 @@ def display(progress: Progress) -> Display:
     try:
         return RichBar()
     except ImportError:
+        command = install_command("cli")
+        warnings.warn(f"progress=True shows nothing without the package rich; run: {command}", stacklevel=4)
         return _Silent()
 
 

@@ -151,7 +151,7 @@ def _parts(path: str, values: Iterable[TextOrIds]) -> list[dict[str, Any]]:
     return parts
 
 
-def _copy_fields(message: pb.ScoreRequest | pb.EmbedRequest, source: pb.GenerateRequest) -> None:
+def _copy_fields(message: Any, source: Any) -> None:
     """Set the fields of a prompt that both messages have."""
     for name in _SHARED & set(message.DESCRIPTOR.fields_by_name):
         if source.HasField(name):

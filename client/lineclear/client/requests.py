@@ -428,11 +428,18 @@ def _set_prompt(message: pb.GenerateRequest, prompt: Prompt) -> None:
         set_field(message, "text", prompt)
     elif is_chat(prompt):
         _set_chat(message.chat, prompt)
-    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+    elif _is_sequence(prompt):
         message.token_ids.SetInParent()  # the server rejects an empty list
         _extend(message.token_ids.ids, prompt, "token_ids.ids")
     else:
         raise InvalidRequest.at("prompt", "must be a text, a list of token ids or a list of chat messages")
+
+
+def _is_sequence(prompt: object) -> bool:
+    """Whether it has items in order: a list, or an array of any library."""
+    if isinstance(prompt, bytes | bytearray | Mapping):
+        return False
+    return hasattr(prompt, "__getitem__") and hasattr(prompt, "__len__")
 
 
 def _set_chat(chat: pb.ChatMessages, messages: Iterable[Any]) -> None:

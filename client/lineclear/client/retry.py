@@ -23,6 +23,8 @@ from lineclear.errors import (
     Unreachable,
 )
 
+from .message_fields import seconds, whole
+
 MAX_TIMEOUT_SECONDS = 366 * 86_400.0
 """Longest time a call may have; a later deadline is brought forward to this."""
 
@@ -58,12 +60,11 @@ class RetryPolicy:
     max_replicas: int = 16
 
     def __post_init__(self) -> None:
-        if self.max_attempts < 1:
-            raise ValueError("max_attempts must be at least 1, which means no retries")
-        if self.max_resumes < 0:
-            raise ValueError("max_resumes must not be negative; 0 means that answers are not resumed")
-        if self.max_replicas < 0:
-            raise ValueError("max_replicas must not be negative; 0 means that no other server is asked")
+        for name, low in (("max_attempts", 1), ("max_resumes", 0), ("max_replicas", 0)):
+            whole(name, getattr(self, name), low)
+        for name in ("first_pause_seconds", "max_pause_seconds", "resume_timeout_seconds", "start_timeout_seconds"):
+            if seconds(name, getattr(self, name)) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; give at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +114,14 @@ def may_resume(error: LineclearError, resumed: bool) -> bool:
 
 
 def bounded(timeout_seconds: float | None) -> float | None:
-    """Return a timeout that gRPC and the clocks can add to the time of day: at most a year. Raises ValueError for NaN.
+    """Return a timeout that gRPC and the clocks can add to the time of day: at most a year.
 
+    Raises ValueError for what is no number.
     gRPC itself ends a call at once whose deadline is some years ahead.
     """
     if timeout_seconds is None:
         return None
-    if math.isnan(timeout_seconds):
-        raise ValueError("timeout_seconds is NaN; give a number of seconds, or None")
-    return min(timeout_seconds, MAX_TIMEOUT_SECONDS)
+    return min(seconds("timeout_seconds", timeout_seconds), MAX_TIMEOUT_SECONDS)
 
 
 class _WaitBudget:

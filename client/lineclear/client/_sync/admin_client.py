@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import cast
+from typing import cast, get_args
 
+from lineclear.errors import InvalidRequest
 from lineclear.v1 import admin_pb2 as pb
 from lineclear.v1 import steps_pb2
 
@@ -18,7 +19,9 @@ from ..admin_results import (
     scheduling_values,
     update_scheduling_request,
 )
+from ..message_fields import filled, seconds
 from ..requests import UNSET
+from ..retry import MAX_TIMEOUT_SECONDS
 from ..step_record import WatchedSteps, watched_steps
 from .client import Client
 
@@ -52,6 +55,8 @@ class AdminClient:
 
     def set_log_level(self, level: LogLevel) -> LogLevel:
         """Set the log level of the scheduler and return the previous level."""
+        if level not in get_args(LogLevel):
+            raise InvalidRequest.at("level", f"must be one of {', '.join(get_args(LogLevel))}")
         request = pb.SetLogLevelRequest(level=pb.LogLevel.Value(f"LOG_LEVEL_{level.upper()}"))
         previous = (self._client._unary(rpc_methods.SET_LOG_LEVEL, request, UNSET)).previous
         return cast("LogLevel", pb.LogLevel.Name(previous).removeprefix("LOG_LEVEL_").lower())
@@ -72,12 +77,12 @@ class AdminClient:
 
     def load_adapter(self, name: str, path: str, *, timeout_seconds: float | None = None) -> LoadedAdapter:
         """Load the LoRA adapter in a folder below the server's `lora_dir`; return when every worker has it."""
-        request = pb.LoadAdapterRequest(name=name, path=path)
+        request = filled(pb.LoadAdapterRequest(), name=name, path=path)
         return adapter_of((self._client._unary(rpc_methods.LOAD_ADAPTER, request, timeout_seconds)).adapter)
 
     def unload_adapter(self, name: str) -> int:
         """Unload an adapter. New requests for it fail; return how many still use it and run to their end."""
-        request = pb.UnloadAdapterRequest(name=name)
+        request = filled(pb.UnloadAdapterRequest(), name=name)
         return (self._client._unary(rpc_methods.UNLOAD_ADAPTER, request, UNSET)).requests_in_progress
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
@@ -100,10 +105,14 @@ class AdminClient:
         requests and workers, with `include_block_map` also each KV block. Wrap the generator in `contextlib.closing`
         where the loop may end early.
         """
-        request = steps_pb2.WatchStepsRequest(
-            history=history, include_state=include_state, include_block_map=include_block_map
+        request = filled(
+            steps_pb2.WatchStepsRequest(),
+            history=history,
+            include_state=include_state,
+            include_block_map=include_block_map,
         )
-        request.min_interval.FromNanoseconds(round(min_interval_seconds * 1e9))
+        interval = min(max(seconds("min_interval_seconds", min_interval_seconds), 0.0), MAX_TIMEOUT_SECONDS)
+        request.min_interval.FromNanoseconds(round(interval * 1e9))
         metadata = self._client._config.metadata
         call = self._client._transport.stream(rpc_methods.WATCH_STEPS, request, timeout_seconds=None, metadata=metadata)
         try:

@@ -20,6 +20,7 @@ from ..channel import Options, Pairs, default_target
 from ..chat_messages import ChatMessage
 from ..concurrency import sleep
 from ..futures import AnswerFuture, Futures
+from ..message_fields import filled
 from ..prompt_calls import (
     Embeddings,
     EmbedParams,
@@ -102,7 +103,7 @@ class Submitted:
 
     def poll(self, *, timeout_seconds: float | Unset | None = UNSET) -> SubmittedStatus:
         """Return the state and the answer so far. Raises UnknownRequest if the server does not have the request."""
-        request = pb.GetResultRequest(request_id=self.request_id)
+        request = filled(pb.GetResultRequest(), request_id=self.request_id)
         found = self._client._unary(rpc_methods.GET_RESULT, request, timeout_seconds, self._metadata)
         return submitted_status(found)
 
@@ -337,5 +338,5 @@ class Client(Batches):
     def _cancel(
         self, request_id: str, index: int | None, timeout_seconds: float | Unset | None, metadata: Pairs
     ) -> bool:
-        request = pb.CancelRequest(request_id=request_id, index=index)
+        request = filled(pb.CancelRequest(), request_id=request_id, index=index)
         return (self._unary(rpc_methods.CANCEL, request, timeout_seconds, metadata)).found
