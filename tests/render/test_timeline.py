@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 from typing import Any
 
@@ -109,6 +110,18 @@ def test_svg_is_self_contained_and_names_only_marks_in_use() -> None:
     texts = {element.text for element in ET.fromstring(svg).iter(f"{SVG}text")}
     assert "preempted" in texts
     assert "padding" not in texts
+
+
+def test_colours_need_no_css_variables() -> None:
+    """librsvg and others have none, and draw all in black."""
+    svg = timeline_svg(panels(HISTORY))
+    assert "var(" not in svg
+    style = next(ET.fromstring(svg).iter(f"{SVG}style")).text or ""
+    light = style.partition("@media")[0]
+    used = {mark for element in ET.fromstring(svg).iter(f"{SVG}rect") if (mark := element.get("class"))}
+    assert used
+    assert not [mark for mark in used if not re.search(rf"\.{mark} {{ fill: (#[0-9a-f]{{6}}|url)", light)]
+    assert "max-width: 100%" in light, "wider than a phone"
 
 
 def test_titles_are_escaped() -> None:
