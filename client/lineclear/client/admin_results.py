@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -49,10 +50,16 @@ def update_scheduling_request(changes: Mapping[str, str | float]) -> pb.UpdateSc
     request.changes.SetInParent()
     for name, value in changes.items():
         try:
-            set_given(request.changes, name, value, name)
-        except (KeyError, InvalidRequest):
-            raise InvalidRequest.at(f"changes.{name}", "is no scheduling setting, or not of its type") from None
+            set_given(request.changes, name, value, f"changes.{name}")
+        except KeyError:
+            raise InvalidRequest.at(f"changes.{name}", _unknown_setting(name)) from None
     return request
+
+
+def _unknown_setting(name: str) -> str:
+    known = [field.name for field in pb.Scheduling.DESCRIPTOR.fields]
+    near = difflib.get_close_matches(name, known, n=1)
+    return "is no scheduling setting; " + (f"is it {near[0]}?" if near else f"there are {', '.join(known)}")
 
 
 def scheduling_values(message: pb.Scheduling) -> dict[str, str | int | float]:
