@@ -180,8 +180,11 @@ def report(all_runs: Sequence[Run], images: Path) -> bool:
         (images / name).write_text(svg, encoding="utf-8")
     print(f"Pictures: {images / 'timeline.svg'} and mask.svg")
     print("\nWhere to go next")
-    for command, what in story.NEXT:
-        print(f"  {command:56} {what}")
+    program = story.lineclear_command()
+    lines = [*((f"{program} {command}", what) for command, what in story.NEXT), story.PAGE]
+    width = max(len(command) for command, _ in lines)
+    for command, what in lines:
+        print(f"  {command:{width}}  {what}")
     return same
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,10 +10,17 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from support.engine_harness import eventually
+from support.sockets import free_ports
 from support.time_limits import PATIENCE_SECONDS
+
+from lineclear.client import Client, HealthStatus
+from lineclear.errors import LineclearError
 
 REPOSITORY = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
+WITHOUT_LINECLEAR = os.environ | {"PATH": "/usr/bin:/bin"}
+"""An environment as that of a newcomer: `lineclear` is not on the PATH."""
 LENGTHS = (6, 50, 300, 30, 180, 45)
 
 
@@ -22,7 +30,8 @@ def run_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     images = tmp_path_factory.mktemp("images")
     done = subprocess.run(
         [sys.executable, "demo/run.py", "--images", str(images)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, check=False,
+        cwd=REPOSITORY, env=WITHOUT_LINECLEAR, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS,
+        check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, images
@@ -98,12 +107,32 @@ def test_readme_shows_the_pictures_of_the_demo(demo: tuple[str, Path], name: str
     assert styles[0] == styles[1], "run: make demo ARGS='--images docs/images'"
 
 
-def test_demo_says_where_to_go_next(demo: tuple[str, Path]) -> None:
-    commands = section(demo[0], "Where to go next\n", "$").splitlines()
-    assert len(commands) == 3
-    for line in commands:
-        if (words := line.split())[0] == "lineclear":
-            done = subprocess.run(
-                [sys.executable, "-m", "lineclear.cli", words[1], "--help"], capture_output=True, text=True, check=False
-            )
-            assert done.returncode == 0, done.stderr
+def is_serving(client: Client) -> bool:
+    try:
+        return client.health() is HealthStatus.SERVING
+    except LineclearError:
+        return False
+
+
+def test_closing_commands_run_as_they_are_printed(demo: tuple[str, Path]) -> None:
+    """Only the port is another, which may be in use here."""
+    lines = section(demo[0], "Where to go next\n", "$").splitlines()
+    serve, top, page = (re.split(r"  +", line.strip())[0] for line in lines)
+    assert (REPOSITORY / page).is_file()
+    port, listen = free_ports(2)
+    environment = WITHOUT_LINECLEAR | {"LINECLEAR_LISTEN": f"127.0.0.1:{listen}"}
+    at_port = [command.replace("50052", str(port)) for command in (serve, top)]
+    assert at_port[0] != serve
+    server = subprocess.Popen(["/bin/sh", "-c", f"exec {at_port[0]}"], cwd=REPOSITORY, env=environment)
+    try:
+        with Client(f"127.0.0.1:{listen}") as client:
+            eventually(lambda: is_serving(client))
+        shown = subprocess.run(
+            ["/bin/sh", "-c", at_port[1]], cwd=REPOSITORY, env=environment, capture_output=True, text=True,
+            timeout=PATIENCE_SECONDS, check=False,
+        )  # fmt: skip
+        assert shown.returncode == 0, shown.stderr
+        assert "slots" in shown.stdout
+    finally:
+        server.terminate()
+        assert server.wait(PATIENCE_SECONDS) == 0
