@@ -91,6 +91,59 @@ def test_wrong_arguments_are_named(steps: Path, arguments: list[str], problem: s
     assert done.returncode == 78
     assert problem in done.stderr
     assert "Traceback" not in done.stderr
+    assert done.stdout == "", "a header in front of an error"
+
+
+def test_target_names_the_number_of_workers(steps: Path) -> None:
+    flags = (
+        "--rate",
+        "5,inf",
+        "--workers",
+        "1..4",
+        "--num-requests",
+        "60",
+        "--max-batch-size",
+        "4",
+        "--no-step-spread",
+    )
+    rows = run("--model-of-steps", steps, *flags).stdout.splitlines()[1:]
+    first = {(row.split()[1], int(row.split()[0])): float(row.split()[7]) for row in rows}
+    target = (first["inf", 2] + first["inf", 4]) / 2
+    done = run("--model-of-steps", steps, *flags, "--target-ttft-p99-ms", str(target))
+    assert done.returncode == 0, done.stderr
+    at_five = min(workers for (rate, workers), p99 in first.items() if rate == "5" and p99 <= target)
+    said = [line.rpartition(" requests/s ")[2] for line in done.stdout.splitlines()[-2:]]
+    assert said == [f"needs {at_five} worker{'s' * (at_five > 1)}", "needs 4 workers"]
+    done = run("--model-of-steps", steps, *flags, "--target-ttft-p99-ms", "0.001")
+    assert done.stdout.count("needs more than 4 workers") == 2
+
+
+def records(path: Path, seconds: tuple[float, ...]) -> Path:
+    """Write step records of equal work whose times are `seconds` in turn."""
+    lines = [
+        {
+            "epoch": 1,
+            "step": n,
+            "time_seconds": n,
+            "seconds": seconds[n % len(seconds)],
+            "rows": [{"start": 9, "num_tokens": 1}],
+        }
+        for n in range(200)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.mark.parametrize(("seconds", "code"), [((0.01, 0.011), 0), ((0.006, 0.014), 0), ((0.001, 0.019), 78)])
+def test_poor_fit_is_said_loudly_or_refused(seconds: tuple[float, ...], code: int, tmp_path: Path) -> None:
+    path = records(tmp_path / "steps.jsonl", seconds)
+    done = run("--model-of-steps", path, "--rate", "5", "--num-requests", "10")
+    assert done.returncode == code, done.stderr
+    assert ("differ from the fit by" in done.stderr) == (seconds != (0.01, 0.011))
+    assert ("TTFT" in done.stdout) == (code == 0)
+    fitted = run("fit", path, "--out", tmp_path / "fit.json")
+    assert fitted.returncode == 0
+    assert run("--model-of-steps", tmp_path / "fit.json", "--rate", "5", "--num-requests", "10").returncode == 0
 
 
 def test_help_shows_traffic_and_scheduling_but_no_certificates() -> None:

@@ -50,6 +50,8 @@ def _fit(words: Sequence[str]) -> int:
     options = parser.parse_args(list(words))
     timing, found = fit.load(options.file)
     print(found or "this file is a fit already")
+    if found is not None and found.warning:
+        print(f"warning: {found.warning}", file=sys.stderr)
     print(f"worker: {timing.worker}")
     if options.out:
         timing.save(options.out)
@@ -60,15 +62,19 @@ def _simulate(words: Sequence[str]) -> int:
     settings = settings_base.load(SimulationSettings, words, unknown_word="the arrivals are named by --arrivals {}")
     timing = _timing(settings)
     outcomes: list[Outcome] = []
-    print(report.header())
     limits = replace(core_limits(settings), cache_secret=b"")
     counts = worker_counts(settings.workers)
     runs = curve(limits, timing, counts, _loads(settings), settings.default_deadline_seconds, settings.seed)
     for outcome in runs:
+        if not outcomes:
+            print(report.header())
         print(report.row(outcome), flush=True)
         outcomes.append(outcome)
     for name, total in _losses(outcomes).items():
         print(f"lost with {name}: {total}")
+    if settings.target_ttft_p99_ms:
+        for line in report.needed_workers(outcomes, settings.target_ttft_p99_ms):
+            print(line)
     if settings.out:
         shown = settings.model_dump(include=settings.model_fields_set)
         text = json.dumps(report.to_json(outcomes, **shown, timing=timing.to_json()), indent=1)
@@ -86,7 +92,14 @@ def _timing(settings: SimulationSettings) -> StepTiming:
         )
     timing, found = fit.load(Path(settings.model_of_steps))
     if found is not None:
+        if found.is_unusable:
+            raise fit.NoFit(
+                f"{settings.model_of_steps}: {found.warning}. To plan by it all the same, write it to a file:"
+                " lineclear simulate fit FILE --out FIT, and give that"
+            )
         print(f"model of steps, {found}")
+        if found.warning:
+            print(f"warning: {found.warning}", file=sys.stderr)
     names = ("num_blocks", "block_size", "max_step_tokens", "max_model_len")
     given = {name: getattr(settings, name) for name in names if getattr(settings, name)}
     timing = replace(timing, worker=replace(timing.worker, **given))

@@ -27,6 +27,8 @@ _MIN_OF_SIZE = 20  # steps of a size, to correct the linear model there
 _QUANTILES = 50
 
 _T = TypeVar("_T")
+_WARNED_ERROR, _REFUSED_ERROR = 0.35, 0.5
+"""Mean errors above which a fit has a warning and is refused: 22 to 25 % on a quiet machine, 65 % on a busy one."""
 
 
 class NoFit(Exception):
@@ -54,6 +56,22 @@ class Fit:
     mean_error: float
     """Mean absolute error of a step over the mean step."""
     r_squared: float
+
+    @property
+    def warning(self) -> str:
+        """What is wrong with planning by this fit; empty if nothing is."""
+        if self.mean_error <= _WARNED_ERROR:
+            return ""
+        return (
+            f"the measured times differ from the fit by {self.mean_error:.0%} of a step on average, and 20 to 30 % are"
+            " usual: other processes disturbed the recording, or it has too few steps. Record again on an idle machine,"
+            " under a load like the one to plan"
+        )
+
+    @property
+    def is_unusable(self) -> bool:
+        """Whether nothing should be planned by this fit."""
+        return self.mean_error > _REFUSED_ERROR
 
     def __str__(self) -> str:
         t = self.timing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -34,6 +34,27 @@ def row(outcome: Outcome) -> str:
         *(f"{share:.0%}" for share in (outcome.slot_use, outcome.block_use, outcome.worker_use)),
     )
     return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+
+
+def needed_workers(outcomes: Iterable[Outcome], milliseconds: float) -> Iterator[str]:
+    """Yield for each load the least number of workers with that TTFT p99 and no lost request."""
+    by_rate: dict[float, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_rate.setdefault(outcome.rate, []).append(outcome)
+    for rate, tried in by_rate.items():
+        enough = [o.workers for o in tried if _meets(o, milliseconds)]
+        most = max(o.workers for o in tried)
+        needed = (
+            f"{min(enough)} worker{'s' * (min(enough) > 1)}"
+            if enough
+            else f"more than {most} workers; try more, such as --workers 1..64"
+        )
+        yield f"TTFT p99 of at most {milliseconds:g} ms at {_number(rate)} requests/s needs {needed}"
+
+
+def _meets(outcome: Outcome, milliseconds: float) -> bool:
+    is_complete = not outcome.rejected and not outcome.failed
+    return is_complete and 1e3 * outcome.time_to_first_token.quantile(0.99) <= milliseconds
 
 
 def to_json(outcomes: Iterable[Outcome], **settings: Any) -> dict[str, Any]:

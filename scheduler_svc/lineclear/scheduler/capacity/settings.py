@@ -53,6 +53,9 @@ class SimulationSettings(SchedulerSettings):
     fit`. Also step records, one JSON object a line with epoch, step, time_seconds, seconds and rows."""
     workers: str = WORKERS.field("1")
     """Numbers of workers, from 1 to 64, separated by commas. 1..64 means 1, 2, 4 and so on to 64."""
+    target_ttft_p99_ms: float = WORKERS.field(0.0, ge=0, le=86_400_000)
+    """Say which number of workers keeps the p99 of the time to first token below this and loses no request; 0: do not.
+    Of the numbers in workers, for each rate."""
     step_spread: bool = WORKERS.field(True)
     """Vary step times as the measured ones did. Otherwise each step takes its predicted mean."""
     num_blocks: int = WORKERS.field(0, ge=0, le=2**24)
