@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import structlog
@@ -12,6 +13,7 @@ import zmq
 from support.engine_harness import EngineHarness, Stream, eventually, request
 from support.sockets import bare_context
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
+from support.toy import ToyRunner
 from support.toy_worker import ToyOptions
 
 from lineclear.errors import (
@@ -28,6 +30,7 @@ from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReaso
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import EngineStuck
+from lineclear.scheduler.engine.join_log import log_join
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.scheduler.settings import SchedulerSettings
@@ -348,6 +351,17 @@ def test_worker_smaller_than_the_limits_is_a_warning() -> None:
         ("--target-batch-tokens", 8192, 4096),
     ]
     assert told[0]["hint"] == "start the worker with --max-batch-size 128, or lower the scheduler's"
+
+
+@pytest.mark.parametrize(("wanted", "has"), [(True, ""), (False, "draft"), (True, "draft"), (False, "")])
+def test_a_worker_that_drafts_in_another_way_is_a_warning(wanted: bool, has: str) -> None:
+    """In separate containers, scheduler and worker get separate flags."""
+    limits = CoreLimits(expected_drafts=(1.0, 0.9) if wanted else None)
+    with structlog.testing.capture_logs() as lines:
+        log_join(replace(ToyRunner().hello(1), draft_model=has), limits)
+    told = [line for line in lines if line["event"] == "worker_differs_in_drafts"]
+    assert bool(told) == (wanted != bool(has))
+    assert not told or ("--draft-model DIR" if wanted else "--speculative-method draft_model") in told[0]["hint"]
 
 
 def test_worker_as_large_as_the_limits_is_no_warning() -> None:

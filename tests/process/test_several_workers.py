@@ -216,6 +216,39 @@ async def test_one_given_up_worker_does_not_end_the_server() -> None:
         await supervisor.stop()
 
 
+async def test_a_restart_revives_a_worker_that_was_given_up(tmp_path: Path) -> None:
+    """An operator mends the cause, and asks for a restart: no new server is needed."""
+    fault = tmp_path / "fault"
+    fault.touch()
+    program = (
+        f"import os, signal, sys; sys.exit(1) if sys.argv[1:] == ['bad'] and os.path.exists({str(fault)!r}) else 0"
+    )
+    give_ups: list[str] = []
+    supervisor = WorkerSupervisor(
+        [sys.executable, "-c", f"{program}; signal.pause()"],
+        flags=[["good"], ["bad"]],
+        limits=SupervisorLimits(max_crashes=1, min_backoff_seconds=0.01),
+        on_give_up=give_ups.append,
+    )
+    supervisor.start()
+    try:
+        await until(lambda: supervisor.num_starts == 3 and supervisor.pids[1] is None)
+        with pytest.raises(WorkerRestartFailed, match="worker 1 was not restarted: it crashed too often"):
+            await supervisor.restart(1)
+        fault.unlink()
+        restart = asyncio.ensure_future(supervisor.restart(1))
+        await until(lambda: supervisor.pids[1] is not None)
+        pid = supervisor.pids[1]
+        assert pid is not None
+        supervisor.worker_joined(Hello(1, 1, 1, 1, 1, 1, (), 1, pid=pid))
+        assert await restart == pid
+        os.kill(pid, signal.SIGKILL)  # its crash budget is whole again
+        await until(lambda: supervisor.pids[1] not in (pid, None))
+        assert give_ups == []
+    finally:
+        await supervisor.stop()
+
+
 async def test_each_worker_has_its_own_crash_budget() -> None:
     give_ups: list[str] = []
     supervisor = WorkerSupervisor(

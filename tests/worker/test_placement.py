@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.engine_harness import ENVIRONMENT
 
 from lineclear.process.device_names import split_devices
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker.host_info import divide_quota, usable_cores
-from lineclear.worker.placement import MachineShare, bind, cores_of, named_cores
+from lineclear.worker.placement import MachineShare, bind, claim, cores_of, named_cores
 from lineclear.worker.runner_factory import choose_device
 
 
@@ -132,6 +133,34 @@ done.set()
 thread.join()
 assert found == [{core}] and os.sched_getaffinity(0) == {core}, found
 """
+
+
+def claimed(directory: Path, cores: list[int], gpu: int | None = None) -> subprocess.Popen[str]:
+    """Start a process that claims the places and then waits for its end."""
+    code = (
+        "import sys; from pathlib import Path; from lineclear.worker.placement import claim\n"
+        f"print(claim(Path({str(directory)!r}), {cores}, {gpu}), flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[]\n"
+    return process
+
+
+def test_workers_on_the_same_cores_or_gpu_are_noticed(tmp_path: Path) -> None:
+    others = [claimed(tmp_path, [0, 1, 2]), claimed(tmp_path, [], gpu=1)]
+    try:
+        assert claim(tmp_path, [3, 4]) == []
+        assert claim(tmp_path, [1, 2, 5]) == ["core 1", "core 2"]
+        assert claim(tmp_path, gpu=0) == []
+        assert claim(tmp_path, gpu=1) == ["GPU 1"]
+        assert claim(tmp_path / "none", [0]) == []
+    finally:
+        for other in others:
+            other.communicate()
+    assert claim(tmp_path, [0, 1, 2]) == [], "a worker that has ended uses nothing"
 
 
 def test_all_threads_of_the_process_are_bound() -> None:

@@ -8,6 +8,7 @@ one node they divide the cores evenly. Hardware threads of one core stay togethe
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from lineclear.process.settings_base import ConfigurationError
 
 _NODES = Path("sys/devices/system/node")
 _CPUS = Path("sys/devices/system/cpu")
+_FIRST_GPU = 1 << 20
 _SHARE = re.compile(r"(\d{1,3})/([1-9]\d{0,2})")
 
 
@@ -71,6 +73,26 @@ def bind(cores: frozenset[int]) -> None:
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.sched_setaffinity(int(thread), cores)
+
+
+def claim(directory: Path, cores: Iterable[int] = (), gpu: int | None = None) -> list[str]:
+    """Mark cores or a GPU as used by this process until its end; return those that another worker has marked.
+
+    The marks are locks on bytes of a file in the directory of the sockets: workers of one scheduler see each other's.
+    """
+    places = {core: f"core {core}" for core in cores} if gpu is None else {_FIRST_GPU + gpu: f"GPU {gpu}"}
+    try:
+        # Never closed: that would drop the locks.
+        file = os.open(directory / "devices.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:  # the directory is made later, or refused with a reason
+        return []
+    taken = []
+    for place in sorted(places):
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+        except OSError:
+            taken.append(places[place])
+    return taken
 
 
 def _nodes(root: Path) -> list[frozenset[int]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 
+import structlog
 import torch
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
@@ -18,8 +20,10 @@ from .kernels import native_library as kernels
 from .model.loaded_model import LoadedModel
 from .model.loader import build_fused, import_model_class, load, to_int8
 from .model_runner import ModelRunner
-from .placement import MachineShare, bind, cores_of, named_cores
+from .placement import MachineShare, bind, claim, cores_of, named_cores
 from .settings import WorkerSettings
+
+log = structlog.get_logger(__name__)
 
 _MAX_STEP_TOKENS = {"cpu": 256}  # enough for full speed; larger steps only delay other requests
 _MAX_STEP_TOKENS_ELSEWHERE = 2048
@@ -53,6 +57,7 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         _take_cores(settings.device, share)
     elif device.index is not None:
         torch.cuda.set_device(device)
+    _claim_device(settings.socket_directory, device)
     torch.set_num_threads(settings.threads or usable_cores())
     try:
         kernels.choose(settings.cpu_kernels)
@@ -124,6 +129,17 @@ def _take_cores(device: str, share: MachineShare) -> None:
         bind(cores)
     elif share.count > 1:
         bind(cores_of(share, os.sched_getaffinity(0)))
+
+
+def _claim_device(socket_directory: str, device: torch.device) -> None:
+    """Log which cores, or which GPU, another worker of the same scheduler uses too: each would slow the other."""
+    gpu = None if device.type == "cpu" else device.index or 0
+    if taken := claim(Path(socket_directory), os.sched_getaffinity(0), gpu):
+        log.warning(
+            "device_is_shared",
+            shared=taken,
+            hint="another worker of this scheduler uses them; give each worker its own by --device or --machine-share",
+        )
 
 
 def _num_sharing(device: torch.device, share: MachineShare) -> int:

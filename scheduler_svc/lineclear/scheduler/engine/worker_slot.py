@@ -137,13 +137,20 @@ class WorkerSlot:
     async def restart(self) -> int:
         """Stop the worker with SIGTERM and start another one; return its pid once it has joined or waits to join.
 
-        A worker that is not running is waited for. Raises WorkerRestartFailed if the worker is given up or the server
-        stops.
+        A worker that is not running is waited for, and one that is given up is started again with a new crash budget,
+        unless its process is stuck. Raises WorkerRestartFailed if it is given up again or the server stops.
         """
         if self._draining or self._stopping:
             raise WorkerRestartFailed(f"worker {self.number} was not restarted: {self._reason()}")
         worker = self._worker
-        if worker is not None and not self._restarting:
+        if self.given_up is not None and self.given_up is not GiveUpReason.STUCK:
+            log.info("worker_tried_again", worker=self.number, given_up=self.given_up.value)
+            self.given_up = None
+            self.budget.progressed()
+            self._backoff.reset()
+            self._settled.clear()
+            self.spawn()
+        elif worker is not None and not self._restarting:
             self._restarting = True
             self._settled.clear()
             log.info("worker_restarting", pid=worker.pid)

@@ -119,6 +119,7 @@ class WorkerSupervisor:
 
     async def restart(self, number: int) -> int:
         """Restart one worker; return the pid of the new one once it has joined. Raises WorkerRestartFailed."""
+        self._check_lives()
         return await self._slots[number].restart()
 
     async def restart_all(self) -> list[int]:
@@ -132,9 +133,14 @@ class WorkerSupervisor:
             )
         pids = []
         for slot in self._slots:
+            self._check_lives()
             await asyncio.gather(*(other.wait_until_settled() for other in self._slots if other is not slot))
             pids.append(await slot.restart())
         return pids
+
+    def _check_lives(self) -> None:
+        if self.given_up is not None:
+            raise WorkerRestartFailed(f"no worker was restarted: the server is stopping, because {self.given_up.value}")
 
     # --- reports of the engine ------------------------------------------------------------------------------------
 
