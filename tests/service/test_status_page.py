@@ -23,6 +23,12 @@ from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler import settings
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.status_page.status_server import StatusServer
+from lineclear.scheduler.steps.scheduler_state import SchedulerState
+from lineclear.scheduler.steps.step_feed import REPLACE_SECONDS, StepFeed
+from lineclear.scheduler.steps.step_history import StepHistory
 from lineclear.v1 import inference_pb2 as pb
 
 TOKEN = "watcher-0123456789abcdef"
@@ -160,6 +166,35 @@ def test_streams_beyond_the_limit_are_refused_and_places_are_freed(start: Callab
     assert (refused.status, b"--max-step-watchers" in refused.read()) == (503, True)
     first.close()
     until(lambda: get(server, "/status/steps").status == 200)
+
+
+def test_unread_streams_make_room_after_a_minute() -> None:
+    now = [100.0]
+    core = Scheduler(CoreLimits())
+    feed = StepFeed(
+        StepHistory(8), lambda call: call(), lambda: SchedulerState(now[0], core.view(), ()), 16, lambda: now[0]
+    )
+    server = StatusServer("127.0.0.1:0", feed, None, 16, 8)
+    host, port = server.server_address[0], server.server_port
+
+    def ask() -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(str(host), port, timeout=PATIENCE_SECONDS)
+        connection.request("GET", "/status/steps")
+        return connection.getresponse()
+
+    try:
+        unread = [ask() for _ in range(16)]
+        assert [response.status for response in unread] == [200] * 16
+        assert ask().status == 503
+        now[0] += REPLACE_SECONDS
+        live = [ask() for _ in range(16)]
+        assert [response.status for response in live] == [200] * 16
+        for response in unread:
+            list(events(response))  # up to its end
+        assert ask().status == 503
+    finally:
+        feed.close()
+        server.close()
 
 
 def test_a_slow_viewer_misses_steps(start: Callable[..., Running]) -> None:

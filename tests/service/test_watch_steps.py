@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
@@ -18,6 +20,9 @@ from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.client import AdminClient, AsyncAdminClient, AsyncClient, Client, RowKind, StepRecord, WatchedSteps
 from lineclear.errors import TooManyWatchers, Unauthenticated
+from lineclear.scheduler.grpc_api.step_stream import StepStream
+from lineclear.scheduler.steps.step_feed import REPLACE_SECONDS, StepFeed
+from lineclear.scheduler.steps.step_history import StepHistory
 from lineclear.v1 import admin_pb2_grpc, steps_pb2
 from lineclear.v1 import inference_pb2 as pb
 
@@ -178,6 +183,23 @@ def test_the_stream_ends_when_the_server_stops(start: Callable[..., Running], ad
     assert server.exit_code() == 0
     thread.join(PATIENCE_SECONDS)
     assert ended.is_set(), "the stream ended with an error"
+
+
+def test_a_call_of_a_minute_makes_room() -> None:
+    now = [100.0]
+    feed = StepFeed(StepHistory(8), lambda call: call(), Mock(), 1, lambda: now[0])
+    context = Mock(auth_context=dict, write=AsyncMock())
+
+    async def serve() -> None:
+        first = asyncio.create_task(StepStream(feed, 8, 5.0).serve(steps_pb2.WatchStepsRequest(), context))
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyWatchers):
+            feed.watch()
+        now[0] += REPLACE_SECONDS
+        with feed.watch(), pytest.raises(TooManyWatchers, match="has the place"):
+            await asyncio.wait_for(first, PATIENCE_SECONDS)
+
+    asyncio.run(serve())
 
 
 def test_watchers_are_limited(start: Callable[..., Running], admin: AdminClient) -> None:

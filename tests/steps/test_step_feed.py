@@ -11,7 +11,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.views import Occupancy
 from lineclear.scheduler.steps.scheduler_state import SchedulerState
-from lineclear.scheduler.steps.step_feed import STATE_SECONDS, StepFeed
+from lineclear.scheduler.steps.step_feed import REPLACE_SECONDS, STATE_SECONDS, StepFeed
 from lineclear.scheduler.steps.step_history import StepHistory
 from lineclear.wire.messages import Decodes, Hello, StepPlan
 
@@ -68,6 +68,27 @@ def test_history_is_limited_to_what_is_kept() -> None:
         assert watcher.read().skipped == 0
     with harness.feed.watch(history=0) as watcher:
         assert watcher.read() == ([], 0)
+
+
+def test_the_oldest_watcher_of_a_minute_makes_room() -> None:
+    """A watcher that never reads cannot be found while little is sent, so age decides."""
+    harness = Harness(max_watchers=2)
+    oldest = harness.feed.watch()
+    harness.now += 1.0
+    other = harness.feed.watch()
+    harness.now += REPLACE_SECONDS - 1.5
+    with pytest.raises(TooManyWatchers, match="the limit is"):
+        harness.feed.watch()
+    harness.now += 0.5
+    with harness.feed.watch() as new:
+        assert (oldest.is_replaced, other.is_replaced, new.is_replaced) == (True, False, False)
+        assert harness.feed.num_watchers == 2
+        oldest.__exit__()
+        assert harness.feed.num_watchers == 2, "its place is the new one's"
+        with pytest.raises(TooManyWatchers):
+            harness.feed.watch()
+    other.__exit__()
+    assert harness.feed.num_watchers == 0
 
 
 def test_places_are_limited_and_freed() -> None:

@@ -149,7 +149,8 @@ class AdminServiceServicer(object):
         """Streams the executed steps of all workers until the caller cancels or the
         server stops, then ends with OK. A caller that reads slowly misses steps
         and delays nothing. At most max_step_watchers calls at a time; more fail
-        with TOO_MANY_WATCHERS.
+        with TOO_MANY_WATCHERS. A further call replaces the oldest one that is a
+        minute old.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -71,7 +71,8 @@ class AdminServiceStub:
     """Streams the executed steps of all workers until the caller cancels or the
     server stops, then ends with OK. A caller that reads slowly misses steps
     and delays nothing. At most max_step_watchers calls at a time; more fail
-    with TOO_MANY_WATCHERS.
+    with TOO_MANY_WATCHERS. A further call replaces the oldest one that is a
+    minute old.
     """
     GetScheduling: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulingRequest, _admin_pb2.GetSchedulingResponse]
     """Returns the scheduling settings in force."""
@@ -133,7 +134,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Streams the executed steps of all workers until the caller cancels or the
     server stops, then ends with OK. A caller that reads slowly misses steps
     and delays nothing. At most max_step_watchers calls at a time; more fail
-    with TOO_MANY_WATCHERS.
+    with TOO_MANY_WATCHERS. A further call replaces the oldest one that is a
+    minute old.
     """
     GetScheduling: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulingRequest, _admin_pb2.GetSchedulingResponse]  # type: ignore[assignment]
     """Returns the scheduling settings in force."""
@@ -228,7 +230,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Streams the executed steps of all workers until the caller cancels or the
         server stops, then ends with OK. A caller that reads slowly misses steps
         and delays nothing. At most max_step_watchers calls at a time; more fail
-        with TOO_MANY_WATCHERS.
+        with TOO_MANY_WATCHERS. A further call replaces the oldest one that is a
+        minute old.
         """
 
     @_abc_1.abstractmethod

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from lineclear.errors import InvalidRequest, Unauthenticated
+from lineclear.errors import InvalidRequest, TooManyWatchers, Unauthenticated
 from lineclear.scheduler.grpc_api.response_writer import ResponseWriter
 from lineclear.scheduler.grpc_api.step_messages import StepMessages, state_message
 from lineclear.scheduler.security import identity
@@ -40,6 +40,10 @@ class StepStream:
                 while not self._steps.is_closed:
                     if not (is_valid() and is_in_time()):
                         raise Unauthenticated("the token or certificate of this call is no longer valid")
+                    if watcher.is_replaced:
+                        raise TooManyWatchers(
+                            "a newer call has the place of this one; raise --max-step-watchers, or call again"
+                        )
                     response = self._read(watcher)
                     if request.include_state or request.include_block_map:
                         state = await self._state()

@@ -112,6 +112,8 @@ class StatusServer(HttpListener):
         sent: SchedulerState | None = None
         sent_at = time.monotonic()
         while not self._steps.is_closed and is_allowed():
+            if watcher.is_replaced:
+                return  # the page connects again
             steps, skipped = watcher.read()
             state = self._state()
             fields = []

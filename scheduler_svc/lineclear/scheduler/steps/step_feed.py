@@ -19,6 +19,8 @@ from lineclear.scheduler.steps.step_history import ExecutedStep, StepHistory
 
 STATE_SECONDS = 0.1
 """Shortest time between two states."""
+REPLACE_SECONDS = 60.0
+"""Age from which a watcher makes room for a new one: while little is sent, one that never reads looks like others."""
 MAX_READ_ROWS = 2**15
 """Rows of one read: about half a megabyte."""
 
@@ -49,7 +51,7 @@ class StepFeed:
         self._clock = clock
         self._closed = threading.Event()
         self._lock = threading.Condition()
-        self._num_watchers = 0
+        self._watchers: dict[StepWatcher, float] = {}  # since when; the oldest first
         self._state: Future[SchedulerState] | None = None
         self._state_at = 0.0
 
@@ -66,7 +68,7 @@ class StepFeed:
     @property
     def num_watchers(self) -> int:
         """Watchers that are open."""
-        return self._num_watchers
+        return len(self._watchers)
 
     def close(self) -> None:
         """End every watcher, at its next read."""
@@ -75,29 +77,42 @@ class StepFeed:
     def wait_until_idle(self, seconds: float) -> None:
         """Wait until every watcher has left, at most `seconds`."""
         with self._lock:
-            self._lock.wait_for(lambda: not self._num_watchers, seconds)
+            self._lock.wait_for(lambda: not self._watchers, seconds)
 
     def sleep(self, seconds: float) -> None:
         """Wait for `seconds`, or until `close`."""
         self._closed.wait(seconds)
 
     def watch(self, history: int = 0) -> StepWatcher:
-        """Return a watcher that begins up to `history` steps before the next one. Raises TooManyWatchers."""
-        with self._lock:
-            if self._num_watchers >= self._max_watchers:
-                raise TooManyWatchers(
-                    f"{self._num_watchers} calls watch the steps, the limit is --max-step-watchers; end one of them",
-                    metadata={"limit": str(self._max_watchers)},
-                )
-            self._num_watchers += 1
-        first = self._history.last - min(history, self._history.size)
-        return StepWatcher(self, self._history, max(0, first))
+        """Return a watcher that begins up to `history` steps before the next one. Raises TooManyWatchers.
 
-    def leave(self) -> None:
-        """Free the place of a watcher."""
+        If there is no place, the oldest watcher is replaced once it is REPLACE_SECONDS old.
+        """
         with self._lock:
-            self._num_watchers -= 1
+            now = self._clock()
+            if len(self._watchers) >= self._max_watchers:
+                oldest = next(iter(self._watchers), None)
+                if oldest is None or now - self._watchers[oldest] < REPLACE_SECONDS:
+                    raise self._too_many()
+                oldest.is_replaced = True
+                del self._watchers[oldest]
+            first = self._history.last - min(history, self._history.size)
+            watcher = StepWatcher(self, self._history, max(0, first))
+            self._watchers[watcher] = now
+            return watcher
+
+    def leave(self, watcher: StepWatcher) -> None:
+        """Free the place of a watcher, unless another one has it."""
+        with self._lock:
+            self._watchers.pop(watcher, None)
             self._lock.notify_all()
+
+    def _too_many(self) -> TooManyWatchers:
+        return TooManyWatchers(
+            f"{len(self._watchers)} calls watch the steps, the limit is --max-step-watchers; end one of them, or try "
+            f"again when the oldest is {REPLACE_SECONDS:g} s old",
+            metadata={"limit": str(self._max_watchers)},
+        )
 
     def state(self) -> Future[SchedulerState]:
         """Return the state, at most STATE_SECONDS old or about to be taken. It is never done once the engine stops."""
@@ -120,12 +135,14 @@ class StepWatcher:
     def __init__(self, feed: StepFeed, history: StepHistory, number: int) -> None:
         self._feed, self._history = feed, history
         self._number = number  # of the last step read
+        self.is_replaced = False
+        """Another watcher has its place: it must end."""
 
     def __enter__(self) -> StepWatcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._feed.leave()
+        self._feed.leave(self)
 
     @property
     def has_more(self) -> bool:
