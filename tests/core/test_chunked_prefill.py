@@ -89,7 +89,7 @@ def test_inter_token_target_limits_chunks_but_not_to_zero(target: float, prompt_
 def test_min_chunk_follows_decodes_within_bounds(
     monkeypatch: pytest.MonkeyPatch, decodes: int, prompt_tokens: int
 ) -> None:
-    monkeypatch.setattr(StepTimeModel, "more_within", lambda *_: 0.0)
+    monkeypatch.setattr(StepTimeModel, "chunk_within", lambda *_, **__: 0.0)
     harness = CoreHarness(target_batch_tokens=256, worker_num_blocks=512, worker_num_slots=32)
     for number in range(decodes):
         harness.submit(f"old{number}", 2, max_tokens=100)
@@ -144,7 +144,10 @@ def test_prompt_too_deep_for_this_step_joins_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The step has time for five more tokens at position 0, and for none after 800 positions.
-    monkeypatch.setattr(StepTimeModel, "more_within", lambda model, s, t, kv, context: 5.0 if context < 100 else 0.0)
+    def fitting(model: StepTimeModel, s: float, t: float, kv: float, n: float, context: float, **_: bool) -> float:
+        return 5.0 if context < 100 else 0.0
+
+    monkeypatch.setattr(StepTimeModel, "chunk_within", fitting)
     harness = CoreHarness(target_batch_tokens=64, worker_num_blocks=1024, worker_max_model_len=1024)
     prefix = [5 + i % 40 for i in range(800)]
     harness.submit("first", prefix, max_tokens=1)

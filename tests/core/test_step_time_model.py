@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
@@ -44,8 +45,55 @@ def test_deep_tokens_take_longer() -> None:
     model = StepTimeModel()
     teach(model, random.Random(1), 100)
     # 25 ms less 5 ms for the step, 1 ms for ten tokens and 2 ms for their context: 17 ms at 0.1 or 0.5 ms a token.
-    assert model.more_within(0.025, 10, 10_000, 0) == pytest.approx(170, rel=0.02)
-    assert model.more_within(0.025, 10, 10_000, 2000) == pytest.approx(34, rel=0.02)
+    # The tokens attend to each other too: 0.1 us a token for each before it.
+    for context, count in ((0, 147.5), (2000, 33.4)):
+        found = model.chunk_within(0.025, 10, 10_000, 0, context)
+        assert found == pytest.approx(count, rel=0.02)
+        kv_tokens = 10_000 + found * context + found * found / 2
+        assert model.predict(10 + found, kv_tokens) == pytest.approx(0.025, rel=0.001)
+
+
+def test_scored_positions_take_longer() -> None:
+    model, rng = StepTimeModel(), random.Random(1)
+    teach(model, rng, 100)
+    for _ in range(50):
+        tokens, scored = rng.randint(10, 60), rng.randint(1, 10)
+        model.observe(tokens, 5_000, machine(tokens, 5_000) + 3e-4 * scored, scored)
+    assert model.seconds_per_scored == pytest.approx(3e-4, rel=0.05)
+    assert model.coefficients == pytest.approx((0.005, 1e-4, 2e-7), rel=0.05)
+    plain, scored = (model.chunk_within(0.01, 10, 0, 0, 0, is_scored=kind) for kind in (False, True))
+    assert plain == pytest.approx(4 * scored, rel=0.1)
+
+
+def test_model_is_trusted_to_twice_what_was_measured() -> None:
+    model = StepTimeModel()
+    for tokens in (1, 2, 3, 4, 5, 6, 7):
+        model.observe(tokens, 0, machine(tokens, 0))
+        assert model.chunk_within(60.0, 1, 0, 0, 0) == 0, "too few observations"
+    model.observe(8, 0, machine(8, 0))
+    assert model.chunk_within(60.0, 1, 0, 0, 0) == 2 * 8 - 1
+    assert model.chunk_within(60.0, 1, 0, 0, 0, is_scored=True) == 0, "no score was measured"
+    model.observe(4, 0, machine(4, 0), 3)
+    assert model.chunk_within(60.0, 1, 0, 0, 0, is_scored=True) == 2 * 3
+
+
+def test_error_factor_follows_the_noise() -> None:
+    quiet, noisy = StepTimeModel(), StepTimeModel()
+    teach(quiet, random.Random(1), 500)
+    teach(noisy, random.Random(1), 500, noise=0.1)
+    assert quiet.error_factor == pytest.approx(1.0, abs=0.01)
+    assert noisy.error_factor == pytest.approx(1.15, abs=0.05)  # three times the mean of 0 to 0.1
+    noisy.observe(8, 8000, 1e6)
+    assert noisy.error_factor < 1.4, "a pause of the machine counts at most as long as the step"
+
+
+def test_state_survives_a_dump() -> None:
+    model, other = StepTimeModel(), StepTimeModel()
+    teach(model, random.Random(1), 20)
+    model.observe(10, 10, 0.1, 4)
+    other.load(json.loads(json.dumps(model.dump())))
+    assert other.dump() == model.dump()
+    assert other.chunk_within(1.0, 1, 1, 0, 0, is_scored=True) == model.chunk_within(1.0, 1, 1, 0, 0, is_scored=True)
 
 
 def test_tolerates_noise() -> None:

@@ -91,7 +91,7 @@ def test_running_requests_beyond_fewer_slots_continue() -> None:
 
 
 def test_more_slots_are_used_at_the_next_step() -> None:
-    harness = CoreHarness(max_batch_size=1)
+    harness = CoreHarness(max_batch_size=1, target_inter_token_latency_seconds=0.0)
     for number in range(8):
         harness.submit(f"r{number}", 4, 6)
     harness.step()

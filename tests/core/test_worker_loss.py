@@ -40,7 +40,12 @@ def test_request_beyond_next_worker_fails() -> None:
 
 
 def test_out_of_memory_halves_and_restores_the_budget() -> None:
-    harness = CoreHarness(target_batch_tokens=16, worker_num_blocks=300, worker_max_model_len=1200)
+    harness = CoreHarness(
+        target_batch_tokens=16,
+        worker_num_blocks=300,
+        worker_max_model_len=1200,
+        target_inter_token_latency_seconds=0.0,
+    )
     harness.submit("old", 2, max_tokens=1000)
     for budget in (16, 8, 4):
         for _ in range(40):

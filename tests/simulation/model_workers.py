@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from simulation.model_batching import ModelBatching
 from simulation.model_blocks import ModelBlocks
+from simulation.model_cadence import ModelCadence
 from simulation.model_sequence import ModelSequence
 
 from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.wire.messages import Hello, RowOutput
+from lineclear.wire.messages import Hello, Row, RowOutput
 
 if TYPE_CHECKING:
     from simulation.model_state import ModelState
@@ -28,6 +29,7 @@ class ModelStep:
         self.samples: list[ModelSequence] = []
         self.drafting: set[ModelSequence] = set()  # sequences whose row may verify drafts
         self.num_tokens = 0
+        self.planned: list[tuple[ModelSequence, Row]] = []
 
 
 class Budget:
@@ -75,6 +77,7 @@ class ModelWorker:
         self.max_len = min(hello.max_model_len, hello.num_blocks * hello.block_size + 1)
         self.blocks = ModelBlocks(self.limits.prefix_cache)
         self.blocks.reset(hello.num_blocks, hello.block_size)
+        self.cadence = ModelCadence()
         self.running: dict[int, ModelSequence] = {}  # by slot
         self.finishing: dict[ModelSequence, None] = {}  # last row in flight: without slot, with blocks
         self.inflight: deque[ModelStep] = deque()

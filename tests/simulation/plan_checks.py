@@ -70,8 +70,10 @@ class PlanChecks:
         require((plan.epoch, plan.step) == (hello.epoch, self.worker.step + 1), "I9", "steps of an epoch in order")
         self.worker.step += 1
         budget = self.worker.budget.tokens(hello)
-        ready = sorted((s for s in self.worker.running.values() if s.num_unplanned == 1), key=lambda s: s.queue_key)
-        partial = sorted((s for s in self.worker.running.values() if s.num_unplanned > 1), key=lambda s: s.queue_key)
+        running = sorted(self.worker.running.values(), key=lambda s: s.queue_key)
+        ready = [s for s in running if s.num_unplanned == 1 and s.max_tokens]
+        partial = [s for s in running if s.num_unplanned > 0 and s not in ready]
+        self._check_cadence(plan, ready, partial, isolated, events, budget)
         slots = {row.slot for row in plan.rows}
         require(0 < len(slots) == len(plan.rows), "I6", "each slot once in a step, and a step with rows")
         started = self._started(events)
@@ -137,7 +139,7 @@ class PlanChecks:
         drafts = sum(row.num_drafts for row in plan.chunks)
         require(not (drafts and num_preempted), "I15", "nothing is preempted for drafts")
         require(not drafts or isolated is None, "isolation", "a suspect decodes plainly")
-        has_prompts = bool(plan.inits) or any(row.num_tokens > 1 for row in plan.chunks)
+        has_prompts = bool(plan.inits) or any(sequence.slot in slots for sequence in partial)
         # Beside decodes, the inter-token target may leave a prompt fewer tokens than the budget. And each of several
         # workers counts the prompts of its plan as work.
         is_exact = num_decodes == 0 or self.state.limits.policy.target_inter_token_latency_seconds == 0
@@ -156,6 +158,21 @@ class PlanChecks:
         held = (*self.worker.running.values(), *self.worker.finishing)
         self.state.counters.step_positions += sum(sequence.num_planned for sequence in held)
         self.worker.budget.count_step()
+
+    def _check_cadence(
+        self,
+        plan: StepPlan,
+        ready: Collection[ModelSequence],
+        partial: Collection[ModelSequence],
+        isolated: ModelSequence | None,
+        events: list[Event],
+        budget: int,
+    ) -> None:
+        """Check how long the plan takes, where prompts come behind decodes and nothing is preempted."""
+        is_preempting = any(isinstance(event, Preempted) for event in events)
+        if isolated is None and not is_preempting and self.state.limits.scheduling_policy != "prefill_first":
+            waiting = (*self.state.fresh, *self.state.resuming)
+            self.worker.cadence.check(plan, self.state, self.worker, ready, partial, waiting, budget)
 
     def _started(self, events: list[Event]) -> dict[str, Started]:
         started: dict[str, Started] = {}
@@ -348,6 +365,7 @@ class PlanChecks:
             self.state.counters.recomputed_tokens += again
         sequence.num_planned, sequence.planned_step = end, step.step
         step.rows.append((sequence, sequence.admission_count, end))
+        step.planned.append((sequence, row))
         if row.output is not RowOutput.NONE:
             step.outputs.append((sequence, sequence.admission_count, row.start, end, row.output))
         if row.num_drafts:

@@ -70,7 +70,7 @@ _ORDER = (
     Bug(
         "a prompt waits for the inter-token target",
         StepPlanner._prompt_tokens_left,
-        replace("max(free_chunk - self._prompt_tokens, _1)", "max(0, _1)"),
+        replace("max(free_tokens, _1)", "max(0, _1)"),
     ),
     Bug(
         "a resuming sequence waits for the strategy",

@@ -38,6 +38,7 @@ class ResultChecks:
         worker = self.state.workers[result.epoch]
         step = worker.inflight.popleft()
         require(result.step == step.step, "I9", "results in the order of plans")
+        worker.cadence.on_result(step, result)
         sampling = [i for i, (*_, output) in enumerate(step.outputs) if output is RowOutput.SAMPLE]
         counts = result.counts or (1,) * len(sampling)
         drafted = result.num_drafted or (0,) * len(sampling)

@@ -51,7 +51,8 @@ def draw(seed: int) -> Scenario:
         if rng.random() < share:
             scenario = variant(rng, scenario)
     # Each of these has a random stream of its own.
-    for variant, share in ((_branching, 0.06), (_constraining, 0.06), (_combined, 0.04), (_reweighing, 0.003)):
+    own_streams = ((_branching, 0.06), (_constraining, 0.06), (_combined, 0.04), (_reweighing, 0.003), (_beside, 0.04))
+    for variant, share in own_streams:
         own = random.Random(f"{seed}:{variant.__name__}")
         if own.random() < share:
             scenario = variant(own, scenario)
@@ -302,6 +303,18 @@ def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
         step_seconds=(0.01, 0.001, rng.choice((2e-4, 5e-4))),
         templates=(template,),
         salts=scenario.salts[:1],
+    )
+
+
+def _beside(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Scores and vectors are computed beside decodes, in steps with time for many of their tokens."""
+    scenario = _deep(rng, scenario)
+    policy = replace(scenario.limits.policy, max_prefill_slowdown=rng.choice((1.5, 2.0)))
+    limits = replace(scenario.limits, scheduling_policy="fifo", policy=policy)
+    scored, pooled = rng.choice(((0.0, 0.7), (0.7, 0.0), (0.4, 0.6)))
+    times = (0.01, 0.001, 1e-5)
+    return replace(
+        scenario, limits=limits, scored=scored, pooled=pooled, behind=0.0, longest_prompt=60, step_seconds=times
     )
 
 

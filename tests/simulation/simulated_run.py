@@ -23,7 +23,7 @@ from simulation.simulated_callers import Callers
 from lineclear.errors import ShutdownInterrupted
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.sequence import Request
-from lineclear.wire.messages import LoadAdapter, StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.messages import LoadAdapter, RowOutput, StepError, StepErrorKind, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,8 @@ class SimulatedRun:
             return
         base, per_token, per_kv = self.scenario.step_seconds
         tokens, kv_tokens = plan.num_tokens, sum(sum(range(row.start, row.start + row.num_tokens)) for row in plan.rows)
-        seconds = base + per_token * tokens + per_kv * kv_tokens
+        scored = sum(row.num_tokens for row in plan.rows if row.output is RowOutput.SCORE)
+        seconds = base + per_token * (tokens + 2 * scored) + per_kv * kv_tokens
         result = worker.runner.launch(plan).result()
         result = replace(result, step_seconds=seconds * self.rng.uniform(1.0, 1.2))
         worker.results.append(self.scheduler.transfer(result))

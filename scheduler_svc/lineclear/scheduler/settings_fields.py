@@ -157,8 +157,9 @@ class SchedulerFields(settings_base.ProcessSettings):
     target_inter_token_latency_ms: float = BATCHING.field(200.0, gt=0, le=60_000)
     """Time between tokens that prompt chunks must keep. Prompts are cut into smaller chunks to keep it."""
     max_prefill_slowdown: float = BATCHING.field(2.0, ge=1, le=1000)
-    """Factor by which a prompt chunk may lengthen a step. It compares with a step that only decodes. The surplus is
-    granted once for each request that waits for its first token."""
+    """Factor by which prompts may lengthen a step. It compares with a step that only decodes. The surplus is granted
+    once for each request that waits for its first token, and once for all scores and embeddings together. Where the
+    predicted time of steps errs, steps are planned shorter, but half of the surplus is always left to prompts."""
     preemption_policy: PreemptionPolicy = BATCHING.field("cheapest")
     """Running request to preempt when blocks run out."""
     max_preemptions: int = BATCHING.field(4, ge=0, le=1000)

@@ -81,6 +81,16 @@ class DraftPlan:
         """Number of blocks that the sequences need without drafts."""
         return sum(self._needs_block(sequence) for sequence, _ in self._rows)
 
+    @property
+    def kv_tokens(self) -> int:
+        """Positions that the rows read without drafts."""
+        return sum(sequence.num_planned + 1 for sequence, _ in self._rows)
+
+    @property
+    def deepest(self) -> int:
+        """The largest position of a row."""
+        return max(sequence.num_planned for sequence, _ in self._rows)
+
     def _needs_block(self, sequence: Sequence) -> bool:
         return sequence.num_planned == len(sequence.blocks) * self._worker.batch.pool.block_size
 

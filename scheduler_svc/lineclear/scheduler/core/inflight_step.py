@@ -51,6 +51,8 @@ class InflightStep:
     chunk_rows: list[ChunkRow]
     num_tokens: int
     kv_tokens: int
+    num_scored: int = 0
+    """Positions with a score."""
     planned_at: float = 0.0
     is_ahead: bool = False
     """It was planned while another step was in flight."""
@@ -141,8 +143,9 @@ class InflightStep:
     def dump(self) -> dict[str, Any]:
         """Return a copy of the state; sequences by number."""
         rows = self.decode_rows
+        counts = [self.num_tokens, self.kv_tokens, self.num_scored]
         return {
-            "numbers": [self.step, self.decode_step, self.num_tokens, self.kv_tokens, self.planned_at, self.is_ahead],
+            "numbers": [self.step, self.decode_step, *counts, self.planned_at, self.is_ahead],
             "decodes": [[s.number for s in rows.sequences], rows.slots, rows.offsets, rows.index_offsets],
             "completing_block": [s.number for s in self.completing_block],
             "chunk_rows": [[row.sequence.number, *row[1:]] for row in self.chunk_rows],

@@ -22,6 +22,10 @@ _MAX_UNFIT = 8  # waiting sequences without enough blocks that a step skips befo
 _MAX_SKIPPED = 64  # the same, together with those left to other workers
 _MIN_CHUNK, _MAX_FREE_CHUNK = 8, 16
 """Prompt tokens a step may always take, even above the latency target: as many as decodes, within these bounds."""
+_DRAFT_SHARE = 0.5
+"""Of the surplus of one prompt, for drafts beside a prompt and streams without drafts."""
+_LEAST_SURPLUS = 0.5
+"""Of the surplus that prompts get beside decodes, where the step-time model errs: so much is left to them."""
 
 
 class StepPlanner:
@@ -35,8 +39,9 @@ class StepPlanner:
         self._budget = worker.step_tokens
         self._now = now
         self._is_short_of_blocks = False  # a running sequence waited or was preempted: no request joins in this step
+        self._decode_tokens = self._decode_kv_tokens = 0  # without drafts
         self._prompt_tokens = 0
-        self._prompt_kv_tokens = 0
+        self._max_seconds: float | None = None
         self.decodes = Decodes()
         self.decode_rows = DecodeRows()  # the sequences of `decodes`
         self.completing_block: list[Sequence] = []  # those of them whose row fills a block
@@ -48,6 +53,7 @@ class StepPlanner:
         self._finishing: list[Sequence] = []  # their last row is in this step
         self.num_tokens = 0
         self.kv_tokens = 0
+        self.num_scored = 0
 
     def run(self) -> None:
         """Fill the step."""
@@ -82,9 +88,9 @@ class StepPlanner:
                 if not self._preempt_for_blocks(sequence):
                     return
                 sequence.blocks += batch.pool.take(1)
-            count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence.num_planned))
+            count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence))
             new_blocks = tuple(sequence.blocks[-1:]) if needs_block else ()
-            self._add(sequence, count, new_blocks, is_prompt=sequence.num_unplanned > 1)
+            self._add(sequence, count, new_blocks, is_prompt=sequence.is_prefilling)
         self._batch.pool.end_plan()
         self._release_slots()
 
@@ -108,7 +114,7 @@ class StepPlanner:
         batch, tokens_left = self._batch, self._budget - self.num_tokens
         for sequence in self._worker.draft_pauses.pop(self._step, self._worker.epoch):
             batch.leave_decode(sequence)
-        ready = [s for s in batch.not_decoding_by_age() if s.num_unplanned == 1 and s.planned_step != self._step]
+        ready = [s for s in batch.not_decoding_by_age() if s.is_decoding and s.planned_step != self._step]
         if tokens_left <= 0 or not (ready or batch.decode_batch):
             return
         singles, drafting = self._without_batch(ready) if ready else ([], None)
@@ -123,8 +129,17 @@ class StepPlanner:
             self._plan_decode_batch(growing)
         for sequence in singles:
             self._add(sequence, 1, ())
+        if drafting is not None:
+            self._plan_drafts(drafting)
+
+    def _plan_drafts(self, drafting: DraftPlan) -> None:
+        """Plan rows with drafts. They delay streams without drafts no more than a prompt does."""
+        policy, max_seconds = self._state.limits.policy, None
+        if self.num_tokens and policy.target_inter_token_latency_seconds and self._worker.step_time.is_fitted:
+            alone = self.num_tokens + len(drafting), self.kv_tokens + drafting.kv_tokens
+            max_seconds = self._seconds_beside(*alone, _DRAFT_SHARE if self._has_prompts() else 1)
         while drafting:
-            sequence, num_drafts, blocks = drafting.next(self._budget - self.num_tokens)
+            sequence, num_drafts, blocks = drafting.next(self._draft_tokens_left(drafting, max_seconds))
             self._add(sequence, 1, blocks, num_drafts=num_drafts)
 
     def _without_batch(self, ready: list[Sequence]) -> tuple[list[Sequence], DraftPlan | None]:
@@ -155,6 +170,8 @@ class StepPlanner:
         self.completing_block = decode_batch.completing_block()
         self.num_tokens += len(rows.slots)
         self.kv_tokens += decode_batch.num_positions
+        self._decode_tokens += len(rows.slots)
+        self._decode_kv_tokens += decode_batch.num_positions
         self._finishing += decode_batch.finishing()
 
     def _plan_decodes_one_by_one(self) -> None:
@@ -167,7 +184,7 @@ class StepPlanner:
                 break
             # Skip sequences preempted in this pass, sequences with a row already, and those that do not lack one.
             is_running = sequence.state is State.RUNNING
-            if not is_running or sequence.planned_step == self._step or sequence.num_unplanned != 1:
+            if not is_running or sequence.planned_step == self._step or not sequence.is_decoding:
                 continue
             if sequence.num_planned < len(sequence.blocks) * size:
                 self._add(sequence, 1, ())
@@ -200,33 +217,68 @@ class StepPlanner:
     def _plan_prefills(self) -> None:
         """Plan the next chunk of prompts that are partly computed. They have their blocks since admission."""
         for sequence in self._batch.not_decoding_by_age():
-            if sequence.num_unplanned > 1 and sequence.planned_step != self._step:
-                count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence.num_planned))
+            if sequence.is_prefilling and sequence.planned_step != self._step:
+                count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence))
                 if count <= 0:
                     break
                 self._add_prompt(sequence, count, ())
 
-    def _prompt_tokens_left(self, position: int) -> int:
-        """Return how many tokens of a prompt, from `position` on, fit into this step without delaying its decodes."""
+    def _draft_tokens_left(self, drafting: DraftPlan, max_seconds: float | None) -> int:
+        """Return how many tokens the rows of `drafting` may take in a step of `max_seconds`."""
         tokens_left = self._budget - self.num_tokens
-        decodes = self.num_tokens - self._prompt_tokens
-        if decodes and self._state.limits.policy.target_inter_token_latency_seconds > 0:
-            seconds = self._max_step_seconds(decodes)
-            fitting = self._worker.step_time.more_within(seconds, self.num_tokens, self.kv_tokens, position)
-            if fitting is not None:
-                free_chunk = min(max(_MIN_CHUNK, decodes), _MAX_FREE_CHUNK)
-                tokens_left = min(tokens_left, max(free_chunk - self._prompt_tokens, int(fitting)))
-        return tokens_left
+        if max_seconds is None:
+            return tokens_left
+        tokens, kv_tokens = self.num_tokens + len(drafting), self.kv_tokens + drafting.kv_tokens
+        fitting = self._worker.step_time.chunk_within(max_seconds, tokens, kv_tokens, 0, drafting.deepest)
+        return min(tokens_left, len(drafting) + int(fitting))
 
-    def _max_step_seconds(self, decodes: int) -> float:
-        """Return how long this step may take: longer than its decodes alone by a share for each request that waits for
-        its first token, and at most the inter-token target.
+    def _prompt_tokens_left(self, sequence: Sequence | None = None, position: int | None = None) -> int:
+        """Return how many tokens of a prompt fit into this step without delaying its decodes.
+
+        They continue `sequence`, or begin at `position` of it; None: an unknown prompt from its beginning on.
         """
-        state, policy = self._state, self._state.limits.policy
-        expecting = len(state.fresh) + len(state.resuming) + len(self._batch.running) - decodes
-        stretch = 1 + (policy.max_prefill_slowdown - 1) * expecting
-        decodes_alone = self._worker.step_time.predict(decodes, self.kv_tokens - self._prompt_kv_tokens)
-        return min(policy.target_inter_token_latency_seconds, stretch * decodes_alone)
+        tokens_left = self._budget - self.num_tokens
+        decodes = self._decode_tokens
+        if not decodes or not self._state.limits.policy.target_inter_token_latency_seconds:
+            return tokens_left
+        if self._max_seconds is None:
+            self._max_seconds = self._seconds_beside(decodes, self._decode_kv_tokens, self._num_expecting())
+        if position is None:
+            position = 0 if sequence is None else sequence.num_planned
+        is_scored = sequence is not None and sequence.is_scored_at(position)
+        model, work = self._worker.step_time, (self.num_tokens, self.kv_tokens, self.num_scored)
+        fitting = model.chunk_within(self._max_seconds, *work, position, is_scored=is_scored)
+        cost = model.cost_of_score
+        free_chunk = min(max(_MIN_CHUNK, decodes), _MAX_FREE_CHUNK) - self._prompt_tokens - (cost - 1) * self.num_scored
+        free_tokens = int(free_chunk / cost if is_scored else free_chunk)
+        if not self._prompt_tokens:
+            free_tokens = max(1, free_tokens)
+        return min(tokens_left, max(free_tokens, int(fitting)))
+
+    def _has_prompts(self) -> bool:
+        """Return whether a prompt waits or is partly computed."""
+        state = self._state
+        return bool(state.fresh or state.resuming or any(s.is_prefilling for s in self._batch.not_decoding))
+
+    def _num_expecting(self) -> int:
+        """Return the number of requests that wait for their first token, at least 1.
+
+        All scores and embeddings together count as one request: none of them joins the decodes.
+        """
+        state = self._state
+        computing = sum(s.num_unplanned > 1 and s.request.max_tokens > 0 for s in self._batch.not_decoding)
+        return max(1, state.fresh.num_with_output + state.resuming.num_with_output + computing)
+
+    def _seconds_beside(self, decodes: int, kv_tokens: int, shares: float) -> float:
+        """Return how long this step may take: longer than its decodes alone by `shares` of the surplus that
+        `max_prefill_slowdown` allows, and at most the inter-token target.
+
+        The step is planned to be shorter than that by the error of the step-time model.
+        """
+        policy, model = self._state.limits.policy, self._worker.step_time
+        surplus = (policy.max_prefill_slowdown - 1) * shares
+        stretch = max(1 + _LEAST_SURPLUS * surplus, (1 + surplus) / model.error_factor)
+        return min(policy.target_inter_token_latency_seconds, stretch * model.predict(decodes, kv_tokens))
 
     def _admit(self) -> None:
         """Admit waiting sequences by queue key."""
@@ -247,7 +299,7 @@ class StepPlanner:
         state, batch = self._state, self._batch
         skipped: list[Sequence] = []
         num_unfit = 0
-        while batch.num_free_slots and self._prompt_tokens_left(0) > 0:
+        while batch.num_free_slots and self._prompt_tokens_left() > 0:
             if num_unfit >= _MAX_UNFIT or len(skipped) >= _MAX_SKIPPED:
                 return
             sequence = queue.next(with_fresh=joins_left > 0)
@@ -269,7 +321,7 @@ class StepPlanner:
             donor = batch.find_donor(sequence, shared)
             # A token deep in a context may cost more than this step has left; then the prompt starts in the next step.
             num_cached = len(shared) * batch.pool.block_size + (donor.num_positions if donor else 0)
-            if self._prompt_tokens_left(num_cached) <= 0:
+            if self._prompt_tokens_left(sequence, num_cached) <= 0:
                 return
             if any(other.overtaken_count >= state.limits.max_queue_overtakes for other in skipped):
                 return
@@ -317,14 +369,13 @@ class StepPlanner:
                 request.pooling,
             )
         )
-        count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence.num_planned))
+        count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence))
         self._add_prompt(sequence, count, tuple(taken))
 
     def _add_prompt(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
-        before = self.num_tokens, self.kv_tokens
+        before = self.num_tokens
         self._add(sequence, count, new_blocks, is_prompt=True)
-        self._prompt_tokens += self.num_tokens - before[0]
-        self._prompt_kv_tokens += self.kv_tokens - before[1]
+        self._prompt_tokens += self.num_tokens - before
 
     def _add(
         self,
@@ -352,8 +403,14 @@ class StepPlanner:
             sequence.num_known += 1
         if sequence.num_planned == sequence.max_len - 1:
             self._finishing.append(sequence)
+        kv_tokens = count * (start + end + 1) // 2
         self.num_tokens += count
-        self.kv_tokens += count * (start + end + 1) // 2
+        self.kv_tokens += kv_tokens
+        if output is RowOutput.SCORE:
+            self.num_scored += count
+        if not is_prompt:
+            self._decode_tokens += count
+            self._decode_kv_tokens += kv_tokens
         if num_drafts:
             sequence.num_drafts = num_drafts
             self.num_tokens += num_drafts

@@ -18,6 +18,7 @@ class RequestQueue:
         self.num_tokens = 0  # prompt and confirmed output of all of them
         self.expected_len = 0  # expected prompt and output tokens of all of them
         self.num_siblings = self.sibling_tokens = 0  # of those that take no place
+        self.num_without_output = 0  # scores and embeddings
         self.longest = 0  # the largest max_len since the queue was empty
 
     def __len__(self) -> int:
@@ -27,6 +28,11 @@ class RequestQueue:
     def num_places(self) -> int:
         """Number of sequences that count against `max_queue_size`."""
         return len(self._live) - self.num_siblings
+
+    @property
+    def num_with_output(self) -> int:
+        """Number of sequences that wait for a first token."""
+        return len(self._live) - self.num_without_output
 
     @property
     def place_tokens(self) -> int:
@@ -47,6 +53,7 @@ class RequestQueue:
         self.longest = max(self.longest, sequence.max_len)
         self.num_tokens += len(sequence.tokens)
         self.expected_len += sequence.request.expected_len
+        self.num_without_output += not sequence.request.max_tokens
         if sequence.request.is_sibling:
             self.num_siblings += 1
             self.sibling_tokens += len(sequence.tokens)
@@ -57,6 +64,7 @@ class RequestQueue:
         del self._live[sequence.number]
         self.num_tokens -= len(sequence.tokens)
         self.expected_len -= sequence.request.expected_len
+        self.num_without_output -= not sequence.request.max_tokens
         if sequence.request.is_sibling:
             self.num_siblings -= 1
             self.sibling_tokens -= len(sequence.tokens)

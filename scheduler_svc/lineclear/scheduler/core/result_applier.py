@@ -33,7 +33,7 @@ class ResultApplier:
         if worker.draft_times.is_used:
             self._observe_time(result, worker, inflight, computed, now)
         worker.last_result_at = now
-        worker.step_time.observe(*computed, result.step_seconds - result.draft_seconds)
+        worker.step_time.observe(*computed, result.step_seconds - result.draft_seconds, inflight.num_scored)
         tokens, failures, batch = ResultTokens(result), list[Event](), worker.batch
         bad = _bad_rows(result, inflight, worker.hello.vocab_size)
         bad_owners: dict[Sequence, int] = {}
@@ -70,7 +70,7 @@ class ResultApplier:
         num_rows = sum(row.num_drafts > 0 for row in inflight.chunk_rows)
         began_at = worker.last_result_at if inflight.is_ahead else inflight.planned_at
         if num_rows and worker.step_time.is_fitted:
-            predicted = worker.step_time.predict(*computed) + result.draft_seconds
+            predicted = worker.step_time.predict(*computed, inflight.num_scored) + result.draft_seconds
             worker.draft_times.observe_rows(num_rows, predicted, now - began_at, is_ahead=inflight.is_ahead)
         elif not num_rows and (inflight.is_ahead or self._state.limits.pipeline_depth == 1):
             worker.draft_times.observe(result.step_seconds, now - began_at)

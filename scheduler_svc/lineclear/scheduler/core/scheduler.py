@@ -362,6 +362,7 @@ class Scheduler:
             planner.chunk_rows,
             planner.num_tokens,
             planner.kv_tokens,
+            planner.num_scored,
             now,
             bool(worker.inflight),
         )

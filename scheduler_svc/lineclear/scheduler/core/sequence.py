@@ -283,6 +283,16 @@ class Sequence:
         return min(self.num_known, self.max_len - 1) - self.num_planned
 
     @property
+    def is_prefilling(self) -> bool:
+        """Whether it has a row to plan that is no decode: of several positions, or of a request without output."""
+        return self.num_unplanned > (1 if self.request.max_tokens else 0)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it lacks one position, to sample behind."""
+        return self.num_unplanned == 1 and self.request.max_tokens > 0
+
+    @property
     def has_stopped(self) -> bool:
         """Whether its last token ends the answer."""
         return self.tokens[-1] in self.stop_token_ids and self.num_outputs > self.request.sampling.min_tokens
@@ -302,6 +312,10 @@ class Sequence:
     def has_scores_left(self) -> bool:
         """Whether scores of the prompt have not been reported yet."""
         return self.num_scored < self.prompt_len - 1
+
+    def is_scored_at(self, position: int) -> bool:
+        """Return whether a row that starts at `position` reports scores."""
+        return self.has_scores_left and self.num_scored <= position < self.prompt_len - 1
 
     def next_row(self, end: int) -> tuple[int, RowOutput]:
         """Return the end of the row that starts at `num_planned`, at most `end`, and its output.
