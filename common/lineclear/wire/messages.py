@@ -175,8 +175,12 @@ class Scores(NamedTuple):
 
     def behind(self, count: int) -> Scores:
         """Return the scores without those of the first `count` positions."""
-        first = count * self.num_top
-        return Scores(self.logprobs[count:], self.top_ids[first:], self.top_logprobs[first:])
+        return self.part(count, len(self.logprobs))
+
+    def part(self, start: int, end: int) -> Scores:
+        """Return the scores of the positions [start, end)."""
+        top = slice(start * self.num_top, end * self.num_top)
+        return Scores(self.logprobs[start:end], self.top_ids[top], self.top_logprobs[top])
 
 
 class Logprobs(NamedTuple):

@@ -5,6 +5,7 @@ Each continuation or input is a request of its own, admitted, queued and cancell
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
@@ -22,10 +23,13 @@ from lineclear.scheduler.requests.validation import MAX_TOP_LOGPROBS, ModelBound
 from lineclear.scheduler.requests.violations import Violations, check_vocabulary
 from lineclear.scheduler.security.identity import Identity
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.messages import Pooling, PoolingKind
+from lineclear.wire.messages import Pooling, PoolingKind, Scores
 
 MAX_PARTS = 128
 """Continuations or inputs of one call."""
+_SLICE = 512
+"""Entries of a response that are made at once: about half a millisecond of the event loop."""
+_PAUSE_SECONDS = 0.001  # between slices, so that the engine's thread gets the interpreter lock
 _POOLING = {
     pb.POOLING_UNSPECIFIED: PoolingKind.LAST,
     pb.POOLING_LAST_TOKEN: PoolingKind.LAST,
@@ -69,9 +73,8 @@ async def score(
             raise InvalidRequest.at(f"continuations[{index}]", "has no tokens")
     response = pb.ScoreResponse(prompt_tokens=len(prompt))
     for part, (output, model) in zip(parts, await _run(parts, request, admission, call), strict=True):
-        scores = responses.token_logprobs(output.scores)
-        total = sum(x.logprob for x in scores)
-        response.scores.add(token_ids=part.tokens[len(prompt) :], logprobs=scores, total_logprob=total)
+        score = response.scores.add(token_ids=part.tokens[len(prompt) :])
+        await add_scores(score, output.scores)
         assert output.started is not None
         response.cached_tokens += output.started.cached_tokens
         response.model_fingerprint = model
@@ -102,6 +105,19 @@ async def embed(
     return response
 
 
+async def add_scores(score: pb.ContinuationScore, rows: Sequence[Scores]) -> None:
+    """Add the entries of scored positions, and their total. Between slices, the event loop serves streams."""
+    total = 0.0
+    for row in rows:
+        count = max(1, _SLICE // (1 + row.num_top))
+        for start in range(0, len(row.logprobs), count):
+            part = row.part(start, start + count)
+            score.logprobs.extend(responses.token_logprobs([part]))
+            total += sum(part.logprobs)
+            await asyncio.sleep(_PAUSE_SECONDS if len(part.logprobs) == count else 0)
+    score.total_logprob = total
+
+
 async def _run(
     parts: Sequence[_Part], request: pb.ScoreRequest | pb.EmbedRequest, admission: Admission, call: Call
 ) -> list[tuple[OutputStream, str]]:
@@ -120,8 +136,10 @@ async def _run(
             who = call.caller, call.tenant
             context = admission.admit(message, call.bounds, *who, call.arrival, call.seconds, part.asks)
             live.append((stack.enter_context(context), message))
+            await asyncio.sleep(0)  # 128 of them take 100 ms
         for context, message in live:
             await context.submit(message)
+            await asyncio.sleep(0)
         for context, _ in live:
             await _complete(context)
         return [(context.outputs[0], _fingerprint(context)) for context, _ in live]
