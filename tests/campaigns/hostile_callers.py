@@ -153,6 +153,44 @@ def form_flood(target: Target) -> int:
     return _in_threads(target, call)
 
 
+def slow_forms(target: Target) -> int:
+    """Send forms that are compiled within the limits, each a new one that takes some of them."""
+    numbers = itertools.count(os.getpid() * 100_000)
+
+    def call(stub: inference_pb2_grpc.InferenceServiceStub) -> None:
+        names = [f"k{next(numbers)}_{entry}" for entry in range(300)]
+        pattern = {"type": "string", "pattern": "^[a-z]{1,50}$"}
+        schema = {"anyOf": [{"type": "object", "properties": {name: pattern}, "required": [name]} for name in names]}
+        form = {"json_schema": json.dumps(schema)}
+        list(stub.Generate(pb.GenerateRequest(text="x", sampling={"structured_output": form, "max_tokens": 1})))
+
+    return _in_threads(target, call)
+
+
+def embed_flood(target: Target) -> int:
+    """Ask for the vectors of 64 inputs of 128 tokens, each a new one."""
+    rng = random.Random(os.getpid())
+
+    def call(stub: inference_pb2_grpc.InferenceServiceStub) -> None:
+        inputs = [pb.EmbedInput(token_ids=pb.TokenIds(ids=[rng.randrange(500) for _ in range(128)])) for _ in range(64)]
+        stub.Embed(pb.EmbedRequest(inputs=inputs))
+
+    return _in_threads(target, call)
+
+
+def score_flood(target: Target) -> int:
+    """Score 128 continuations of 90 words, with the 20 most likely tokens at each place."""
+    rng = random.Random(os.getpid())
+    words = ("quick", "brown", "fox", "jumps", "over", "dogs")
+
+    def call(stub: inference_pb2_grpc.InferenceServiceStub) -> None:
+        texts = [" ".join(rng.choice(words) for _ in range(90)) for _ in range(128)]
+        continuations = [pb.Continuation(text=text) for text in texts]
+        stub.Score(pb.ScoreRequest(text="once upon a time", continuations=continuations, top_logprobs=20))
+
+    return _in_threads(target, call)
+
+
 def stats_flood(target: Target) -> int:
     """Call GetStats and GetModel without a pause."""
     return _in_threads(target, lambda stub: (stub.GetStats(pb.GetStatsRequest()), stub.GetModel(pb.GetModelRequest())))
@@ -445,7 +483,17 @@ def _take_windows(connection: socket.socket, window: list[int]) -> None:
         data = data[9 + length :]
 
 
-SERVED = ("template_flood", "detokenize_flood", "tokenize_flood", "resume_flood", "unread_answers", "stats_flood")
+SERVED = (
+    "slow_forms",
+    "embed_flood",
+    "score_flood",
+    "template_flood",
+    "detokenize_flood",
+    "tokenize_flood",
+    "resume_flood",
+    "unread_answers",
+    "stats_flood",
+)
 """Kinds that prove nothing unless some of their calls succeed."""
 
 KINDS: dict[str, Callable[[Target], int]] = {
@@ -459,6 +507,9 @@ KINDS: dict[str, Callable[[Target], int]] = {
         tokenize_flood,
         resume_flood,
         form_flood,
+        slow_forms,
+        embed_flood,
+        score_flood,
         heavy_requests,
         oversized_requests,
         unread_answers,

@@ -18,11 +18,12 @@ async def settle() -> None:
 
 
 class Work:
-    """Requests for a semaphore. `admitted` are the flows in the order of admission."""
+    """Requests for a semaphore. `admitted` are the flows in the order of admission, and `costs` their costs."""
 
     def __init__(self, gate: FairSemaphore) -> None:
         self.gate = gate
         self.admitted: list[str] = []
+        self.costs: list[float] = []
 
     def submit(self, flow: str, cost: float = 1.0) -> asyncio.Task[None]:
         return asyncio.ensure_future(self._acquire(flow, cost))
@@ -30,6 +31,7 @@ class Work:
     async def _acquire(self, flow: str, cost: float) -> None:
         await self.gate.acquire(flow, cost)
         self.admitted.append(flow)
+        self.costs.append(cost)
 
     async def finish(self) -> None:
         """Release the admitted requests in turn until none waits."""
@@ -62,6 +64,51 @@ async def test_work_counts_by_its_cost() -> None:
     await work.finish()
     at = [index for index, flow in enumerate(work.admitted) if flow == "large"]
     assert all(9 <= after - before - 1 <= 11 for before, after in itertools.pairwise(at)), work.admitted
+    await asyncio.gather(*tasks)
+
+
+async def test_cheap_request_is_first_in_its_flow() -> None:
+    work = Work(FairSemaphore(2, 100, "things wait"))
+    tasks = [work.submit("flow", 1000.0 + number) for number in range(16)]
+    await settle()
+    tasks += [work.submit("flow", 10.0), work.submit("other", 5000.0)]
+    await settle()
+    await work.finish()
+    assert work.costs[:3] == [1000.0, 5000.0, 10.0], "the other flow has a slot of its own"
+    assert work.costs[3:] == [1001.0 + number for number in range(15)], "equal ones by arrival"
+    await asyncio.gather(*tasks)
+
+
+async def test_expensive_request_is_overtaken_by_its_own_cost_at_most() -> None:
+    work = Work(FairSemaphore(1, 100, "things wait"))
+    tasks = [work.submit("flow", 10.0), work.submit("flow", 100.0)]
+    await settle()
+    released = 0
+    while 100.0 not in work.costs:
+        tasks.append(work.submit("flow", 10.0))
+        await settle()
+        work.gate.release("flow")
+        released += 1
+        await settle()
+    assert work.costs == [10.0] * 10 + [100.0]
+    while released < len(tasks):
+        work.gate.release("flow")
+        released += 1
+        await settle()
+    await asyncio.gather(*tasks)
+    assert not any((work.gate._finish, work.gate._starts, work.gate._waiting))
+
+
+async def test_cheap_requests_give_their_flow_no_advantage() -> None:
+    work = Work(FairSemaphore(1, 200, "things wait"))
+    tasks = [work.submit("mixed", cost) for cost in (50.0, 1.0) * 20] + [work.submit("even", 10.0) for _ in range(60)]
+    await settle()
+    await work.finish()
+    served = {
+        flow: sum(c for f, c in zip(work.admitted[:70], work.costs[:70], strict=True) if f == flow)
+        for flow in ("mixed", "even")
+    }
+    assert abs(served["mixed"] - served["even"]) <= 60.0, served
     await asyncio.gather(*tasks)
 
 
@@ -109,7 +156,7 @@ async def test_cancelled_waiters_leave_nothing() -> None:
     assert gate.num_inside == 1
     gate.release("c")
     assert (gate.num_inside, gate.num_waiting) == (0, 0)
-    assert not any((gate._finish, gate._queue, gate._waiting))
+    assert not any((gate._finish, gate._starts, gate._waiting))
 
 
 async def test_slot_without_a_waiting_queue() -> None:

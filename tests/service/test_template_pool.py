@@ -20,6 +20,8 @@ from service.serving import BOUND_SECONDS, TEMPLATE, TOKENIZER, Serving, error_o
 from service.small_tokenizers import byte_level, save
 from structlog.testing import capture_logs
 
+from lineclear.scheduler.requests import limited_processes
+from lineclear.scheduler.requests.limited_processes import num_processes
 from lineclear.scheduler.requests.validation import check_detokenize
 from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.detokenizer import decode
@@ -132,6 +134,39 @@ async def test_killed_process_is_replaced(tmp_path: Path) -> None:
         assert (await tokenize(s, "quick")).token_ids
 
 
+async def test_answer_of_a_process_without_cpu_time_is_retryable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine a process may get no CPU time, so its limit of CPU time never ends it."""
+
+    async with serving(tmp_path, max_chat_template_seconds=0.5) as s:
+        assert (await tokenize(s, "quick")).token_ids
+        monkeypatch.setattr(limited_processes, "_LEAST_WAIT_SECONDS", 1.0)
+        pool = s.service.tokenizers._pool
+        assert pool is not None
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        error = await error_of(tokenize(s, "quick"))
+        assert (error.code, error.retry_after_seconds) == ("RESOURCE_EXHAUSTED", 5.0)
+        assert "more than 5 s, because the machine is busy" in str(error)
+        await until(lambda: not is_running(pid))
+        assert (await tokenize(s, "quick")).token_ids
+
+
+async def test_killed_process_is_replaced_before_the_next_conversation(tmp_path: Path) -> None:
+    async with serving(tmp_path, template=SOMETIMES, max_chat_template_seconds=0.3) as s:
+        assert (await error_of(tokenize(s, SLOW))).code == "INVALID_ARGUMENT"
+        pool = s.service.tokenizers._pool
+        assert pool is not None
+        await until(lambda: pool.num_idle)
+        assert pool.turns.num_inside == 0
+
+
+@pytest.mark.parametrize(("cores", "processes"), [(1, 2), (2, 2), (12, 3), (64, 8)])
+def test_number_of_processes_follows_the_cores(cores: int, processes: int) -> None:
+    assert num_processes(cores) == processes
+
+
 async def test_failed_process_start_is_retryable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = subprocess.Popen
 
@@ -196,7 +231,7 @@ async def test_flood_of_one_tenant_does_not_delay_another(tmp_path: Path, work: 
         prompts = s.service.tokenizers
         await asyncio.gather(tokenize(s, "x", **tenant("x")), tokenize(s, "y", **tenant("y")))  # start processes
         flood = [work(s, **tenant("a")) for _ in range(60)]
-        await until(lambda: prompts._texts.num_waiting + prompts._templates.num_waiting >= 8)
+        await until(lambda: prompts._texts.num_waiting + prompts._pool.turns.num_waiting >= 8)
         await work(s, **tenant("b"))
         assert sum(not call.done() for call in flood) >= 4
         for call in flood:
@@ -271,7 +306,7 @@ async def test_tokens_are_validated_and_decoded_in_slices(tmp_path: Path) -> Non
 async def test_deadline_passes_while_a_prompt_waits(tmp_path: Path) -> None:
     async with serving(tmp_path, template=SOMETIMES, chat_template_processes=1, default_deadline_seconds=0.5) as s:
         slow = tokenize(s, SLOW)
-        await until(lambda: s.service.tokenizers._templates.num_inside == 1)
+        await until(lambda: s.service.tokenizers._pool.turns.num_inside == 1)
         session = s.stub.Session()
         submit = pb.SubmitCommand(handle=1, request=pb.GenerateRequest(chat=chat("quick")))
         await session.write(pb.SessionRequest(submits=[submit]))

@@ -215,12 +215,14 @@ class SchedulerFields(settings_base.ProcessSettings):
     the next one. Conversations that wait for rendering are limited by max_queue_size."""
     max_chat_messages: int = FORMATS.field(1024, ge=1, le=65_536)
     """Most messages of a conversation."""
-    chat_template_processes: int = FORMATS.field(2, ge=1, le=64)
-    """Processes that render conversations. One caller uses at most all but one of them."""
+    chat_template_processes: int = FORMATS.field(0, ge=0, le=64)
+    """Processes that render conversations. One caller uses at most all but one of them. 0: a quarter of the cores, at
+    least 2 and at most 8."""
     max_chat_template_seconds: float = FORMATS.field(2.0, ge=0.01, le=600)
     """Most CPU time to render one conversation. A conversation that takes longer is refused."""
-    grammar_processes: int = FORMATS.field(2, ge=1, le=64)
-    """Processes that compile structured output. One caller uses at most all but one of them."""
+    grammar_processes: int = FORMATS.field(0, ge=0, le=64)
+    """Processes that compile structured output. One caller uses at most all but one of them. 0: a quarter of the cores,
+    at least 2 and at most 8."""
     max_grammar_seconds: float = FORMATS.field(1.0, ge=0.01, le=60)
     """Most CPU time to compile one schema, expression or grammar. One that takes longer is refused."""
     max_grammar_bytes: int = FORMATS.field(256 * 1024, ge=64, le=16 * 1024 * 1024)

@@ -2,13 +2,14 @@
 
 A flow is a tenant, or a connection without a tenant. Requests of a busy flow delay that flow and no other. With two
 slots or more, a flow cannot hold all of them. If too many requests wait, the flow with most of them is rejected.
+
+Within a flow the cheapest request is first, with aging: later requests overtake one by at most its own cost in total.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -17,10 +18,11 @@ from lineclear.errors import QueueFull
 
 
 class _Waiter:
-    __slots__ = ("flow", "future")
+    __slots__ = ("cost", "flow", "future", "key")
 
-    def __init__(self, flow: str) -> None:
-        self.flow = flow
+    def __init__(self, flow: str, cost: float, key: tuple[float, int]) -> None:
+        self.flow, self.cost = flow, cost
+        self.key = key  # the tag of the flow on arrival and the cost, so that later requests get higher keys
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -34,12 +36,12 @@ class FairSemaphore:
         self._limit = places + max_waiting
         self._what = what
         self._numbers = itertools.count()
-        self._queue: list[tuple[float, int, _Waiter]] = []  # by start tag; cancelled waiters stay until popped
         self._waiting: dict[str, list[_Waiter]] = {}  # by flow, oldest first
         self._num_waiting = 0
         self._inside: Counter[str] = Counter()
         self._clock = 0.0  # start tag of the last admitted waiter
-        self._finish: dict[str, float] = {}  # finish tag of each flow's last request
+        self._finish: dict[str, float] = {}  # finish tag of each flow's last admitted request
+        self._starts: dict[str, float] = {}  # start tag of the next request of each flow that waits
 
     @property
     def num_waiting(self) -> int:
@@ -65,16 +67,14 @@ class FairSemaphore:
 
     async def acquire(self, flow: str, cost: float) -> None:
         """Wait for a slot. `release` must follow."""
-        start = max(self._clock, self._finish.get(flow, 0.0))
+        start = self._starts.get(flow, max(self._clock, self._finish.get(flow, 0.0)))
         if self._may_acquire(flow) and not self._num_waiting:
-            self._finish[flow] = start + cost
-            self._admit(flow, start)
+            self._admit(flow, start, cost)
             return
         if self._num_waiting >= self._max_waiting:
             self._evict(flow)
-        self._finish[flow] = start + cost
-        waiter = _Waiter(flow)
-        heapq.heappush(self._queue, (start, next(self._numbers), waiter))
+        waiter = _Waiter(flow, cost, (start + cost, next(self._numbers)))
+        self._starts[flow] = start
         self._waiting.setdefault(flow, []).append(waiter)
         self._num_waiting += 1
         self._grant()
@@ -95,32 +95,29 @@ class FairSemaphore:
         self._grant()
         if not self._num_waiting and not self._inside:
             self._finish.clear()
-            self._queue.clear()
             self._clock = 0.0
 
     def _may_acquire(self, flow: str) -> bool:
         return self._inside.total() < self._places and self._inside[flow] < max(1, self._places - 1)
 
-    def _admit(self, flow: str, start: float) -> None:
+    def _admit(self, flow: str, start: float, cost: float) -> None:
         self._inside[flow] += 1
         self._clock = max(self._clock, start)
+        self._finish[flow] = start + cost
 
     def _grant(self) -> None:
-        """Admit waiters that fit, by start tag."""
-        skipped = []
-        while self._queue and self._inside.total() < self._places:
-            entry = heapq.heappop(self._queue)
-            start, _, waiter = entry
-            if waiter.future.done():
-                continue
-            if not self._may_acquire(waiter.flow):
-                skipped.append(entry)
-                continue
+        """Admit waiters that fit: the flow with the lowest start tag, and of it the waiter with the lowest key."""
+        while self._inside.total() < self._places:
+            flows = [flow for flow in self._waiting if self._may_acquire(flow)]
+            if not flows:
+                return
+            flow = min(flows, key=lambda name: (self._starts[name], self._waiting[name][0].key[1]))
+            waiter = min(self._waiting[flow], key=lambda each: each.key)
+            start = self._starts[flow]
+            self._starts[flow] = start + waiter.cost
             self._forget(waiter)
-            self._admit(waiter.flow, start)
+            self._admit(flow, start, waiter.cost)
             waiter.future.set_result(None)
-        for entry in skipped:
-            heapq.heappush(self._queue, entry)
 
     def _forget(self, waiter: _Waiter) -> None:
         of_flow = self._waiting.get(waiter.flow, [])
@@ -128,7 +125,7 @@ class FairSemaphore:
             of_flow.remove(waiter)
             self._num_waiting -= 1
             if not of_flow:
-                del self._waiting[waiter.flow]
+                del self._waiting[waiter.flow], self._starts[waiter.flow]
 
     def _evict(self, flow: str) -> None:
         """Reject the newest request of the flow with most waiting requests, which may be `flow` itself."""

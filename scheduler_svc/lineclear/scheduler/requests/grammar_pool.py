@@ -11,23 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lineclear.errors import InvalidRequest, NoStructuredOutput
-from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
 from lineclear.scheduler.requests.limited_processes import LimitedProcesses, ProcessKilled, Work
-from lineclear.scheduler.security import identity
 from lineclear.scheduler.text.call_grammar import ForcedCalls
 from lineclear.scheduler.text.grammar_process import FORCED_CALLS, pack_definition, pack_form
 from lineclear.scheduler.text.limited_child import ANSWERED
 from lineclear.v1 import sampling_pb2
 
 _FIELD = "sampling.structured_output"
-_NICENESS = 15  # compiling takes up to seconds, rendering a template milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
     """Limits of structured output."""
 
-    processes: int = 2
+    processes: int = 0
     cpu_seconds: float = 1.0
     max_bytes: int = 256 * 1024
     max_depth: int = 64
@@ -49,11 +46,19 @@ class GrammarPool:
         if model is not None:
             definition = pack_definition(model, cpu_seconds=limits.cpu_seconds, max_depth=limits.max_depth)
             module = "lineclear.scheduler.text.grammar_process"
-            work = Work(
-                "structured output", module, definition, limits.cpu_seconds, 8 * limits.max_bytes + 4096, _NICENESS
+            max_bytes, what = 8 * limits.max_bytes + 4096, "forms of structured output are compiled or wait"
+            self._pool = LimitedProcesses(
+                Work(
+                    "structured output",
+                    module,
+                    definition,
+                    limits.cpu_seconds,
+                    max_bytes,
+                    limits.processes,
+                    limits.max_waiting,
+                    what,
+                )
             )
-            self._pool = LimitedProcesses(work)
-        self._turns = FairSemaphore(limits.processes, limits.max_waiting, "forms of structured output wait")
         self._known: OrderedDict[bytes, asyncio.Task[str | InvalidRequest]] = OrderedDict()
 
     @property
@@ -65,6 +70,16 @@ class GrammarPool:
     def pids(self) -> list[int]:
         """Process ids of all processes."""
         return self._pool.pids if self._pool is not None else []
+
+    @property
+    def num_idle(self) -> int:
+        """Number of processes that wait for a form."""
+        return self._pool.num_idle if self._pool is not None else 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of forms that wait for a process."""
+        return self._pool.turns.num_waiting if self._pool is not None else 0
 
     def close(self) -> None:
         """Kill all processes."""
@@ -111,11 +126,10 @@ class GrammarPool:
             del self._known[key]
 
     async def _compile(self, pool: LimitedProcesses, path: str, frame: bytes) -> str | InvalidRequest:
-        async with self._turns.slot(identity.flow(), 1.0):
-            try:
-                answer = await pool.ask(frame)
-            except ProcessKilled as error:
-                return InvalidRequest.at(path, self._too_complex(error.signal))
+        try:
+            answer = await pool.ask(frame, len(frame))  # bytes: the only estimate of the time before it is spent
+        except ProcessKilled as error:
+            return InvalidRequest.at(path, self._too_complex(error.signal))
         text = answer[1:].decode(errors="replace")
         return text if answer[:1] == ANSWERED else InvalidRequest.at(path, text)
 

@@ -1,4 +1,8 @@
-"""Child processes for work that cannot be stopped otherwise: started on demand, killed when it takes too long."""
+"""Child processes for work that cannot be stopped otherwise: started on demand, killed when it takes too long.
+
+Tenants share them fairly, and short work goes first (FairSemaphore). A process counts its CPU time; its answer is also
+awaited for a bounded time only, because on a busy machine a second of CPU time may take any time.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,23 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
 from lineclear.errors import LineclearError, QueueFull
+from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
+from lineclear.scheduler.security import identity
 from lineclear.scheduler.text.limited_child import LENGTH
 
 log = structlog.get_logger()
 
-_MAX_SLOWDOWN = 10  # ratio of wall time to CPU time on a busy machine
+_LEAST_WAIT_SECONDS, _MAX_SLOWDOWN = 10.0, 10  # an answer may take so long, or so many times the limit of CPU time
 _START_SECONDS = 30.0
+_NICENESS = 5
+"""Priority of the processes: beside one thread of a worker, a process gets a quarter of a core. At 15 it gets a
+thirtieth, so that a second of CPU time takes half a minute."""
+_CORES_PER_PROCESS, _MIN_PROCESSES, _MAX_PROCESSES = 4, 2, 8
 _EXIT_POLLS, _POLL_SECONDS = 100, 0.01  # for the exit code of a process that closed its connection
 
 
@@ -43,8 +53,22 @@ class Work(NamedTuple):
     """The limit that the process keeps itself."""
     max_bytes: int
     """Longest answer."""
-    niceness: int = 10
-    """Priority of the processes: a flood of work leaves the CPU to the worker and the event loop."""
+    processes: int
+    """Number of processes; 0: by the machine's cores."""
+    max_waiting: int
+    """Most work that waits for a process."""
+    what: str
+    """Work in progress or waiting, for errors."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """Longest time for an answer."""
+        return max(_LEAST_WAIT_SECONDS, _MAX_SLOWDOWN * self.cpu_seconds)
+
+
+def num_processes(cores: int) -> int:
+    """Return how many processes a machine of so many cores runs at once."""
+    return min(max(cores // _CORES_PER_PROCESS, _MIN_PROCESSES), _MAX_PROCESSES)
 
 
 class LimitedProcesses:
@@ -54,7 +78,10 @@ class LimitedProcesses:
         self._work = work
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
+        self._places = work.processes or num_processes(len(os.sched_getaffinity(0)))
+        self.turns = FairSemaphore(self._places, work.max_waiting, work.what)
 
     @property
     def pids(self) -> list[int]:
@@ -73,27 +100,57 @@ class LimitedProcesses:
             self._end(process)
         self._idle.clear()
 
-    async def prepare(self, count: int) -> None:
-        """Start `count` processes before the first work."""
+    async def prepare(self) -> None:
+        """Start all processes before the first work."""
         with contextlib.suppress(LineclearError):
-            for _ in range(count):
+            for _ in range(self._places):
                 self._idle.append(await self._start())
 
-    async def ask(self, frame: bytes) -> bytes:
-        """Return the answer to a frame. Raises ProcessKilled if a limit of the process ended it.
+    async def ask(self, frame: bytes, cost: float) -> bytes:
+        """Return the answer to a frame, when its turn comes. `cost` estimates the work, in any fixed unit.
 
-        Raises QueueFull if no process can be started, or if the process was killed from outside.
+        Raises ProcessKilled if a limit of the process ended it. Raises QueueFull if too much work waits, if the answer
+        takes too long, if no process can be started, or if the process was killed from outside.
         """
+        flow = identity.flow()
+        await self.turns.acquire(flow, cost)
+        task = asyncio.ensure_future(self._answer(frame))
+
+        def done(task: asyncio.Task[bytes]) -> None:
+            self.turns.release(flow)
+            if not task.cancelled():
+                task.exception()  # retrieve the exception if the client is gone
+
+        self._keep(task)
+        task.add_done_callback(done)
+        # A hang-up does not stop the process, so the place is held until it answers.
+        return await asyncio.shield(task)
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, frame: bytes) -> bytes:
         process = self._take_idle() or await self._start()
         try:
-            async with asyncio.timeout(_START_SECONDS + _MAX_SLOWDOWN * self._work.cpu_seconds):
+            async with asyncio.timeout(self._work.wait_seconds):
                 answer = await process.ask(frame, self._work.max_bytes)
-        except (TimeoutError, asyncio.IncompleteReadError, OSError):
+        except TimeoutError:
+            self._end(process)
+            self._keep(asyncio.ensure_future(self._replace()))
+            log.warning("limited_process_too_slow", work=self._work.name, pid=process.popen.pid)
+            raise QueueFull(
+                f"the {self._work.name} took more than {self._work.wait_seconds:g} s, because the machine is busy; "
+                "retry later",
+                retry_after_seconds=self._work.wait_seconds,
+            ) from None
+        except (asyncio.IncompleteReadError, OSError):
+            self._keep(asyncio.ensure_future(self._replace()))
             raise await self._explanation(process) from None
         except BaseException:  # its late answer would be taken for the next one
             self._end(process)
             raise
-        self._idle.append(process)
+        self._rest(process)
         return answer
 
     def _take_idle(self) -> _Process | None:
@@ -104,17 +161,37 @@ class LimitedProcesses:
             self._end(process)  # killed from outside
         return None
 
+    async def _replace(self) -> None:
+        """Start another process before the next work needs it."""
+        with contextlib.suppress(LineclearError):
+            if not self._is_closed and len(self._all) < self._places:
+                self._rest(await self._start())
+
+    def _rest(self, process: _Process) -> None:
+        """Keep a process for the next work, unless another one was started in its place."""
+        if len(self._all) > self._places:
+            self._end(process)
+        else:
+            self._idle.append(process)
+
     async def _start(self) -> _Process:
         assert not self._is_closed, "work after close"
         try:
-            process = _Process(await _connection_and_process(self._work.module, self._work.niceness))
+            process = _Process(await _connection_and_process(self._work.module))
         except OSError as error:
             log.warning("limited_process_not_started", work=self._work.name, problem=error.strerror)
             raise QueueFull(
                 f"no process could be started for the {self._work.name}; retry later", retry_after_seconds=1.0
             ) from None
         self._all.add(process)
-        process.send(self._work.definition)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await process.ask(self._work.definition, 1)  # the answer: it is ready
+        except (TimeoutError, asyncio.IncompleteReadError, OSError):
+            raise await self._explanation(process) from None
+        except BaseException:
+            self._end(process)
+            raise
         return process
 
     async def _explanation(self, process: _Process) -> Exception:
@@ -168,7 +245,7 @@ class _Process:
             self.popen.poll()
 
 
-async def _connection_and_process(module: str, niceness: int) -> _Connection:
+async def _connection_and_process(module: str) -> _Connection:
     """Start a process that is connected through its standard input and output.
 
     Popen uses vfork, which runs no fork handlers. asyncio's subprocess forks, and gRPC's fork handlers break its
@@ -191,6 +268,6 @@ async def _connection_and_process(module: str, niceness: int) -> _Connection:
     finally:
         child_end.close()
     with contextlib.suppress(OSError):  # the process may have ended
-        os.setpriority(os.PRIO_PROCESS, popen.pid, niceness)
+        os.setpriority(os.PRIO_PROCESS, popen.pid, _NICENESS)
     reader, writer = await asyncio.open_connection(sock=parent_end)
     return popen, reader, writer

@@ -12,20 +12,24 @@ from lineclear.scheduler.text.template_renderer import not_taken
 class TemplatePool(LimitedProcesses):
     """Renders conversations in child processes, one at a time in each. On one event loop."""
 
-    def __init__(self, template: ChatTemplate, *, cpu_seconds: float, max_bytes: int) -> None:
+    def __init__(
+        self, template: ChatTemplate, *, cpu_seconds: float, max_bytes: int, processes: int, max_waiting: int
+    ) -> None:
         definition = template.definition(cpu_seconds=cpu_seconds, max_bytes=max_bytes)
         module = "lineclear.scheduler.text.template_process"
-        super().__init__(Work("chat template", module, definition, cpu_seconds, max_bytes + 1024))
+        what = "conversations are or wait to be rendered"
+        super().__init__(
+            Work("chat template", module, definition, cpu_seconds, max_bytes + 1024, processes, max_waiting, what)
+        )
         self._cpu_seconds = cpu_seconds
 
-    async def render(self, conversation: Conversation) -> str:
+    async def render(self, conversation: Conversation, cost: float) -> str:
         """Return the conversation as text with sealed special tokens.
 
-        Raises InvalidRequest if the template rejects the conversation or takes too long. Raises QueueFull if no
-        process can be started, or if the process was killed from outside.
+        Raises InvalidRequest if the template rejects the conversation or takes too long, and QueueFull as `ask`.
         """
         try:
-            answer = await self.ask(pack_conversation(conversation))
+            answer = await self.ask(pack_conversation(conversation), cost)
         except ProcessKilled:
             raise not_taken(
                 f"the model's chat template takes more than {self._cpu_seconds:g} s of CPU time for this conversation; "

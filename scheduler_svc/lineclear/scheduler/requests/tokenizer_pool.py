@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from lineclear.scheduler.requests import tool_validation, validation
@@ -45,8 +44,8 @@ class TextLimits:
     max_busy: int = 64
     """Large texts in progress or waiting."""
     max_conversations: int = 1024
-    """Conversations in progress or waiting, small ones too."""
-    template_processes: int = 2
+    """Conversations that wait to be rendered, small ones too."""
+    template_processes: int = 0
     template_seconds: float = 2.0
     max_prompt_bytes: int = 512 * 1024
 
@@ -65,14 +64,16 @@ class TokenizerPool:
         self._pool: TemplatePool | None = None
         if chat is not None:
             max_bytes = _EXPANSION * limits.max_prompt_bytes + 65536
-            self._pool = TemplatePool(chat, cpu_seconds=limits.template_seconds, max_bytes=max_bytes)
+            self._pool = TemplatePool(
+                chat,
+                cpu_seconds=limits.template_seconds,
+                max_bytes=max_bytes,
+                processes=limits.template_processes,
+                max_waiting=limits.max_conversations,
+            )
         self._texts = _semaphore(limits.threads, limits.max_busy, "inputs are being tokenized or wait for that")
-        self._templates = _semaphore(
-            limits.template_processes, limits.max_conversations, "conversations are or wait to be rendered"
-        )
         self._threads = ThreadPoolExecutor(limits.threads, thread_name_prefix="tokenizer")
         _start_all(self._threads, limits.threads)
-        self._num_processes = limits.template_processes
         self._working: set[asyncio.Future[Any]] = set()
 
     @property
@@ -83,7 +84,7 @@ class TokenizerPool:
     async def prepare(self) -> None:
         """Start the processes for the first conversation."""
         if self._pool is not None:
-            await self._pool.prepare(self._num_processes)
+            await self._pool.prepare()
 
     def close(self) -> None:
         """Stop threads and processes."""
@@ -121,8 +122,7 @@ class TokenizerPool:
             tool_validation.check_template_support(chat, takes_tools=template.takes_tools)
             conversation = _conversation(chat, time_us)
         cost = sum(map(len, tool_validation.texts(chat))) + _MESSAGE_BYTES * (len(chat.messages) + len(chat.tools))
-        render = partial(pool.render, conversation)
-        text = await self._run_fair(self._templates, cost, lambda: asyncio.ensure_future(render()))
+        text = await pool.render(conversation, cost)
         return await self._encode(self.tokenizer.encode_sealed, text)
 
     async def decode(self, ids: Sequence[int], *, keep_special: bool, vocab_size: int) -> str:

@@ -4,7 +4,8 @@ Python cannot stop a thread, so work of a caller that may not end needs a proces
 frame; waiting on a busy machine does not count. It exits when its standard input closes.
 
 A frame is a length (four bytes, big-endian) and the content. Input: a definition as JSON with `cpu_seconds`, then one
-frame for each piece of work. Output: one frame for each; its first byte is ANSWERED or REFUSED.
+frame for each piece of work. Output: one frame for each; its first byte is ANSWERED or REFUSED. The answer to the
+definition is ANSWERED alone: the process is ready.
 """
 
 from __future__ import annotations
@@ -35,13 +36,18 @@ def serve(prepare: Callable[[dict[str, Any]], Callable[[bytes], bytes]]) -> None
         return
     definition = json.loads(first)
     answer_to = prepare(definition)
+    _write(stdout, ANSWERED)
     while (frame := _read(stdin)) is not None:
         # The default action of SIGPROF ends the process, also inside a loop.
         signal.setitimer(signal.ITIMER_PROF, definition["cpu_seconds"])
         answer = answer_to(frame)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        stdout.write(LENGTH.pack(len(answer)) + answer)
-        stdout.flush()
+        _write(stdout, answer)
+
+
+def _write(stream: BinaryIO, answer: bytes) -> None:
+    stream.write(LENGTH.pack(len(answer)) + answer)
+    stream.flush()
 
 
 def _read(stream: BinaryIO) -> bytes | None:
