@@ -22,7 +22,7 @@ from lineclear.scheduler.core.events import Finished, FinishReason
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Hello, Sampling, StepPlan
 
-log = logging.getLogger("lineclear")
+_logger = logging.getLogger("lineclear")
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -176,7 +176,7 @@ class ItemBatcher(StepLoop[ItemFuture[_Result]], Generic[_Item, _Result]):
         except Exception:
             if not self._has_warned:
                 self._has_warned = True
-                log.warning("cost_estimator failed; items without an estimate cost default_cost", exc_info=True)
+                _logger.warning("cost_estimator failed; items without an estimate cost default_cost", exc_info=True)
             return self._default_cost
 
     # --- steps ------------------------------------------------------------------------------------------------------

@@ -74,8 +74,7 @@ class SchedulerFields(settings_base.ProcessSettings):
     admin_token_file if that is set, and has TLS if tls_cert_file is set. On a network interface it needs both; behind a
     proxy with TLS, insecure_allow_remote instead of the certificate."""
     reflection: bool = ADDRESSES.field(True)
-    """Offer gRPC server reflection (v1 and v1alpha) at listen and admin_listen. Each describes the methods that it
-    serves."""
+    """Offer gRPC server reflection (v1 and v1alpha). listen and admin_listen describe the methods that they serve."""
     channelz: bool = ADDRESSES.field(False)
     """Offer channelz at admin_listen. It shows connections, their state and their peers."""
 
