@@ -58,7 +58,7 @@ def test_every_request_field_is_an_option() -> None:
 
 def test_options_are_in_the_request(cli: Any, server: Any) -> None:
     result = cli(
-        "generate", "x", "-n", "9", "--temperature", "0", "--top-k", "4", "--top-p", "0.5", "--min-p", "0.25",
+        "generate", "--json", "x", "-n", "9", "--temperature", "0", "--top-k", "4", "--top-p", "0.5", "--min-p", "0.25",
         "--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--frequency-penalty", "0.5",
         "--logit-bias", "5=1.5", "--logit-bias", "6=-2", "--allowed-token-ids", "1,2", "--banned-token-ids", "3",
         "--bad-words", "x y", "--bad-words", "z", "--begin-banned-token-ids", "4,5", "--forced-first-token-id", "0",

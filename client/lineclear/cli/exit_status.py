@@ -6,7 +6,7 @@ from typing import Any
 
 from google.rpc.code_pb2 import Code
 
-from lineclear.errors import LineclearError, Unreachable
+from lineclear.errors import LineclearError, Unreachable, Unsupported
 from lineclear.exit_codes import ExitCode, of_grpc
 
 
@@ -51,6 +51,8 @@ _HINTS = {
 
 def hint(error: LineclearError) -> str | None:
     """Return what to try, None if nothing is known."""
+    if isinstance(error, Unsupported) and "--admin-listen" in str(error):
+        return "Start the server with --admin-listen ADDRESS, and give that address to --target."
     if not isinstance(error, Unreachable):
         return None
     return next(

@@ -8,12 +8,23 @@ from typing import Annotated, Any
 
 import typer
 
-from lineclear.client.requests import Request
+from lineclear.client.requests import Params, Request
 from lineclear.exit_codes import ExitCode
 
 from . import batch_run, chat, exit_status, output
 from .command_runner import command
-from .options import AsChat, Connection, Json, RequestFlags, SamplingFlags, Shown, ToolFlags, numbers
+from .options import (
+    AsChat,
+    Connection,
+    Json,
+    ModelChange,
+    OnModelChange,
+    RequestFlags,
+    SamplingFlags,
+    Shown,
+    ToolFlags,
+    numbers,
+)
 from .prompt_file import Entry, PromptFile
 from .tool_calls import show_calls
 
@@ -62,6 +73,7 @@ def generate(
         typer.Option(help="Requests at once. Default: the number of slots of the server.", min=1, max=4096,
                      show_default=False, rich_help_panel="Many prompts"),
     ] = None,
+    on_model_change: OnModelChange = ModelChange.ERROR,
 ) -> None:  # fmt: skip
     """Generate the continuation of a prompt and stream it.
 
@@ -70,16 +82,29 @@ def generate(
     """
     chosen, calls = sampling.sampling(), tools.params()
 
+    given: Params = {**calls, "on_model_change": on_model_change.value}
+
     def make(prompt: Any) -> Request:
         if isinstance(prompt, str) and (as_chat or calls or system is not None):
             prompt = chat.conversation(system, prompt)
-        return Request.of(request.request(prompt, chosen), **calls)
+        return Request.of(request.request(prompt, chosen), **given)
 
     ids = numbers(token_ids, "--token-ids")
     if sum((bool(prompts), ids is not None, file is not None)) > 1:
         raise typer.BadParameter("give one of PROMPT, --token-ids and --file")
     if resume and out is None:
         raise typer.BadParameter("needs --out", param_hint="--resume")
+    if file_format is not batch_run.Format.AUTO and file is None:
+        raise typer.BadParameter("needs --file", param_hint="--format")
+    if ids is not None and (as_chat or system is not None or calls):
+        raise typer.BadParameter("is a prompt without a conversation", param_hint="--token-ids")
+    is_one = file is None and len(prompts or ()) < 2
+    if concurrency is not None and is_one:
+        raise typer.BadParameter("needs several prompts", param_hint="--concurrency")
+    if shown.deltas and not (is_one and out is None):
+        raise typer.BadParameter("needs one prompt, without --out", param_hint="--deltas")
+    if is_one and out is None and not shown.json_lines:
+        request.check_text()
     if file is not None:
         source = sys.stdin.buffer if str(file) == "-" else file
         entries: batch_run.Entries = PromptFile(source, file_format, make)
@@ -197,6 +222,7 @@ def converse(
         typer.Option(help="Save your messages in this file, for the arrow keys. Default: not saved.", dir_okay=False,
                      show_default=False),
     ] = None,
+    on_model_change: OnModelChange = ModelChange.ERROR,
     json_lines: Json = False,
 ) -> None:  # fmt: skip
     """Chat with the model.
@@ -205,7 +231,8 @@ def converse(
     input is a message, and the first error ends the run. After calls of tools, a message is the result of a call.
     """
     with connection.client() as client:
-        talk = chat.Conversation(client, sampling.sampling(), system, json_lines, tools.params())
+        given: Params = {**tools.params(), "on_model_change": on_model_change.value}
+        talk = chat.Conversation(client, sampling.sampling(), system, json_lines, given)
         if sys.stdin.isatty() and not json_lines:
             chat.interactive(talk, history)
         else:
@@ -228,6 +255,8 @@ def tokenize(
     json_lines: Json = False,
 ) -> None:  # fmt: skip
     """Show the token ids of a text, or with --decode the text of token ids."""
+    if decode and (count or as_chat):
+        raise typer.BadParameter("takes neither --count nor --chat", param_hint="--decode")
     given = _text(text, "a TEXT")
     with connection.client() as client:
         if decode:

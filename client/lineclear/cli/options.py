@@ -91,6 +91,9 @@ class StopBeams(StrEnum):
     NEVER = "never"
 
 
+OnModelChange = Annotated[
+    ModelChange, _option(CONNECTION, "If the model is replaced during an answer: fail, or start the answer over.")
+]
 _STOP_BEAMS: dict[StopBeams, Any] = {StopBeams.TRUE: True, StopBeams.FALSE: False, StopBeams.NEVER: "never"}
 
 
@@ -122,10 +125,6 @@ class Connection:
             min=1,
         ),
     ] = 4
-    on_model_change: Annotated[
-        ModelChange,
-        _option(CONNECTION, "If the model is replaced during an answer: fail, or start the answer over."),
-    ] = ModelChange.ERROR
     tls: Annotated[bool, _option(CONNECTION, "Use TLS with the default certificate authorities.", "--tls")] = False
     tls_ca: Annotated[
         Path | None,
@@ -178,7 +177,6 @@ class Connection:
                 token=self.token_file.read_text().strip() if self.token_file else None,
                 metadata=headers,
                 max_attempts=self.max_attempts,
-                on_model_change=self.on_model_change.value,
                 **settings,
             )
         except ValueError as error:
@@ -397,8 +395,17 @@ class RequestFlags:
         given["logprob_token_ids"] = numbers(self.logprob_token_ids, "--logprob-token-ids")
         return cast("Params", given)
 
+    def check_text(self) -> None:
+        """Raise typer.BadParameter for an option that is seen in JSON only."""
+        for name in _SEEN_IN_JSON:
+            if getattr(self, name) not in (None, False):
+                raise typer.BadParameter("needs --json", param_hint=f"--{name.replace('_', '-')}")
+
     def request(self, prompt: Any, sampling: Sampling) -> Request:
         return Request.of(prompt, sampling, **self.params())
+
+
+_SEEN_IN_JSON = "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "token_timings", "omit_text"
 
 
 @dataclass(frozen=True)
@@ -438,6 +445,10 @@ class Shown:
     json_lines: Json = False
     deltas: Annotated[bool, _option(OUTPUT, "With --json: also each piece of the answer.", "--deltas")] = False
     quiet: Annotated[bool, _option(OUTPUT, "No progress and no summary.", "--quiet", "-q")] = False
+
+    def __post_init__(self) -> None:
+        if self.deltas and not self.json_lines:
+            raise typer.BadParameter("needs --json", param_hint="--deltas")
 
     @property
     def on_queued(self) -> Callable[[Queued], None] | None:
