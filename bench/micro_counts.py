@@ -11,6 +11,7 @@ import argparse
 import random
 from collections import deque
 from collections.abc import Iterator
+from functools import cache
 
 from bench.figures import Figure, arguments, main
 from bench.instant import BLOCK_SIZE, TOKEN, InstantRunner
@@ -83,6 +84,7 @@ class Counts:
             self.rows_with_queue += plan.num_rows
 
 
+@cache
 def slot_use(longest_answer: int, depth: int) -> float:
     """Return the share of slots with a row, over the steps with a queue. Answers have 1 to `longest_answer` tokens."""
     rng = random.Random(longest_answer)
@@ -93,6 +95,7 @@ def slot_use(longest_answer: int, depth: int) -> float:
     return counts.rows_with_queue / (counts.steps_with_queue * SLOTS)
 
 
+@cache
 def equal_prompts(budget: int) -> int:
     """Return the prompt positions computed for 8 equal prompts of 512 tokens that arrive together."""
     counts = Counts(SLOTS, depth=2, budget=budget)
@@ -102,6 +105,7 @@ def equal_prompts(budget: int) -> int:
     return counts.positions
 
 
+@cache
 def shared_prefix(budget: int, num_slots: int) -> float:
     """Return the share of a prefix of 512 tokens that 64 requests take from the first. Their last 32 tokens differ."""
     counts = Counts(num_slots, depth=2, budget=budget)

@@ -21,11 +21,14 @@ NUM_SLOTS = 8
 class Queue(CoreHarness):
     """Slots whose answers take a second on average, and only that average is expected.
 
-    Every request is admitted, and counted where it would be rejected, so that wrong rejections are visible.
+    Every request is admitted, and counted where it would be rejected, so that wrong rejections are visible. There are
+    just enough blocks for answers of 200 tokens in all slots: each step checks every block.
     """
 
     def __init__(self, seed: int, **sizes: Any) -> None:
-        super().__init__(**{"max_batch_size": NUM_SLOTS, "worker_num_blocks": 4000, "max_queue_size": 100_000} | sizes)
+        super().__init__(
+            **{"max_batch_size": NUM_SLOTS, "worker_num_blocks": 52 * NUM_SLOTS, "max_queue_size": 100_000} | sizes
+        )
         self.rng = random.Random(seed)
         self.waiting: dict[str, float] = {}  # deadline of each
         self.rejected: set[str] = set()

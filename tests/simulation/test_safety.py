@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from simulation.sweep import regressions, sweep
 
+FIRST = range(0, 200, 2)
+
 
 def test_invariants_hold_under_faults(seeds: range) -> None:
-    sweep(seed for seed in seeds if seed % 2 == 0)
+    sweep(seed for seed in seeds if seed % 2 == 0 and seed not in FIRST)
 
 
 def test_histories_have_every_kind_of_event() -> None:
     # A simulation without some kind of event would not test it.
-    counts = sweep(range(0, 200, 2))
+    counts = sweep(FIRST)
     for kind in (
         "Started",
         "TokensReady",
