@@ -306,8 +306,9 @@ class BlockPool:
         assert empty.isdisjoint(self._cached), "a block both empty and cached"
         assert not any(map(references.__getitem__, chain(empty, self._cached))), "a block both free and used"
         assert all(map(self._keys.__getitem__, self._cached)), "a cached block that is not in the prefix index"
-        assert not any(map(self._keys.__getitem__, empty)), "an empty block in the prefix index"
-        assert {key: block for block, key in enumerate(self._keys) if key is not None} == self._by_key
+        assert empty.isdisjoint(self._by_key.values()), "an empty block in the prefix index"
+        assert self.num_blocks - self._keys.count(None) == len(self._by_key), "a published block that is not found"
+        assert all(self._keys[block] == key for key, block in self._by_key.items())
         assert self._pending.keys() <= empty, "pending writes to a block that is not empty"
         assert not any(map(self._keys.__getitem__, self._tainted)), "a tainted block in the prefix index"
         assert all(map(references.__getitem__, self._unconfirmed)), "an unconfirmed block that is not used"

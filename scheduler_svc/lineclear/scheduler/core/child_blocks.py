@@ -109,14 +109,14 @@ class ChildBlocks:
 
     def check(self, published: Sequence[object], references: Sequence[int]) -> None:
         """Check that children and places agree, and that a free block is `published`. Raises AssertionError."""
-        listed = [
-            (block, place, tokens)
-            for place, children in self._children.items()
-            for tokens, block in (children if isinstance(children, list) else [(self._tokens[children], children)])
-        ]
-        kept = [(block, place, self._tokens[block]) for block, place in enumerate(self._places) if place is not None]
-        assert sorted(listed) == kept, "children disagree"
-        assert all(references[block] or published[block] for block, _, _ in kept), "a free block is a child"
+        listed = set[int]()
+        for place, children in self._children.items():
+            for tokens, block in children if isinstance(children, list) else [(self._tokens[children], children)]:
+                assert self._places[block] == place, "children and places disagree"
+                assert self._tokens[block] is tokens, "children and tokens disagree"
+                assert references[block] or published[block], "a free block is a child"
+                listed.add(block)
+        assert len(listed) == len(self._places) - self._places.count(None), "a child that is not found"
 
 
 def _neighbours(children: list[_Child], wanted: bytes) -> list[_Child]:

@@ -16,7 +16,8 @@ _MAX_COMMANDS_PER_ITERATION = 64  # a burst of requests does not delay the resul
 class CommandInbox:
     """A queue of calls. Any thread adds, the engine's thread runs them.
 
-    `wake()` is called after each addition. A request is refused while `max_commands` are unread.
+    `wake()` is called for the first addition after `run` has begun. A request is refused while `max_commands` are
+    unread.
     """
 
     def __init__(self, max_commands: int, wake: Callable[[], None]) -> None:
@@ -24,6 +25,7 @@ class CommandInbox:
         self._wake = wake
         self._commands: deque[Callable[[float], list[Event] | None]] = deque()
         self._refused: deque[Request] = deque()
+        self._is_woken = False
 
     def __bool__(self) -> bool:
         """Whether commands are unread."""
@@ -32,7 +34,7 @@ class CommandInbox:
     def add(self, command: Callable[[float], list[Event] | None]) -> None:
         """Add a call. Not bounded: each admitted request adds only a few of these."""
         self._commands.append(command)
-        self._wake()
+        self._wake_once()
 
     def submit(self, requests: Iterable[Request], command: Callable[[float], list[Event]]) -> None:
         """Add the call that submits the requests, or refuse all of them."""
@@ -40,10 +42,18 @@ class CommandInbox:
             self._commands.append(command)
         else:
             self._refused.extend(requests)
-        self._wake()
+        self._wake_once()
+
+    def _wake_once(self) -> None:
+        # A wake is a system call, which releases the interpreter lock. `run` clears the flag before it looks for
+        # commands, and this thread has added one before it reads the flag: none is left behind.
+        if not self._is_woken:
+            self._is_woken = True
+            self._wake()
 
     def run(self, now: float, predicted_wait: float | None = None) -> list[Event]:
         """Run the next commands and return all events. A refusal has the `predicted_wait` of the queue."""
+        self._is_woken = False
         events: list[Event] = []
         for _ in range(min(len(self._commands), _MAX_COMMANDS_PER_ITERATION)):
             events += self._commands.popleft()(now) or ()
