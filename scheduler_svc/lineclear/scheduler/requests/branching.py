@@ -9,6 +9,8 @@ from lineclear.v1 import sampling_pb2
 
 MAX_BEAMS = 32
 _MAX_LENGTH_PENALTY = 10.0
+FIELDS = frozenset({"best_of", "num_beams", "length_penalty", "early_stopping"})
+"""Fields of SamplingParams that are validated here."""
 _BEAM_FIELDS = frozenset(
     {"n", "num_beams", "length_penalty", "early_stopping", "min_tokens", "max_tokens", "ignore_eos", "seed"}
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from google.protobuf.message import Message
 
 from lineclear.errors import InvalidRequest, PromptTooLong
 from lineclear.scheduler.requests.sampling_ranges import BIAS_RANGE, DEFAULTS, PARAMETERS
@@ -16,55 +18,58 @@ from lineclear.wire.sampling import Sampling
 MAX_LOGIT_BIAS = 300
 MAX_ID_LIST = 4096
 MAX_BREAKER_IDS = 16_384
+_ID_LISTS = {
+    "allowed_token_ids": "allowed_ids",
+    "banned_token_ids": "banned_ids",
+    "begin_banned_token_ids": "begin_banned_ids",
+}
+"""Fields of SamplingParams: those of Sampling."""
+
+
+def given_fields(message: Message) -> dict[str, Any]:
+    """Return the fields that are set, by name. Asking for each takes longer than the rest of the validation."""
+    return {field.name: value for field, value in message.ListFields()}
 
 
 def read_sampling(
-    params: sampling_pb2.SamplingParams,
+    given: Mapping[str, Any],
     vocab: int,
     context_length: int,
     defaults: Mapping[str, float],
     violations: Violations,
-) -> tuple[Sampling, int | None]:
-    """Return the parameters without stop tokens, texts and log probabilities, and max_tokens if it is set."""
+) -> tuple[dict[str, Any], int | None]:
+    """Return fields of Sampling, without stop tokens, texts and log probabilities, and max_tokens if it is set."""
     values: dict[str, Any] = {**DEFAULTS, **defaults}
-    for field, value in params.ListFields():  # those that are set: asking each takes as long as the rest of this
-        if (parameter := PARAMETERS.get(field.name)) is not None:
-            values[field.name] = value
+    for name, value in given.items():
+        if (parameter := PARAMETERS.get(name)) is not None:
+            values[name] = value
             if value not in parameter.range:
-                violations.add(f"sampling.{field.name}", f"must be {parameter.range}")
-    if params.top_k > vocab:
+                violations.add(f"sampling.{name}", f"must be {parameter.range}")
+    if given.get("top_k", 0) > vocab:
         violations.add("sampling.top_k", f"must be in [0, vocabulary], which is {vocab}")
     values["top_k"] = min(values["top_k"], vocab)
-    max_tokens = params.max_tokens if params.HasField("max_tokens") else None
+    max_tokens: int | None = given.get("max_tokens")
     if max_tokens == 0:
         violations.add("sampling.max_tokens", "must be at least 1")
     elif max_tokens is not None and max_tokens >= context_length:
         description = f"must be below the context length, which is {context_length}"
         violations.add("sampling.max_tokens", description, PromptTooLong, context_length=context_length)
     limit = context_length if max_tokens is None else max_tokens
-    if params.min_tokens > limit:
+    values["min_tokens"] = given.get("min_tokens", 0)
+    if values["min_tokens"] > limit:
         violations.add("sampling.min_tokens", "must be in [0, max_tokens]")
-    sampling = Sampling(
-        **values,
-        logit_bias=_logit_bias(params.logit_bias, vocab, violations),
-        allowed_ids=checked_ids("sampling.allowed_token_ids", params.allowed_token_ids, MAX_ID_LIST, vocab, violations),
-        banned_ids=checked_ids("sampling.banned_token_ids", params.banned_token_ids, MAX_ID_LIST, vocab, violations),
-        begin_banned_ids=checked_ids(
-            "sampling.begin_banned_token_ids", params.begin_banned_token_ids, MAX_ID_LIST, vocab, violations
-        ),
-        forced_first_id=_forced_first_id(params, vocab, violations),
-        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
-        min_tokens=params.min_tokens,
-    )
-    return sampling, max_tokens
-
-
-def _forced_first_id(params: sampling_pb2.SamplingParams, vocab_size: int, violations: Violations) -> int:
-    if not params.HasField("forced_first_token_id"):
-        return -1
-    if params.forced_first_token_id >= vocab_size:
-        add_out_of_vocabulary("sampling.forced_first_token_id", vocab_size, violations)
-    return params.forced_first_token_id
+    if "logit_bias" in given:
+        values["logit_bias"] = _logit_bias(given["logit_bias"], vocab, violations)
+    for name, field in _ID_LISTS.items():
+        if name in given:
+            values[field] = checked_ids(f"sampling.{name}", given[name], MAX_ID_LIST, vocab, violations)
+    if "forced_first_token_id" in given:
+        values["forced_first_id"] = given["forced_first_token_id"]
+        if values["forced_first_id"] >= vocab:
+            add_out_of_vocabulary("sampling.forced_first_token_id", vocab, violations)
+    seed: int | None = given.get("seed")
+    values["seed"] = int.from_bytes(os.urandom(8), "little") if seed is None else seed
+    return values, max_tokens
 
 
 def _logit_bias(
@@ -88,6 +93,8 @@ def _logit_bias(
 
 def check_allowed(sampling: Sampling, stop_ids: frozenset[int], vocab_size: int, violations: Violations) -> None:
     """Require a token that can be sampled, as the first one and before min_tokens too."""
+    if not (sampling.banned_ids or sampling.begin_banned_ids or sampling.allowed_ids or sampling.min_tokens):
+        return
     banned = set(sampling.banned_ids) | (stop_ids if sampling.min_tokens > 0 else set())
     first_banned = banned | set(sampling.begin_banned_ids)
     if sampling.forced_first_id in first_banned:

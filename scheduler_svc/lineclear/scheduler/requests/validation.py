@@ -6,8 +6,8 @@ everything but the length of the prompt, `resolve` the rest after tokenization.
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,13 +19,12 @@ from lineclear.scheduler.requests import branching, stop_validation, tool_valida
 from lineclear.scheduler.requests.beam_search import BeamSettings
 from lineclear.scheduler.requests.forced_calls import is_forced
 from lineclear.scheduler.requests.form_validation import check_forced, check_form
-from lineclear.scheduler.requests.sampling_validation import check_allowed, read_sampling
+from lineclear.scheduler.requests.sampling_validation import check_allowed, given_fields, read_sampling
 from lineclear.scheduler.requests.violations import Violations, check_vocabulary, checked_ids, checked_texts
 from lineclear.scheduler.text.repetition import RepetitionLimits
 from lineclear.scheduler.text.stop_regex import StopRegex
 from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.v1 import sampling_pb2
 from lineclear.wire.messages import Sampling
 
 MAX_REQUEST_ID = 128
@@ -136,86 +135,92 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     Raises InvalidRequest with all violations, or its subclass PromptTooLong or TokenOutOfVocabulary if all are of it.
     """
     violations = Violations()
-    params, stop, output = request.sampling, request.stop, request.output  # held: each access would make them again
+    # What a request does not set is not looked at. Held: each access of a message would make it again.
+    fields, params, output = given_fields(request), request.sampling, request.output
+    given, has_stop, is_chat = given_fields(params), "stop" in fields, "chat" in fields
     request_id = _request_id(request, violations)
     check_prompt(request, bounds, violations)
-    sampling, max_tokens = read_sampling(params, bounds.vocab_size, bounds.context_length, bounds.defaults, violations)
-    has_stop = request.HasField("stop")
+    values, max_tokens = read_sampling(given, bounds.vocab_size, bounds.context_length, bounds.defaults, violations)
     stop_ids, own_eos_ids = (
         stop_validation.end_ids(request, bounds.vocab_size, violations) if has_stop else (frozenset(), frozenset())
     )
-    stops = stop_validation.stops(stop, violations) if has_stop else None
+    stops = stop_validation.stops(request.stop, violations) if has_stop else None
     eos_ids = frozenset() if params.ignore_eos else own_eos_ids or bounds.eos_ids
-    check_allowed(sampling, eos_ids | stop_ids, bounds.vocab_size, violations)
-    bad_words = checked_texts("sampling.bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_BYTES, violations)
-    repetition = stop_validation.repetition(stop, violations) if has_stop else None
+    ends = eos_ids | stop_ids
+    sampling = Sampling(**values, stop_ids=tuple(sorted(ends)))
+    check_allowed(sampling, ends, bounds.vocab_size, violations)
+    bad_words = checked_texts(
+        "sampling.bad_words", given.get("bad_words", ()), MAX_BAD_WORDS, MAX_BAD_WORD_BYTES, violations
+    )
+    repetition = stop_validation.repetition(request.stop, violations) if has_stop else None
     check_truncation(request, violations)
+    breakers = given.get("dry_sequence_breakers", ())
     dry_breakers = checked_texts(
-        "sampling.dry_sequence_breakers", params.dry_sequence_breakers, MAX_BREAKERS, MAX_BREAKER_BYTES, violations
+        "sampling.dry_sequence_breakers", breakers, MAX_BREAKERS, MAX_BREAKER_BYTES, violations
     )
     logprobs, logprob_ids = _logprobs(output, bounds.vocab_size, violations)
-    prompt_logprobs = _prompt_logprobs(request, violations)
+    prompt_logprobs = _prompt_logprobs(output, violations)
     if output.echo and output.omit_text:
         violations.add("output.echo", "must be false with output.omit_text")
-    grammar_start = check_form(params, bool(eos_ids | stop_ids), bounds.max_grammar_bytes, violations)
-    if is_forced(request.chat):
-        check_forced(request, bool(eos_ids | stop_ids), bounds.max_grammar_bytes, violations)
-    received = _received(request, sampling, eos_ids | stop_ids, bounds, violations)
-    best_of = branching.best_of(request, len(received), bounds.max_outputs, violations)
-    beams = branching.beams(request, len(received), eos_ids | stop_ids, violations)
-    model_fingerprint = _model_fingerprint(request, violations)
-    priority = request.priority if request.HasField("priority") else 128
+    has_form = "structured_output" in given
+    grammar_start = check_form(params, bool(ends), bounds.max_grammar_bytes, violations) if has_form else ""
+    is_call_forced = is_chat and is_forced(request.chat)
+    if is_call_forced:
+        check_forced(request, bool(ends), bounds.max_grammar_bytes, violations)
+    received = _received(request, given.get("n", 1), sampling, ends, bounds, violations)
+    best_of, beams = 0, None
+    if not branching.FIELDS.isdisjoint(given):
+        best_of = branching.best_of(request, len(received), bounds.max_outputs, violations)
+        beams = branching.beams(request, len(received), ends, violations)
+    has_model = "model_fingerprint" in fields or "resume" in fields
+    model_fingerprint = _model_fingerprint(request, violations) if has_model else ""
+    priority = fields.get("priority", 128)
     if priority > MAX_PRIORITY:
         violations.add("priority", f"must be in [0, {MAX_PRIORITY}]")
-    if len(request.cache_salt) > MAX_SALT_CHARACTERS:
+    if len(fields.get("cache_salt", "")) > MAX_SALT_CHARACTERS:
         violations.add("cache_salt", f"has more than {MAX_SALT_CHARACTERS} characters")
-    if request.HasField("expected_tokens") and request.expected_tokens == 0:
+    if fields.get("expected_tokens") == 0:
         violations.add("expected_tokens", "must be at least 1")
     violations.raise_if_any()
+    if logprobs >= 0 or grammar_start:
+        sampling = replace(sampling, logprobs=logprobs, logprob_ids=logprob_ids, grammar_start=grammar_start)
     return ValidatedRequest(
         request_id=request_id,
         prompt_path=_PROMPT_PATHS.get(request.WhichOneof("prompt") or "", "prompt"),
-        sampling=replace(
-            sampling,
-            stop_ids=tuple(sorted(eos_ids | stop_ids)),
-            logprobs=logprobs,
-            logprob_ids=logprob_ids,
-            grammar_start=grammar_start,
-        ),
+        sampling=sampling,
         max_tokens=max_tokens,
         eos_ids=eos_ids,
         stop_ids=stop_ids,
         stops=stops,
         repetition=repetition,
-        include_stop_string=stop.include_stop_string,
+        include_stop_string=has_stop and request.stop.include_stop_string,
         priority=priority,
-        wants_text=not request.output.omit_text,
-        keep_special=request.output.keep_special_tokens,
-        token_timings=request.output.token_timings,
+        wants_text=not output.omit_text,
+        keep_special=output.keep_special_tokens,
+        token_timings=output.token_timings,
         silent_ids=stop_ids | own_eos_ids,
-        wants_position=request.output.queue_position,
-        expected_tokens=request.expected_tokens,
+        wants_position=output.queue_position,
+        expected_tokens=fields.get("expected_tokens", 0),
         received=received,
         best_of=best_of,
         beams=beams,
         model_fingerprint=model_fingerprint,
         prompt_logprobs=prompt_logprobs,
-        is_chat=request.WhichOneof("prompt") == "chat",
-        tool_names=tool_validation.names(request.chat),
-        is_call_forced=is_forced(request.chat),
-        has_parallel_calls=request.chat.parallel_tool_calls or not request.chat.HasField("parallel_tool_calls"),
-        prompt_digest=request.resume.prompt_digest,
+        is_chat=is_chat,
+        tool_names=tool_validation.names(request.chat) if is_chat else frozenset(),
+        is_call_forced=is_call_forced,
+        has_parallel_calls=not is_chat or _has_parallel_calls(request.chat),
+        prompt_digest=request.resume.prompt_digest if "resume" in fields else "",
         bad_words=bad_words,
         dry_breakers=dry_breakers,
-        starts_text=not request.output.echo and _starts_text(request, grammar_start),
-        max_drafts=request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None,
-        echoes_prompt=request.output.echo and received[0] == (),
+        starts_text=not output.echo and (bool(grammar_start) or not (has_form or is_call_forced)),
+        max_drafts=fields.get("num_speculative_tokens"),
+        echoes_prompt=output.echo and received[0] == (),
     )
 
 
-def _starts_text(request: pb.GenerateRequest, grammar_start: str) -> bool:
-    has_grammar = request.sampling.HasField("structured_output") or is_forced(request.chat)
-    return not has_grammar or bool(grammar_start)
+def _has_parallel_calls(chat: pb.ChatMessages) -> bool:
+    return chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
 
 
 def resolve(
@@ -322,7 +327,7 @@ def seconds(duration: Duration, path: str) -> float:
 
 def _request_id(request: pb.GenerateRequest, violations: Violations) -> str:
     if not request.HasField("request_id"):
-        return secrets.token_hex(16)
+        return os.urandom(16).hex()
     if not _REQUEST_ID.fullmatch(request.request_id):
         violations.add("request_id", f"must be 1 to {MAX_REQUEST_ID} of [A-Za-z0-9._:-]")
     return request.request_id
@@ -381,9 +386,16 @@ def check_text_size(path: str, texts: Iterable[str], max_bytes: int, violations:
 
 
 def _received(
-    request: pb.GenerateRequest, sampling: Sampling, ends: frozenset[int], bounds: ModelBounds, violations: Violations
+    request: pb.GenerateRequest,
+    num_outputs: int,
+    sampling: Sampling,
+    ends: frozenset[int],
+    bounds: ModelBounds,
+    violations: Violations,
 ) -> tuple[tuple[int, ...] | None, ...]:
-    num_outputs = _num_outputs(request.sampling, bounds, violations)
+    if not 1 <= num_outputs <= bounds.max_outputs:
+        violations.add("sampling.n", f"must be in [1, {bounds.max_outputs}], as --max-outputs says")
+        num_outputs = 1
     if not request.HasField("resume"):
         return ((),) * num_outputs
     if sampling.temperature != 0 and not request.sampling.HasField("seed"):
@@ -410,14 +422,6 @@ def _received(
         None if output.is_complete else checked(f"resume.outputs[{index}].token_ids", output.token_ids)
         for index, output in enumerate(resume.outputs)
     )
-
-
-def _num_outputs(params: sampling_pb2.SamplingParams, bounds: ModelBounds, violations: Violations) -> int:
-    count = params.n if params.HasField("n") else 1
-    if not 1 <= count <= bounds.max_outputs:
-        violations.add("sampling.n", f"must be in [1, {bounds.max_outputs}], as --max-outputs says")
-        return 1
-    return count
 
 
 def _model_fingerprint(request: pb.GenerateRequest, violations: Violations) -> str:
@@ -450,8 +454,7 @@ def _logprobs(output: pb.OutputOptions, vocab_size: int, violations: Violations)
     return output.top_logprobs if output.logprobs or output.top_logprobs > 0 or ids else -1, ids
 
 
-def _prompt_logprobs(request: pb.GenerateRequest, violations: Violations) -> int:
-    output = request.output
+def _prompt_logprobs(output: pb.OutputOptions, violations: Violations) -> int:
     if not output.HasField("prompt_logprobs"):
         return -1
     if output.prompt_logprobs > MAX_TOP_LOGPROBS:
