@@ -63,7 +63,9 @@ async def by_session(channel: grpc.aio.Channel, count: int, in_flight: int) -> N
 
 async def by_generate(channel: grpc.aio.Channel, count: int, in_flight: int) -> None:
     """Run `count` calls, `in_flight` at the same time."""
-    make = channel.unary_stream(f"{_SERVICE}Generate", pb.GenerateRequest.SerializeToString, None)
+    make: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes] = channel.unary_stream(
+        f"{_SERVICE}Generate", pb.GenerateRequest.SerializeToString, None
+    )
 
     async def some() -> None:
         for _ in range(count // in_flight):

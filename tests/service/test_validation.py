@@ -210,7 +210,7 @@ def _comment(name: str) -> str:
 def test_prompt_and_output_share_the_context() -> None:
     def max_tokens_for(prompt_len: int, **sampling: int) -> int:
         checked = check(request(sampling=sampling), BOUNDS)
-        return resolve(checked, "k", [3] * prompt_len, None, BOUNDS).max_tokens
+        return int(resolve(checked, [3] * prompt_len, None, BOUNDS)["max_tokens"])
 
     assert max_tokens_for(100, max_tokens=28) == 28
     assert max_tokens_for(CONTEXT - 1) == 1
@@ -232,7 +232,7 @@ def test_too_long_prompt_error_has_the_figures(
     sampling = {} if max_tokens is None else {"max_tokens": max_tokens}
     checked = check(request(sampling=sampling), BOUNDS)
     with pytest.raises(PromptTooLong) as caught:
-        resolve(checked, "k", [3] * prompt_len, None, BOUNDS)
+        resolve(checked, [3] * prompt_len, None, BOUNDS)
     assert caught.value.metadata == figures
     assert [v.field for v in caught.value.violations] == [field]
 
@@ -240,17 +240,17 @@ def test_too_long_prompt_error_has_the_figures(
 def test_min_tokens_must_be_reachable() -> None:
     checked = check(request(sampling={"min_tokens": 20}), BOUNDS)
     with pytest.raises(InvalidRequest, match=r"sampling\.min_tokens"):
-        resolve(checked, "k", [3], None, BOUNDS)
+        resolve(checked, [3], None, BOUNDS)
 
 
 def test_text_without_tokens_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="text: has no tokens"):
-        resolve(check(request(), BOUNDS), "k", [], None, BOUNDS)
+        resolve(check(request(), BOUNDS), [], None, BOUNDS)
 
 
 def test_tokenizer_of_another_model_is_detected() -> None:
     with pytest.raises(TokenOutOfVocabulary):
-        resolve(check(request(), BOUNDS), "k", [VOCABULARY], None, BOUNDS)
+        resolve(check(request(), BOUNDS), [VOCABULARY], None, BOUNDS)
 
 
 # --- other RPCs ------------------------------------------------------------------------------------------------------

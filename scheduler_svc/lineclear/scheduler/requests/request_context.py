@@ -210,19 +210,34 @@ class RequestContext:
         if error is not None:
             self.close(error)
 
+    def submits_at_once(self, message: pb.GenerateRequest) -> bool:
+        """Whether `submit` does not wait: nothing is text, and nothing is compiled or computed again."""
+        validated = self.validated
+        return (
+            validated.prompt_path == "token_ids.ids"
+            and not (validated.bad_words or validated.sampling.dry_multiplier or validated.echoes_prompt)
+            and not any(validated.received)
+            and not message.sampling.HasField("structured_output")
+        )
+
     async def submit(self, message: pb.GenerateRequest) -> None:
         """Tokenize the prompt and queue the request in the engine. Raises the reason for a rejection."""
-        if message.WhichOneof("prompt") == "chat":
-            self.chat_time_us = message.resume.chat_time_us or wall_clock_us()
-        try:
-            async with asyncio.timeout(self.deadline - self._services.clock()):
-                prompt = await self._services.tokenizers.ids(message, self.chat_time_us)
-                if message.truncate_prompt_tokens:
-                    prompt = prompt[-message.truncate_prompt_tokens :]
-                await self._resolve_texts()
-                await self._resolve_form(message, prompt)
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline passed before the prompt was tokenized") from None
+        if self.submits_at_once(message):
+            prompt: Sequence[int] = message.token_ids.ids
+            if message.truncate_prompt_tokens:
+                prompt = prompt[-message.truncate_prompt_tokens :]
+        else:
+            if message.WhichOneof("prompt") == "chat":
+                self.chat_time_us = message.resume.chat_time_us or wall_clock_us()
+            try:
+                async with asyncio.timeout(self.deadline - self._services.clock()):
+                    prompt = await self._services.tokenizers.ids(message, self.chat_time_us)
+                    if message.truncate_prompt_tokens:
+                        prompt = prompt[-message.truncate_prompt_tokens :]
+                    await self._resolve_texts()
+                    await self._resolve_form(message, prompt)
+            except TimeoutError:
+                raise DeadlineExceeded("the deadline passed before the prompt was tokenized") from None
         if self.has_ended:  # cancelled in the meantime
             return
         self.prompt_digest = prompt_digest(prompt)
@@ -230,17 +245,17 @@ class RequestContext:
             if isinstance(output.text, ParsedAnswerText):
                 output.text.begin(prompt)
         model_identity.check_prompt(self.validated, self.prompt_digest)
-        request = validation.resolve(self.validated, self.request_id, prompt, self.deadline, self.bounds)
+        shared = validation.resolve(self.validated, prompt, self.deadline, self.bounds)
         if self.validated.echoes_prompt:
             await self._resolve_echo(prompt)
             if self.has_ended:
                 return
-        self._queue_place.add_tokens(len(request.prompt))
-        self.prompt_tokens, self.max_tokens = len(request.prompt), request.max_tokens
-        changes = self._model_fields() | {"cache_salt": self.cache_salt, "tenant": identity.share(self.tenant)}
-        request = replace(request, **changes)
+        self._queue_place.add_tokens(len(prompt))
+        self.prompt_tokens, self.max_tokens = len(prompt), shared["max_tokens"]
+        shared |= self._model_fields()
+        shared |= {"cache_salt": self.cache_salt, "tenant": identity.share(self.tenant)}
         if self.validated.beams is not None:
-            self._start_beams(request, self.validated.beams)
+            self._start_beams(shared, self.validated.beams)
             return
         submitted: list[tuple[OutputStream, Request]] = []
         if self._candidates:
@@ -248,31 +263,31 @@ class RequestContext:
             self._group = BestOf(self.outputs, self._candidates, self.validated.sampling.logprobs >= 0)
         for output in self._candidates or self.outputs:
             received = () if self._candidates else self.validated.received[output.index] or ()
-            own = self._of_output(request, output, received, is_sibling=bool(submitted))
+            own = self._of_output(shared, output, received, is_sibling=bool(submitted))
             if received and not await self._replay(output, own):
                 continue
             submitted.append((output, own))
         requests = [own for output, own in submitted if not output.has_ended]
         if requests:
             self._is_submitted = True
-            self._services.engine.submit(replace(requests[0], is_sibling=False), *requests[1:])
+            first = replace(requests[0], is_sibling=False) if requests[0].is_sibling else requests[0]
+            self._services.engine.submit(first, *requests[1:])
 
     def _of_output(
-        self, request: Request, output: OutputStream, received: tuple[int, ...], *, is_sibling: bool
+        self, shared: dict[str, Any], output: OutputStream, received: tuple[int, ...], *, is_sibling: bool
     ) -> Request:
         """Return the core's request for one output."""
+        own: dict[str, Any] = {"request_id": output.engine_id, "sampling": self.sampling_of(output)}
         if self._asks is not None:
-            own = replace(request, request_id=output.engine_id, max_tokens=0, **self._asks._asdict())
-            return replace(own, is_sibling=False, wants_position=False)
-        return replace(
-            request,
-            request_id=output.engine_id,
-            sampling=self.sampling_of(output),
+            return Request(**shared | own | {"max_tokens": 0} | self._asks._asdict())
+        if output.index or received:
+            own["scoring"] = None
+        return Request(
+            **shared | own,
             output=received,
             expected_tokens=self._services.lengths.expect(self._shape(), len(received)),
             max_drafts=self._max_drafts(),
-            wants_position=request.wants_position and not is_sibling,
-            scoring=request.scoring if output.index == 0 and not received else None,
+            wants_position=self.validated.wants_position and not is_sibling,
             is_sibling=is_sibling,
         )
 
@@ -283,13 +298,14 @@ class RequestContext:
             message = f"keeps up to {count} tokens until the end, the limit is {limit}; lower it or max_tokens"
             raise InvalidRequest.at("sampling.best_of" if self._candidates else "sampling.num_beams", message)
 
-    def _start_beams(self, request: Request, beams: BeamSettings) -> None:
+    def _start_beams(self, shared: dict[str, Any], beams: BeamSettings) -> None:
         services = self._services
         self._check_held(beams.num_beams)
         settings = beams._replace(max_tokens=self.max_tokens)
         shown = self.validated.sampling.logprobs
         num_top = min(max(settings.num_top, shown), self.bounds.vocab_size)
-        first = replace(request, sampling=Sampling(logprobs=num_top), eos_ids=frozenset(), queued_since=self.arrival)
+        own = {"sampling": Sampling(logprobs=num_top), "eos_ids": frozenset(), "queued_since": self.arrival}
+        first = Request(**shared | own, request_id=self.request_id, wants_position=self.validated.wants_position)
 
         def open_stream(is_first: bool, index: int) -> OutputStream:
             place = self._queue_place if is_first else NoPlace()

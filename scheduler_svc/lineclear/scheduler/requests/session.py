@@ -7,8 +7,9 @@ fewer, larger messages. Unread output is bounded by the output streams and the n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
+from typing import Any
 
 from lineclear.api_limits import (
     MAX_PIECE_BYTES,
@@ -152,13 +153,19 @@ class Session:
         self._live[handle] = request
         for output in request.outputs:
             output.subscribe(partial(self._on_output, handle, request, output))
-        task = asyncio.ensure_future(self._submit(request, command.request))
+        if request.submits_at_once(command.request):
+            _run_at_once(self._submit(request, command.request))
+            return
+        task = asyncio.ensure_future(self._submit_text(request, command.request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _submit_text(self, request: RequestContext, message: pb.GenerateRequest) -> None:
+        identity.set_flow_tenant(request.tenant)
+        await self._submit(request, message)
+
     @staticmethod
     async def _submit(request: RequestContext, message: pb.GenerateRequest) -> None:
-        identity.set_flow_tenant(request.tenant)
         try:
             await request.submit(message)
         except Exception as error:
@@ -264,3 +271,13 @@ class Session:
         if request.is_closed:
             del self._live[handle]
         return num_bytes
+
+
+def _run_at_once(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that does not wait. A task for it would take as long as its work."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    work.close()
+    raise AssertionError("a coroutine waits that must not")

@@ -10,11 +10,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary, Violation
-from lineclear.scheduler.core.sequence import Request, Scoring
+from lineclear.scheduler.core.sequence import Scoring
 from lineclear.scheduler.requests import branching, stop_validation, tool_validation
 from lineclear.scheduler.requests.beam_search import BeamSettings
 from lineclear.scheduler.requests.forced_calls import is_forced
@@ -224,9 +225,9 @@ def _has_parallel_calls(chat: pb.ChatMessages) -> bool:
 
 
 def resolve(
-    validated: ValidatedRequest, key: str, prompt: Sequence[int], deadline: float | None, bounds: ModelBounds
-) -> Request:
-    """Build the core's request with the id `key`, without the tokens of a resumed answer.
+    validated: ValidatedRequest, prompt: Sequence[int], deadline: float | None, bounds: ModelBounds
+) -> dict[str, Any]:
+    """Return the fields of the core's requests that the outputs share, and `max_tokens`, `scoring` of the first.
 
     Raises PromptTooLong if prompt and output exceed the context, InvalidRequest if the prompt has no token or
     min_tokens exceeds max_tokens, TokenOutOfVocabulary if the tokenizer does not fit the model.
@@ -249,20 +250,17 @@ def resolve(
             raise InvalidRequest.at(
                 f"{path}.token_ids", f"has more entries than max_tokens, which is {max_tokens} here"
             )
-    return Request(
-        request_id=key,
-        prompt=tuple(prompt),
-        sampling=validated.sampling,
-        max_tokens=max_tokens,
-        eos_ids=validated.eos_ids,
-        stop_ids=validated.stop_ids,
-        priority=validated.priority,
-        deadline=deadline,
-        wants_position=validated.wants_position,
-        model_fingerprint=validated.model_fingerprint,
-        vocabulary=bounds.vocabulary,
-        scoring=_scoring(validated, prompt),
-    )
+    return {
+        "prompt": tuple(prompt),
+        "max_tokens": max_tokens,
+        "eos_ids": validated.eos_ids,
+        "stop_ids": validated.stop_ids,
+        "priority": validated.priority,
+        "deadline": deadline,
+        "model_fingerprint": validated.model_fingerprint,
+        "vocabulary": bounds.vocabulary,
+        "scoring": _scoring(validated, prompt),
+    }
 
 
 def check_echo(text: str, bounds: ModelBounds) -> None:
