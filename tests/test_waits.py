@@ -57,7 +57,7 @@ BOUNDED = {
         "as ResultCollector._finish"
     ),
 }
-CONTEXT = ("_by_token", "_flow", "_is_valid", "_has_request")
+CONTEXT = ("_by_token", "_flow", "_is_valid", "_has_request", "_trace_id")
 """Context variables, whose get() does not wait."""
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from rich.console import Console
 from service.processes import BOUND_SECONDS, Running, endless, starting, until
 from service.small_tokenizers import byte_level, save
 from support.figures import Page, check_page, check_stats
 from support.service import is_idle
 from support.worker_kills import signal_worker
 
+from lineclear.cli.output import stats_view
 from lineclear.client import Client
 from lineclear.errors import Cancelled, LineclearError, PromptTooLong
 
@@ -107,3 +112,38 @@ def test_requests_of_a_lost_worker_are_counted_once(start: Callable[..., Running
     assert page.ended == {"length": num_requests}
     assert page["recomputed_tokens_total"] > 0
     assert page["prompt_tokens_total"] == num_requests * (1 + len(PROMPT))
+
+
+HALF = """
+import os, sys, time
+from pathlib import Path
+try:
+    (Path({folder!r}) / "first").mkdir()
+except FileExistsError:
+    os.execv(sys.executable, [sys.executable, "-m", "service.toy_worker", *sys.argv[1:]])
+parent = os.getppid()
+while os.getppid() == parent:
+    time.sleep(0.05)
+"""
+"""A worker that never joins where it is the first one, and a toy worker else."""
+
+
+def test_a_worker_that_has_not_joined_is_shown(start: Callable[..., Running], tmp_path: Path) -> None:
+    """Under the number that its log lines have, and so is the one that has joined."""
+    code = HALF.format(folder=str(tmp_path))
+    server = start("--num-workers", "2", worker_command=(sys.executable, "-c", code))
+    with Client(server.address) as client:
+        stats = client.stats()
+        gauges = stats.gauges
+        counts = gauges.num_workers_wanted, gauges.num_workers_joined, gauges.num_workers_starting
+        assert (*counts, gauges.num_workers_given_up) == (2, 1, 1, 0)
+        number_of = {line["pid"]: line["worker"] for line in server.lines if line.get("event") == "worker_started"}
+        assert {worker.pid: worker.index for worker in stats.workers} == number_of
+        assert sorted(worker.state for worker in stats.workers) == ["joined", "starting"]
+        page = check_page(Page(server.metrics_page()))
+        joined = {int(index): value for index, value in page.by_label("worker_joined").items()}
+        assert joined == {worker.index: float(worker.state == "joined") for worker in stats.workers}
+        assert (page["num_workers_wanted"], page["num_workers_joined"], page["num_workers_starting"]) == (2, 1, 1)
+        with Console(width=120, file=io.StringIO()) as console, console.capture() as shown:
+            console.print(stats_view(stats))
+        assert "1 of 2 joined, 1 starting" in shown.get()

@@ -10,9 +10,13 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from service.serving import SMILE_IDS, Serving, error_of, serving, text_request
+from service.serving import SMILE_IDS, Serving, error_of, read_all, serving, text_request
+from service.session_driver import Caller
+from service.session_driver import submit as session_submit
+from structlog.testing import capture_logs
 
 from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.security import identity
 from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
@@ -223,3 +227,52 @@ async def test_stats_are_complete_without_tenants(tmp_path: Path, token_file: st
         stats = await s.stub.GetStats(pb.GetStatsRequest(), **of("bob"))
         assert stats.e2e_request_latency_seconds.count == 1
         assert stats.generation_tokens_per_second > 0
+
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tenant", "trace_id"),
+    [
+        ({"x-tenant-id": "shop-7@eu"}, "shop-7@eu", None),
+        ({"x-tenant-id": "Tell me a story"}, f"#{identity.share('Tell me a story')}", None),
+        ({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}, None, TRACE),
+        ({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01", "x-tenant-id": "shop"}, "shop", TRACE),
+        ({"traceparent": f"00-{'0' * 32}-00f067aa0ba902b7-01"}, None, None),
+        ({"traceparent": f"00-{TRACE.upper()}-00f067aa0ba902b7-01"}, None, None),
+        ({"traceparent": "tell me a story of 32 hex digits"}, None, None),
+        ({}, None, None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["generate", "session", "submit"])
+async def test_log_line_of_a_request_names_tenant_and_trace(
+    tmp_path: Path, kind: str, metadata: dict[str, str], tenant: str | None, trace_id: str | None
+) -> None:
+    options = {"metadata": tuple(metadata.items())}
+    async with serving(tmp_path) as s:
+        s.engine.answer = lambda request: [5]
+        with capture_logs() as lines:
+            if kind == "generate":
+                await read_all(s.generate(**options))
+            elif kind == "submit":
+                await s.stub.Submit(pb.SubmitRequest(request=text_request()), **options)
+            else:
+                caller = Caller(s, **options)
+                await caller.send(session_submit(1))
+                await caller.until(lambda: 1 in caller.finished)
+            await s.idle()
+        (line,) = [line for line in lines if line["event"] == "request_ended"]
+        assert (line.get("tenant"), line.get("trace_id")) == (tenant, trace_id)
+
+
+async def test_log_line_of_a_request_names_the_proven_tenant(tmp_path: Path, token_file: str) -> None:
+    async with serving(tmp_path, token_file=token_file) as s:
+        s.engine.answer = lambda request: [5]
+        options = of("alice")
+        with capture_logs() as lines:
+            await read_all(s.generate(metadata=(*options["metadata"], ("x-tenant-id", "bob"))))
+            await s.idle()
+        (line,) = [line for line in lines if line["event"] == "request_ended"]
+        assert line["tenant"] == "alice"
+        assert TOKENS["alice"] not in str(lines)

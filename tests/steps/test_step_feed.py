@@ -25,7 +25,7 @@ class Harness:
         self.now = 100.0
         self.calls: list[Callable[[], object]] = []
         self.history = StepHistory(size)
-        self.history.worker_joined(HELLO)
+        self.history.worker_joined(HELLO, 0)
         self.feed = StepFeed(
             self.history, self.calls.append, self._state, max_watchers=max_watchers, clock=lambda: self.now
         )

@@ -210,6 +210,13 @@ class EngineHarness:
         if self.supervisor is not None:
             self.supervisor.worker_waits(hello)
 
+    @property
+    def num_wanted(self) -> int:
+        return 0 if self.supervisor is None else self.supervisor.num_wanted
+
+    def number_of(self, hello: Hello) -> int | None:
+        return None if self.supervisor is None else self.supervisor.number_of(hello)
+
     def worker_progressed(self, hello: Hello) -> None:
         if self.supervisor is not None:
             self.supervisor.worker_progressed(hello)

@@ -121,6 +121,9 @@ def _check_gauges(page: Page) -> None:
     assert page["blocks_used"] + page["blocks_cached"] <= page["num_blocks"]
     assert math.isclose(page["kv_cache_usage_ratio"], page["blocks_used"] / max(1, page["num_blocks"]))
     joined = page.by_label("worker_joined")
+    assert page["num_workers_joined"] == sum(joined.values()), joined
+    absent = page["num_workers_starting"] + page["num_workers_given_up"]
+    assert absent <= page["num_workers_wanted"] <= absent + page["num_workers_joined"]
     if joined and all(joined.values()):
         assert page["worker_up"] == 1
         for name in ("num_blocks", "blocks_used", "blocks_cached", "num_requests_running", "steps_in_flight"):

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lineclear.client import Stream
-from lineclear.client.results import Generation, Model, Quantiles, Queued, Stats, WorkerStats
+from lineclear.client.results import Gauges, Generation, Model, Quantiles, Queued, Stats, WorkerStats
 from lineclear.errors import LineclearError
 
 from . import exit_status
@@ -151,6 +151,7 @@ def stats_view(stats: Stats) -> Group:
     now = _table("now", "")
     _rows(
         now,
+        ("workers", _worker_counts(gauges)),
         ("running", gauges.num_requests_running),
         ("waiting", f"{gauges.num_requests_waiting} ({gauges.num_tokens_waiting} tokens)"),
         ("steps in flight", gauges.steps_in_flight),
@@ -185,6 +186,13 @@ def stats_view(stats: Stats) -> Group:
     side_by_side = Table.grid(padding=(0, 3))
     side_by_side.add_row(now, totals_table)
     return Group(head, side_by_side, *([_worker_table(stats.workers)] if len(stats.workers) > 1 else []), times)
+
+
+def _worker_counts(gauges: Gauges) -> str:
+    """Return how many workers serve, and of the wanted ones how many do not."""
+    counts = f"{gauges.num_workers_joined} of {gauges.num_workers_wanted or gauges.num_workers_joined} joined"
+    absent = (("starting", gauges.num_workers_starting), ("given up", gauges.num_workers_given_up))
+    return ", ".join([counts, *(f"{count} {state}" for state, count in absent if count)])
 
 
 def _worker_table(workers: Sequence[WorkerStats]) -> Table:

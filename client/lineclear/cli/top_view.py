@@ -69,12 +69,17 @@ def _rates(history: TopHistory) -> Text:
         ("rows/step", "-" if rows is None else f"{rows:.1f}"),
         ("prefix hits", "-" if hits is None else f"{hits:.0%}"),
         ("preemptions", f"{state.preemptions}"),
-        ("workers", f"{len(state.workers)}"),
+        ("workers", _workers(state)),
     )
     text = Text()
     for name, value in figures:
         text.append(f"{name} ", "dim").append(value, "bold").append("   ")
     return text
+
+
+def _workers(state: SchedulerState) -> str:
+    count, wanted = len(state.workers), state.num_workers_wanted
+    return f"{count} of {wanted}" if count < wanted else f"{count}"
 
 
 def _sparkline(values: Sequence[int], width: int) -> str:

@@ -394,6 +394,10 @@ class Gauges:
     fairness_index: float
     fairness_gap_tokens: float
     num_lora_adapters: int
+    num_workers_wanted: int
+    num_workers_joined: int
+    num_workers_starting: int
+    num_workers_given_up: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,7 +431,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """One of several workers. `index` is the label of its metrics, None until it has joined."""
+    """One of several workers. `index` is the label of its metrics, and the number of the worker in the log."""
 
     index: int | None
     state: str

@@ -122,8 +122,8 @@ class WatchedWorker:
 class SchedulerState:
     """A scheduler at one moment: `time_seconds`, by the clock of `StepRecord.time_seconds`.
 
-    `waiting` has the 64 requests that are served next at most; `num_waiting` counts all. The last four are totals since
-    the server started.
+    `waiting` has the 64 requests that are served next at most; `num_waiting` counts all. Tokens and preemptions are
+    totals since the server started.
     """
 
     time_seconds: float
@@ -137,6 +137,8 @@ class SchedulerState:
     prefix_cache_queries: int
     prefix_cache_hits: int
     preemptions: int
+    num_workers_wanted: int = 0
+    """Workers that the server keeps running, joined or not; 0 if another program starts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +212,7 @@ def _state(message: pb.SchedulerState) -> SchedulerState:
         prefix_cache_queries=message.prefix_cache_queries,
         prefix_cache_hits=message.prefix_cache_hits,
         preemptions=message.preemptions,
+        num_workers_wanted=message.num_workers_wanted,
     )
 
 

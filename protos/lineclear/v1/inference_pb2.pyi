@@ -2624,11 +2624,13 @@ class WorkerStats(_message.Message):
     BLOCKS_USED_FIELD_NUMBER: _builtins.int
     BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Smallest number that no other serving worker has; absent until the worker
-    has joined.
+    """Number of the worker, as worker in the log. If another program starts the
+    workers: the smallest that no other serving worker has, absent until the
+    worker has joined.
     """
     state: _builtins.str
-    """"joined", "stopping" (it has received SIGTERM), "cut_off" (no connection),
+    """"starting" (it has not joined yet), "given_up" (it is not started again),
+    "joined", "stopping" (it has received SIGTERM), "cut_off" (no connection),
     "unhealthy" and "condemned" (it has to be killed) or "waiting" (for workers
     of another model, or for a place).
     """
@@ -2832,6 +2834,10 @@ class Gauges(_message.Message):
     FAIRNESS_INDEX_FIELD_NUMBER: _builtins.int
     FAIRNESS_GAP_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_LORA_ADAPTERS_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_WANTED_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_JOINED_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_STARTING_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_GIVEN_UP_FIELD_NUMBER: _builtins.int
     num_requests_waiting: _builtins.int
     """Requests in the queue."""
     num_tokens_waiting: _builtins.int
@@ -2874,6 +2880,18 @@ class Gauges(_message.Message):
     """
     num_lora_adapters: _builtins.int
     """Loaded LoRA adapters, by name."""
+    num_workers_wanted: _builtins.int
+    """Workers that the server keeps running: those that have joined, start or
+    are given up. 0 if another program starts the workers.
+    """
+    num_workers_joined: _builtins.int
+    """Workers that serve, whichever program has started them."""
+    num_workers_starting: _builtins.int
+    """Wanted workers that do not serve yet: they load the model, wait to join,
+    or are started again after an exit.
+    """
+    num_workers_given_up: _builtins.int
+    """Wanted workers that are not started again."""
     def __init__(
         self,
         *,
@@ -2894,10 +2912,14 @@ class Gauges(_message.Message):
         fairness_index: _builtins.float = ...,
         fairness_gap_tokens: _builtins.float = ...,
         num_lora_adapters: _builtins.int = ...,
+        num_workers_wanted: _builtins.int = ...,
+        num_workers_joined: _builtins.int = ...,
+        num_workers_starting: _builtins.int = ...,
+        num_workers_given_up: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asyncio_tasks", b"asyncio_tasks", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "draining", b"draining", "fairness_gap_tokens", b"fairness_gap_tokens", "fairness_index", b"fairness_index", "kv_cache_usage_ratio", b"kv_cache_usage_ratio", "last_step_positions", b"last_step_positions", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_lora_adapters", b"num_lora_adapters", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_tokens_waiting", b"num_tokens_waiting", "open_streams", b"open_streams", "predicted_wait_seconds", b"predicted_wait_seconds", "steps_in_flight", b"steps_in_flight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asyncio_tasks", b"asyncio_tasks", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "draining", b"draining", "fairness_gap_tokens", b"fairness_gap_tokens", "fairness_index", b"fairness_index", "kv_cache_usage_ratio", b"kv_cache_usage_ratio", "last_step_positions", b"last_step_positions", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_lora_adapters", b"num_lora_adapters", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_tokens_waiting", b"num_tokens_waiting", "num_workers_given_up", b"num_workers_given_up", "num_workers_joined", b"num_workers_joined", "num_workers_starting", b"num_workers_starting", "num_workers_wanted", b"num_workers_wanted", "open_streams", b"open_streams", "predicted_wait_seconds", b"predicted_wait_seconds", "steps_in_flight", b"steps_in_flight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,8 +17,8 @@ HELP = {
     "GetStatsResponse.mean_batch_size": "Mean rows of a step since the scheduler started.",
     "GetStatsResponse.prefix_cache_hit_ratio": "Tokens found in the prefix cache since the scheduler started, as a share of the tokens looked up, 0 to 1.",  # noqa: E501
     "GetStatsResponse.workers": "All workers that serve, wait or hang.",
-    "WorkerStats.index": "Smallest number that no other serving worker has; absent until the worker has joined.",
-    "WorkerStats.state": '"joined", "stopping" (it has received SIGTERM), "cut_off" (no connection), "unhealthy" and "condemned" (it has to be killed) or "waiting" (for workers of another model, or for a place).',  # noqa: E501
+    "WorkerStats.index": "Number of the worker, as worker in the log. If another program starts the workers: the smallest that no other serving worker has, absent until the worker has joined.",  # noqa: E501
+    "WorkerStats.state": '"starting" (it has not joined yet), "given_up" (it is not started again), "joined", "stopping" (it has received SIGTERM), "cut_off" (no connection), "unhealthy" and "condemned" (it has to be killed) or "waiting" (for workers of another model, or for a place).',  # noqa: E501
     "WorkerStats.epoch": "Random number of this join, as in the log.",
     "WorkerStats.pid": "Process id, in the worker's PID namespace.",
     "WorkerStats.device": 'Device: "cpu" or the name of the GPU.',
@@ -69,6 +69,10 @@ HELP = {
     "Gauges.fairness_index": "Jain's index of the last minute, over tenants that wait at the same time: of each, its tokens by weight as a part of the mean of the tenants that waited in the same seconds. 1 if all were served equally, 1/n if one of n got everything.",  # noqa: E501
     "Gauges.fairness_gap_tokens": "Largest difference between two such tenants in the last minute: the tokens by weight that each got above or below that mean.",  # noqa: E501
     "Gauges.num_lora_adapters": "Loaded LoRA adapters, by name.",
+    "Gauges.num_workers_wanted": "Workers that the server keeps running: those that have joined, start or are given up. 0 if another program starts the workers.",  # noqa: E501
+    "Gauges.num_workers_joined": "Workers that serve, whichever program has started them.",
+    "Gauges.num_workers_starting": "Wanted workers that do not serve yet: they load the model, wait to join, or are started again after an exit.",  # noqa: E501
+    "Gauges.num_workers_given_up": "Wanted workers that are not started again.",
     "WorkerStatus.up": "Whether a worker has joined and is connected.",
     "WorkerStatus.joins": "Workers that have joined since the scheduler started.",
     "WorkerStatus.pid": "Process id of the worker, in the worker's PID namespace.",

@@ -323,6 +323,7 @@ class SchedulerState(_message.Message):
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_WANTED_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     """Whether the server drains."""
     num_waiting: _builtins.int
@@ -337,6 +338,10 @@ class SchedulerState(_message.Message):
     """Those of them that it held."""
     preemptions: _builtins.int
     """Preemptions since then."""
+    num_workers_wanted: _builtins.int
+    """Workers that the server keeps running, joined or not. 0 if another program
+    starts them.
+    """
     @_builtins.property
     def taken_at(self) -> _duration_pb2.Duration:
         """When it was taken, by the clock of StepRecord.planned_at."""
@@ -367,10 +372,11 @@ class SchedulerState(_message.Message):
         prefix_cache_queries: _builtins.int = ...,
         prefix_cache_hits: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        num_workers_wanted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["taken_at", b"taken_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "generation_tokens", b"generation_tokens", "num_tokens_waiting", b"num_tokens_waiting", "num_waiting", b"num_waiting", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "running", b"running", "taken_at", b"taken_at", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "generation_tokens", b"generation_tokens", "num_tokens_waiting", b"num_tokens_waiting", "num_waiting", b"num_waiting", "num_workers_wanted", b"num_workers_wanted", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "running", b"running", "taken_at", b"taken_at", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,6 +96,7 @@ async def serve(
     operations = AdminOperations(shutdown, engine, recordings, supervisor, steps)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.start_recording, "SIGUSR2")
     service.attach(engine)
+    service.wanted_workers = supervisor.wanted
     admin.attach(operations)
     service.on_worker = server.set_worker
     service.on_fatal = shutdown.on_fatal

@@ -24,6 +24,7 @@ from prometheus_client.core import (
 
 from lineclear.scheduler.requests.adapter_use import AdapterUse
 from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, ServerStats
+from lineclear.scheduler.requests.status_messages import SERVING
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1.stats_help import HELP
 
@@ -116,11 +117,11 @@ _WORKER_GAUGES = (
 
 
 def _worker_families(workers: Iterable[pb.WorkerStats]) -> Iterator[Metric]:
-    """Yield the figures of each worker that has joined. Indices are small and used again, so labels are few."""
+    """Yield the figures of each worker with an index. Indices are small and used again, so labels are few."""
     shown = [worker for worker in workers if worker.HasField("index")]
     up = GaugeMetricFamily("lineclear_worker_joined", "Whether this worker serves.", labels=["worker"])
     for worker in shown:
-        up.add_metric([str(worker.index)], int(worker.state in ("joined", "stopping")))
+        up.add_metric([str(worker.index)], int(worker.state in SERVING))
     yield up
     for name in (*_WORKER_COUNTERS, *_WORKER_GAUGES):
         is_counter = name in _WORKER_COUNTERS

@@ -101,7 +101,9 @@ class Engine:
             self._predicted_seconds,
             max_workers=max_workers,
             text_fingerprint=text_fingerprint,
+            number_of=supervisor.number_of,
         )
+        self._supervisor = supervisor
         self._check_every_steps = check_every_steps
         self._on_anomaly, self._on_fatal = on_anomaly, on_fatal
         self._num_unchecked_steps = 0
@@ -372,7 +374,7 @@ class Engine:
         """Return the state of the scheduler now. On the engine's thread: see `call_on_engine_thread`."""
         core = self._core.view()
         workers = tuple(NumberedWorker(self._steps.index_of(worker.epoch), worker) for worker in core.workers)
-        return SchedulerState(self._clock(), core, workers)
+        return SchedulerState(self._clock(), core, workers, self._supervisor.num_wanted)
 
     # --- statistics -------------------------------------------------------------------------------------------------
 

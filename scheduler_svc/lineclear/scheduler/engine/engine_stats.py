@@ -114,13 +114,25 @@ class WorkerFigures:
     state: str
     """`joined`, `stopping`, `cut_off`, `unhealthy`, `condemned` or `waiting`."""
     index: int | None = None
-    """Smallest number that no other serving worker has; None before it has joined."""
+    """Its number in the log, or if another program starts workers, the smallest that no other serving worker has.
+
+    None before it has joined.
+    """
     joins: int = 0
     """Workers that have joined with this index so far, this one included."""
     num_steps: int = 0
     """Steps since it joined."""
     tokens_per_second: float = 0.0
     """Sampled tokens over the last ten seconds."""
+
+
+class WantedWorker(NamedTuple):
+    """A worker that the supervisor keeps running. `pid` is None while its process does not run."""
+
+    number: int
+    """As `worker` in the log; the index of its figures once it has joined."""
+    pid: int | None
+    is_given_up: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,15 @@ from lineclear.wire.messages import Hello
 class Supervisor(Protocol):
     """Owner of the worker processes, as the engine uses it: on its thread, without blocking."""
 
+    @property
+    def num_wanted(self) -> int:
+        """Workers that it keeps running, those that it has given up included; 0 if another program starts them."""
+        ...
+
+    def number_of(self, hello: Hello) -> int | None:
+        """Return the number of the worker in the log; None if another program has started it."""
+        ...
+
     def worker_joined(self, hello: Hello) -> None:
         """A worker has joined."""
 

@@ -113,7 +113,7 @@ class WorkerChanges:
     def _on_joined(self, hello: Hello, events: list[Event], now: float) -> None:
         events += self._core.worker_joined(hello, now)
         self._adapters.worker_joined(hello.epoch)
-        self._steps.worker_joined(hello)
+        self._steps.worker_joined(hello, self._workers[hello.epoch].index)
         log_join(hello, self._core.limits)
         self._supervisor.worker_joined(hello)
         self._grammars.worker_joined(hello.epoch)

@@ -29,7 +29,8 @@ class WorkerRegistry:
     """The sessions of all workers, of which at most `max_workers` are joined. Owned by the engine thread.
 
     `predict(epoch, num_tokens)` returns the seconds that a step of a worker should take. A worker whose Hello names
-    another `text_fingerprint` than this one is rejected; empty: not compared.
+    another `text_fingerprint` than this one is rejected; empty: not compared. `number_of` returns the number that the
+    supervisor has given to a worker, which is its index, too.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class WorkerRegistry:
         *,
         max_workers: int = 64,
         text_fingerprint: str = "",
+        number_of: Callable[[Hello], int | None] = lambda hello: None,
     ) -> None:
         self.counters = MembershipCounters()
         self.status = WorkerStatus()
@@ -58,6 +60,7 @@ class WorkerRegistry:
         self._predict = predict
         self._max_workers = max_workers
         self._text_fingerprint = text_fingerprint
+        self._number_of = number_of
         self._sessions: dict[int, WorkerSession] = {}
         self._active: list[WorkerSession] = []  # that time or a probe may change
         self._num_joins: Counter[int] = Counter()  # by index
@@ -198,7 +201,10 @@ class WorkerRegistry:
         for other in self._superseded_by(hello):
             outputs += self._handle(other, events.Superseded(), now)
         taken = {other.index for other in self.serving}
-        session.index = next(index for index in count() if index not in taken)
+        number = self._number_of(hello)
+        if number is None or number in taken:
+            number = next(index for index in count() if index not in taken)
+        session.index = number
         self._num_joins[session.index] += 1
         return outputs + self._handle(session, events.Accepted(), now)
 

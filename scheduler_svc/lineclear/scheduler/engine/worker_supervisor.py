@@ -16,6 +16,7 @@ import structlog
 from lineclear.errors import WorkerRestartFailed
 from lineclear.process.parent_death import ParentDeathPipe
 from lineclear.process.standby import StandbyLine
+from lineclear.scheduler.engine.engine_stats import WantedWorker
 from lineclear.scheduler.engine.worker_process import StandbyKeeper, WorkerProcess
 from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits, WorkerSlot
 from lineclear.wire.messages import Hello
@@ -65,6 +66,19 @@ class WorkerSupervisor:
     def pids(self) -> list[int | None]:
         """Process id of each worker; None while it is not running."""
         return [slot.pid for slot in self._slots]
+
+    @property
+    def num_wanted(self) -> int:
+        """Number of workers, those that are given up included. Any thread."""
+        return len(self._slots)
+
+    def wanted(self) -> tuple[WantedWorker, ...]:
+        """Return the workers, those that are given up included."""
+        return tuple(WantedWorker(slot.number, slot.pid, slot.given_up is not None) for slot in self._slots)
+
+    def number_of(self, hello: Hello) -> int | None:
+        """Return the number of a worker; None if another program has started it. Any thread."""
+        return next((slot.number for slot in self._slots if slot.has_run(hello.pid)), None)
 
     @property
     def pid(self) -> int | None:

@@ -22,7 +22,7 @@ from lineclear.errors import (
     UnknownRequest,
 )
 from lineclear.scheduler.core.events import Event, StepTokens
-from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerStatus
+from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WantedWorker, WorkerStatus
 from lineclear.scheduler.grpc_api.error_interceptor import incident
 from lineclear.scheduler.grpc_api.response_writer import Context, ResponseWriter
 from lineclear.scheduler.metrics import families
@@ -99,6 +99,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         self.on_worker: Callable[[WorkerStatus], None] = lambda status: None
         self.on_fatal: Callable[[BaseException], None] = lambda error: None
+        self.wanted_workers: Callable[[], Sequence[WantedWorker]] = tuple
+        """The workers that the server keeps running, for the statistics."""
         self.certificate: ServerCertificates | None = None
         """The certificate of the listeners, for the metrics."""
         self._settings = settings
@@ -460,6 +462,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._stats,
             self._clock(),
             num_admitted=self.quota.num_admitted,
+            wanted=self.wanted_workers(),
             shares=self.requests.fairness.shares(),
             open_streams=len(self.requests),
             asyncio_tasks=len(asyncio.all_tasks()),

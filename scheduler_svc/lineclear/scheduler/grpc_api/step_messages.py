@@ -106,6 +106,7 @@ def state_message(state: SchedulerState, *, with_block_map: bool) -> pb.Schedule
         prefix_cache_queries=counters.prefix_cache_queries,
         prefix_cache_hits=counters.prefix_cache_hits,
         preemptions=counters.preemptions,
+        num_workers_wanted=state.num_workers_wanted,
     )
 
 

@@ -100,6 +100,7 @@ class RequestContext:
             "_queue_place",
             "_reason",
             "_services",
+            "_trace_id",
             "_wakeup",
         ),
     )
@@ -132,6 +133,7 @@ class RequestContext:
         self.arrival = arrival
         self.deadline = deadline
         self.adapter = adapter
+        self._trace_id = identity.trace_id()
         self.prompt_tokens = 0  # 0 before tokenization, as max_tokens
         self.max_tokens = 0
         self.prompt_digest = ""
@@ -501,8 +503,8 @@ class RequestContext:
             request_id=self.request_id,
             outcome=outcome.lower(),
             was_admitted=self._queue_place.was_admitted,
-            tenant="",
-            trace_id="",
+            tenant=identity.logged_tenant(self.caller, self.tenant),
+            trace_id=self._trace_id,
             num_outputs=len(self.validated.received),
             num_tokens=sum(output.num_received for output in self.outputs),
             timings=timings,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from lineclear.scheduler.core.stats import CoreSnapshot, WorkerSnapshot
-from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerFigures
+from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WantedWorker, WorkerFigures
 from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.requests.fairness import Shares
 from lineclear.scheduler.requests.request_stats import HISTOGRAMS, Quantiles, ServerStats, quantiles
@@ -16,6 +16,8 @@ from lineclear.scheduler.text.parsed_answer import AnswerParsers
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Hello
 
+SERVING = frozenset(("joined", "stopping"))
+"""States of workers that serve."""
 DEMO_NAME = "lineclear-demo"
 
 
@@ -79,6 +81,7 @@ def stats(
     now: float,
     *,
     num_admitted: int,
+    wanted: Sequence[WantedWorker],
     shares: Shares,
     open_streams: int,
     asyncio_tasks: int,
@@ -89,6 +92,12 @@ def stats(
     counters = snapshot.core.counters
     gauges = _gauges(snapshot.core, shares, open_streams, asyncio_tasks)
     gauges.num_lora_adapters = num_adapters
+    workers = _workers(snapshot) + _absent_workers(snapshot, wanted)
+    gauges.num_workers_wanted = len(wanted)
+    gauges.num_workers_joined = sum(worker.state in SERVING for worker in workers)
+    gauges.num_workers_given_up = sum(worker.is_given_up for worker in wanted)
+    joined = {worker.pid for worker in workers if worker.state in SERVING}
+    gauges.num_workers_starting = sum(not worker.is_given_up and worker.pid not in joined for worker in wanted)
     return pb.GetStatsResponse(
         uptime=duration(figures.uptime_seconds(now)),
         counters=_counters(snapshot.core, figures, num_admitted),
@@ -97,7 +106,7 @@ def stats(
         step_seconds=_quantiles(quantiles(step.step_seconds for step in snapshot.step_times)),
         generation_tokens_per_second=figures.tokens_per_second(now),
         worker=_worker_status(snapshot),
-        workers=_workers(snapshot),
+        workers=workers,
         batching_strategy=settings.batching_strategy,
         scheduling_policy=settings.scheduling_policy,
         server_version=version,
@@ -181,6 +190,17 @@ def _worker_status(snapshot: EngineSnapshot) -> pb.WorkerStatus:
 def _workers(snapshot: EngineSnapshot) -> list[pb.WorkerStats]:
     cores = {worker.epoch: worker for worker in snapshot.core.workers}
     return [_worker_stats(figures, cores.get(figures.hello.epoch), snapshot) for figures in snapshot.workers]
+
+
+def _absent_workers(snapshot: EngineSnapshot, wanted: Sequence[WantedWorker]) -> list[pb.WorkerStats]:
+    """Return the workers that the server keeps running, and that the engine has not seen since their start."""
+    pids = {figures.hello.pid for figures in snapshot.workers}
+    indices = {figures.index for figures in snapshot.workers}
+    return [
+        pb.WorkerStats(index=worker.number, state="given_up" if worker.is_given_up else "starting", pid=worker.pid or 0)
+        for worker in wanted
+        if worker.pid not in pids and worker.number not in indices
+    ]
 
 
 def _worker_stats(figures: WorkerFigures, core: WorkerSnapshot | None, snapshot: EngineSnapshot) -> pb.WorkerStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import ssl
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -29,11 +30,15 @@ class Identity:
 
 ANONYMOUS = Identity()
 TENANT_KEY = "x-tenant-id"
+TRACE_KEY = "traceparent"
 _MAX_TENANT = 64
+_LOGGED_TENANT = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
+_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", re.DOTALL)
 
 # Set by the interceptor in the task of the call, so only that call's handler reads it.
 _by_token: ContextVar[Identity | None] = ContextVar("identity", default=None)
 _flow: ContextVar[str] = ContextVar("flow", default="")
+_trace_id: ContextVar[str] = ContextVar("trace_id", default="")
 _is_valid: ContextVar[Callable[[], bool]] = ContextVar("is_valid", default=lambda: True)
 
 
@@ -91,9 +96,15 @@ def tenant_of_request(proven: Identity, named: str, of_call: str) -> str:
 
 
 def set_flow(tenant: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Count the work of this call and of its later tasks for `tenant`, or for its connection without a tenant."""
+    """Count the work of this call and of its later tasks for `tenant`, or for its connection without a tenant.
+
+    Remember the trace of the call, too.
+    """
     _flow.set(context.peer())
     set_flow_tenant(tenant)
+    for key, value in context.invocation_metadata() or ():
+        if key == TRACE_KEY and isinstance(value, str):
+            _trace_id.set(_trace_id_of(value))
 
 
 def set_flow_tenant(tenant: str) -> None:
@@ -105,6 +116,27 @@ def set_flow_tenant(tenant: str) -> None:
 def flow() -> str:
     """Return the key that FairSemaphore divides work by."""
     return _flow.get()
+
+
+def trace_id() -> str:
+    """Return the trace id of this task's call, 32 hexadecimal digits; empty without one."""
+    return _trace_id.get()
+
+
+def _trace_id_of(parent: str) -> str:
+    """Return the trace id of a `traceparent` (W3C Trace Context); empty if it is not valid."""
+    found = _TRACE_PARENT.fullmatch(parent)
+    return found[1] if found and found[1].strip("0") and not parent.startswith("ff") else ""
+
+
+def logged_tenant(proven: Identity, tenant: str) -> str:
+    """Return a tenant for the log: a proven name, or a claim without content; of other claims, the hash `share`.
+
+    The operator has chosen a proven name. A claim is text of the client: only the characters of names are logged.
+    """
+    if not tenant or (proven.tenant == tenant) or _LOGGED_TENANT.fullmatch(tenant):
+        return tenant
+    return f"#{share(tenant)}"
 
 
 def share(tenant: str) -> str:

@@ -82,6 +82,7 @@ def state_text(state: SchedulerState) -> str:
                 }
                 for worker in state.workers
             ],
+            "workers_wanted": state.num_workers_wanted,
             "generation_tokens": core.counters.generation_tokens,
             "queries": core.counters.prefix_cache_queries,
             "hits": core.counters.prefix_cache_hits,

@@ -44,6 +44,8 @@ class SchedulerState:
     taken_at: float
     core: CoreView
     workers: tuple[NumberedWorker, ...]
+    num_workers_wanted: int = 0
+    """Workers that the server keeps running, joined or not; 0 if another program starts them."""
 
     def equals(self, other: SchedulerState | None) -> bool:
         """Return whether nothing has happened since `other`."""

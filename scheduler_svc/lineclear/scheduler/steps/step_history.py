@@ -133,10 +133,8 @@ class StepHistory:
         """Return the small number of a joined worker."""
         return self._workers[epoch].index
 
-    def worker_joined(self, hello: Hello) -> None:
-        """Give a worker the lowest free number."""
-        used = {worker.index for worker in self._workers.values()}
-        index = next(index for index in range(len(used) + 1) if index not in used)
+    def worker_joined(self, hello: Hello, index: int) -> None:
+        """Note a worker and its small number."""
         self._workers[hello.epoch] = _Worker(index, hello.epoch, hello.num_slots, hello.num_blocks)
 
     def worker_lost(self, epoch: int) -> None:

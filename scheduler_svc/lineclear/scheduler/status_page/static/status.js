@@ -74,7 +74,9 @@ function take(data) {
     live.state = data.state;
     live.rates.push([data.state.at, data.state.generation_tokens]);
     while (live.rates.length > 2 && live.rates[0][0] < data.state.at - 2) live.rates.shift();
-    const lack = data.state.draining ? "; the server drains" : data.state.workers.length ? "" : "; no worker has joined";
+    const joined = data.state.workers.length, wanted = data.state.workers_wanted;
+    const lack = data.state.draining ? "; the server drains" : !joined ? "; no worker has joined" :
+      joined < wanted ? `; ${joined} of ${wanted} workers have joined` : "";
     say("live" + lack, "live");
   }
   if (isDrawn && view === live) {
