@@ -1,4 +1,4 @@
-"""Foreign clients against a running server: grpc-js, and k6 where it is installed."""
+"""Foreign clients against a running server: grpc-js, buf with protobuf-es, and k6 where it is installed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 from service.processes import Running
+from support.buf import find_buf
 from support.npm import install
 from support.sources import REPOSITORY
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.v1 import inference_pb2 as pb
 
+PROTOBUF_ES = ("@bufbuild/protoc-gen-es@2.9.0", "@bufbuild/protobuf@2.9.0")
 GRPC_JS = ("@grpc/grpc-js@1.14.7", "@grpc/proto-loader@0.8.0")
 SUPPORT = REPOSITORY / "tests" / "support"
 SLOW = {"min_step_seconds": 0.01, "max_step_seconds": 0.01}
@@ -53,6 +55,33 @@ def test_grpc_js_streams_cancels_and_has_deadlines(start: Callable[..., Running]
     assert results["wrong"]["code"] == 3
     assert "top_p" in results["wrong"]["details"]
     server.wait_for("request_ended", outcome="cancelled")
+
+
+def generated(out: Path) -> subprocess.CompletedProcess[str]:
+    """Generate the public API with buf and buf.gen.yaml, then import it in Node.js."""
+    modules = install("protobuf-es", *PROTOBUF_ES) / "node_modules"
+    path = os.pathsep.join((str(modules / ".bin"), os.environ["PATH"]))
+    template = str(REPOSITORY / "buf.gen.yaml")
+    output_of(find_buf(), "generate", str(REPOSITORY / "protos"), "--template", template, "-o", str(out), PATH=path)
+    (out / "package.json").write_text('{"type": "module"}')
+    (out / "node_modules").symlink_to(modules)
+    (out / "main.js").write_text(
+        "import { create, toBinary, fromBinary } from '@bufbuild/protobuf';\n"
+        "import * as inference from './gen/lineclear/v1/inference_pb.js';\n"
+        "import * as admin from './gen/lineclear/v1/admin_pb.js';\n"
+        "const error = { handle: 7n, event: { case: 'error', value: { code: 8, message: 'full' } } };\n"
+        "const sent = toBinary(inference.SessionResponseSchema, create(inference.SessionResponseSchema,\n"
+        "  { events: [error] }));\n"
+        "const names = [inference.InferenceService, admin.AdminService].map((service) => service.typeName);\n"
+        "console.log(fromBinary(inference.SessionResponseSchema, sent).events[0].event.value.message, ...names);\n"
+    )
+    node = shutil.which("node") or "node"
+    return subprocess.run([node, "main.js"], cwd=out, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+
+
+def test_buf_generates_javascript_that_can_be_imported(tmp_path: Path) -> None:
+    done = generated(tmp_path)
+    assert done.stdout.split() == ["full", SERVICE, "lineclear.v1.AdminService"], done.stderr
 
 
 def test_k6_streams_through_reflection(start: Callable[..., Running], tmp_path: Path) -> None:
