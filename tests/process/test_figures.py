@@ -90,6 +90,29 @@ def test_requests_of_all_kinds_are_counted_once(start: Callable[..., Running]) -
     assert page["time_to_first_token_seconds_count"] == 5
 
 
+def test_figures_of_single_requests_are_those_computed_by_hand(start: Callable[..., Running]) -> None:
+    """A prompt of 7 tokens and 12 output tokens: a step for each output token, and the last one is not computed again.
+
+    After the steps 7, 8, ... 18 positions are held. The second request finds 6: the last one is computed to sample.
+    """
+    server = start(**SLOW)
+    with Client(server.address) as client:
+        found = []
+        for _ in range(2):
+            client.generate(PROMPT, max_tokens=12, ignore_eos=True, seed=1)
+            found.append(final_page(server, client).counters)
+        stats = client.stats()
+    names = ("steps", "rows", "step_tokens", "step_positions", "prompt_tokens", "generation_tokens")
+    names += ("prefix_cache_queries", "prefix_cache_hits", "wasted_samples", "recomputed_tokens", "preemptions")
+    first, second = ([getattr(counters, name) for name in names] for counters in found)
+    assert first == [12, 12, 7 + 11, sum(range(7, 19)), 7, 12, 7, 0, 0, 0, 0]
+    assert second == [24, 24, 18 + 12, 2 * sum(range(7, 19)), 14, 24, 14, 6, 0, 0, 0]
+    assert (stats.mean_batch_size, stats.prefix_cache_hit_ratio) == (1.0, 6 / 14)
+    assert [worker.steps for worker in stats.workers] == [24]
+    assert stats.e2e_request_latency_seconds.count == 2
+    assert stats.request_mean_inter_token_latency_seconds.mean >= SLOW["min_step_seconds"] * 0.9
+
+
 def test_requests_of_a_lost_worker_are_counted_once(start: Callable[..., Running]) -> None:
     server = start("--max-batch-size", "3", **SLOW)
     num_requests = 8

@@ -2985,7 +2985,7 @@ class WorkerStatus(_message.Message):
     STEP_SECONDS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_PER_KV_TOKEN_FIELD_NUMBER: _builtins.int
     up: _builtins.bool
-    """Whether a worker has joined and is connected."""
+    """Whether a worker has joined, one whose connection was just lost included."""
     joins: _builtins.int
     """Workers that have joined since the scheduler started."""
     pid: _builtins.int

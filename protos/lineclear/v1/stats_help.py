@@ -73,7 +73,7 @@ HELP = {
     "Gauges.num_workers_joined": "Workers that serve, whichever program has started them.",
     "Gauges.num_workers_starting": "Wanted workers that do not serve yet: they load the model, wait to join, or are started again after an exit.",  # noqa: E501
     "Gauges.num_workers_given_up": "Wanted workers that are not started again.",
-    "WorkerStatus.up": "Whether a worker has joined and is connected.",
+    "WorkerStatus.up": "Whether a worker has joined, one whose connection was just lost included.",
     "WorkerStatus.joins": "Workers that have joined since the scheduler started.",
     "WorkerStatus.pid": "Process id of the worker, in the worker's PID namespace.",
     "WorkerStatus.device": 'Device of the worker: "cpu" or "cuda".',
