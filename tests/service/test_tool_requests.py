@@ -17,6 +17,7 @@ from support.tool_templates import HERMES, LLAMA3, TEMPLATES, TOOLS, tokenizer
 from lineclear.errors import InvalidRequest
 from lineclear.scheduler.requests import tool_validation
 from lineclear.scheduler.requests.validation import ModelBounds, check, check_tokenize
+from lineclear.scheduler.requests.violations import Violations
 from lineclear.scheduler.text.chat_template import ChatMessage, ChatTemplate, load_chat_template
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.tokenizer import Tokenizer
@@ -264,3 +265,32 @@ def test_valid_tools_pass() -> None:
     assert check(pb.GenerateRequest(chat=chat()), BOUNDS)
     assert check(pb.GenerateRequest(chat=choice(mode=pb.TOOL_CHOICE_MODE_AUTO)), BOUNDS)
     assert check(pb.GenerateRequest(chat=choice(mode=pb.TOOL_CHOICE_MODE_NONE)), BOUNDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ('{"enum":[' + "[]," * 16_382 + "1]}", False),
+        ('{"enum":[' + "[]," * 16_383 + "1]}", True),
+        ('{"enum":[' + "1," * 65_536 + "1]}", False),
+        ('{"enum":[' + "1," * 65_537 + "1]}", True),
+        ('{"enum":[' + ",".join(["[" * 60 + "]" * 60] * 274) + "]}", True),
+    ],
+    ids=["brackets", "a bracket more", "commas", "a comma more", "nested"],
+)
+@pytest.mark.parametrize("where", ["schema", "arguments"])
+def test_tools_of_too_many_values_are_refused_before_they_are_parsed(
+    text: str, is_refused: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+    loads = json.loads
+    monkeypatch.setattr(tool_validation.json, "loads", lambda text, **more: parsed.append(text) or loads(text, **more))
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="x")])
+    if where == "arguments":
+        chat.messages.add(role="assistant").tool_calls.add(id="1", name="a", arguments=text)
+    else:
+        chat.tools.add(name="a", parameters=text)
+    violations = Violations()
+    tool_validation.check_tools("chat", chat, violations)
+    assert any("16384 opening brackets" in v.description for v in violations.violations) == is_refused
+    assert bool(parsed) != is_refused

@@ -475,7 +475,8 @@ class ChatMessages(_message.Message):
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
         """Functions that the model may call, which the chat template shows to it.
-        At most 128, with different names.
+        At most 128, with different names. Their schemas and the arguments of calls
+        have at most 16,384 opening brackets and 65,536 commas.
         """
 
     @_builtins.property

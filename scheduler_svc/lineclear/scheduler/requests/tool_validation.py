@@ -16,6 +16,7 @@ MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 MAX_CALL_ID = 64
 MAX_JSON_DEPTH = 64
+MAX_JSON_BRACKETS, MAX_JSON_COMMAS = 16_384, 65_536  # in all schemas and arguments: parsing 1 MB of them takes 150 ms
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
@@ -24,6 +25,10 @@ def check_tools(path: str, chat: pb.ChatMessages, violations: Violations) -> Non
     """Add the violations of the tools, of the choice among them, and of the calls in messages."""
     if len(chat.tools) > MAX_TOOLS:
         violations.add(f"{path}.tools", f"has {len(chat.tools)} entries, the limit is {MAX_TOOLS}")
+        return
+    if _has_too_many_values(chat):
+        limits = f"{MAX_JSON_BRACKETS} opening brackets or {MAX_JSON_COMMAS} commas"
+        violations.add(f"{path}.tools", f"and the calls in messages have more than {limits}; send smaller schemas")
         return
     names = [tool.name for tool in chat.tools]
     for index, tool in enumerate(chat.tools):
@@ -64,6 +69,15 @@ def check_template_support(chat: pb.ChatMessages, *, takes_tools: bool) -> None:
     """Raises InvalidRequest for tools that the chat template does not show to the model."""
     if chat.tools and not takes_tools and chat.tool_choice.mode != pb.TOOL_CHOICE_MODE_NONE:
         raise InvalidRequest.at("chat.tools", "must be empty: the model's chat template takes no tools")
+
+
+def _has_too_many_values(chat: pb.ChatMessages) -> bool:
+    """Count at least the values of all JSON texts, without parsing them."""
+    brackets = commas = 0
+    for text in (*(t.parameters for t in chat.tools), *(c.arguments for m in chat.messages for c in m.tool_calls)):
+        brackets += text.count("[") + text.count("{")
+        commas += text.count(",")
+    return brackets > MAX_JSON_BRACKETS or commas > MAX_JSON_COMMAS
 
 
 def _check_tool(path: str, tool: pb.Tool, earlier: Sequence[str], violations: Violations) -> None:
