@@ -52,6 +52,7 @@ _TOY = {
 _LOOPS = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
 _TEMPLATE = (
     "{% if messages[0].content == '" + SLOW + "' %}" + _LOOPS + "{% endif %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 )
 _PROMPT, _SEED, _TOKENS = (5, 6, 7), 4711, 100
@@ -163,9 +164,10 @@ class Campaign:
     """A server on free ports."""
 
     def __init__(self, folder: Path, model: str = "") -> None:
-        data, health, metrics = self.ports = free_ports(3)
+        data, health, metrics, status = self.ports = free_ports(4)
         self.target = f"127.0.0.1:{data}"
         flags = ["--health-listen", f"127.0.0.1:{health}", "--metrics-listen", f"127.0.0.1:{metrics}"]
+        flags += ["--status-listen", f"127.0.0.1:{status}"]
         if model:
             self._server = Server(self.target, ["--model", model, *flags, "--", "--dtype", "float32"])
         else:
@@ -185,7 +187,7 @@ class Campaign:
     @property
     def memory_mb(self) -> int:
         """Private memory of the scheduler."""
-        return look(self._server.process.pid, 0).private_bytes >> 20
+        return round(look(self._server.process.pid, 0).private_mib)
 
     def run(self, kind: str, seconds: float) -> dict[str, Any]:
         """Run a canary beside hostile callers of `kind`, or beside none (`calm`)."""

@@ -1,6 +1,6 @@
 """Hostile clients, one kind a function. `campaigns.hostile` runs each in its own processes.
 
-python -m campaigns.hostile_callers KIND DATA_PORT HEALTH_PORT METRICS_PORT SECONDS
+python -m campaigns.hostile_callers KIND DATA_PORT HEALTH_PORT METRICS_PORT STATUS_PORT SECONDS
 
 Prints the number of attempts and the status codes as JSON. Errors are expected: the server refuses and disconnects.
 """
@@ -57,6 +57,7 @@ class Target:
     data: int
     health: int
     metrics: int
+    status: int
     end: float
 
     @property
@@ -70,9 +71,9 @@ class Target:
         return make(f"127.0.0.1:{self.data}", options=options)
 
 
-def _in_threads(target: Target, call: Callable[[Any], object]) -> int:
+def _in_threads(target: Target, call: Callable[[Any], object], num_threads: int = _THREADS) -> int:
     """Repeat a call in several threads, each with its own connection."""
-    counts = [0] * _THREADS
+    counts = [0] * num_threads
 
     def work(number: int) -> None:
         with target.channel() as channel:
@@ -82,7 +83,7 @@ def _in_threads(target: Target, call: Callable[[Any], object]) -> int:
                     call(stub)
                 counts[number] += 1
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(_THREADS)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -191,6 +192,17 @@ def score_flood(target: Target) -> int:
     return _in_threads(target, call)
 
 
+def tool_lists(target: Target) -> int:
+    """Send conversations with as many and as large tools as a request may have."""
+    fields = {f"field_{number}": {"type": "string", "description": "quick brown " * 5} for number in range(32)}
+    schema = json.dumps({"type": "object", "properties": fields})
+    chat = _conversation("", 1)
+    for number in range(128):
+        chat.tools.add(name=f"tool_{number}", description="quick", parameters=schema)
+    request = pb.TokenizeRequest(chat=chat)
+    return _in_threads(target, lambda stub: stub.Tokenize(request))
+
+
 def stats_flood(target: Target) -> int:
     """Call GetStats and GetModel without a pause."""
     return _in_threads(target, lambda stub: (stub.GetStats(pb.GetStatsRequest()), stub.GetModel(pb.GetModelRequest())))
@@ -280,6 +292,24 @@ def heavy_requests(target: Target) -> int:
     return _in_threads(target, call)
 
 
+def beam_searches(target: Target) -> int:
+    """Search with as many beams and end ids as the server accepts, up to the end."""
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[9, 10]),
+        sampling={"num_beams": 32, "max_tokens": 400, "min_tokens": 399, "early_stopping": 3},
+        stop={"token_ids": range(100, 116), "eos_token_ids": range(200, 216)},
+    )
+    return _in_threads(target, lambda stub: list(stub.Generate(request)), num_threads=1)
+
+
+def stop_regexes(target: Target) -> int:
+    """Ask for many outputs that end at the most expensive stop regex."""
+    request = pb.GenerateRequest(
+        text="quick brown", sampling={"max_tokens": 200, "n": 24, "ignore_eos": True}, stop={"regex": "[^z]{8,16}z{9}"}
+    )
+    return _in_threads(target, lambda stub: list(stub.Generate(request)), num_threads=1)
+
+
 def unread_answers(target: Target) -> int:
     """Submit requests with all log probabilities and never read the answers."""
     output = pb.OutputOptions(logprobs=True, top_logprobs=20)
@@ -359,6 +389,22 @@ def slow_scrapers(target: Target) -> int:
                 held.remove(connection)
                 connection.close()
         time.sleep(0.2)
+    return count
+
+
+def unread_status_streams(target: Target) -> int:
+    """Open streams of the status page and never read them. Count those that the server accepts."""
+    held: list[socket.socket] = []
+    count = 0
+    while not (count and target.is_over):
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection(("127.0.0.1", target.status), 5)
+            connection.sendall(b"GET /status/steps HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            held.append(connection)
+            count += 1
+        time.sleep(0.02)
+        if len(held) > 400:
+            held.pop(0).close()
     return count
 
 
@@ -493,6 +539,9 @@ SERVED = (
     "resume_flood",
     "unread_answers",
     "stats_flood",
+    "beam_searches",
+    "stop_regexes",
+    "tool_lists",
 )
 """Kinds that prove nothing unless some of their calls succeed."""
 
@@ -512,7 +561,11 @@ KINDS: dict[str, Callable[[Target], int]] = {
         score_flood,
         heavy_requests,
         oversized_requests,
+        beam_searches,
+        stop_regexes,
+        tool_lists,
         unread_answers,
+        unread_status_streams,
         stats_flood,
         watch_flood,
         idle_sessions,
@@ -529,8 +582,8 @@ KINDS: dict[str, Callable[[Target], int]] = {
 def main() -> None:
     """Run one kind for the given seconds."""
     kind, *numbers = sys.argv[1:]
-    data, health, metrics, seconds = map(float, numbers)
-    target = Target(int(data), int(health), int(metrics), time.monotonic() + seconds)
+    *ports, seconds = numbers
+    target = Target(*map(int, ports), end=time.monotonic() + float(seconds))
     times = KINDS[kind](target)
     print(json.dumps({"times": times, "outcomes": _outcomes}))
 
