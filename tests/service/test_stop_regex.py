@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -146,3 +147,24 @@ async def test_answer_ends_before_the_match(tmp_path: Path) -> None:
         both = await error_of(s.generate(text_request(stop={"regex": "a", "strings": ["b"]})))
         assert isinstance(both, InvalidRequest)
         assert [violation.field for violation in both.violations] == ["stop.regex"]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["[^z]{8,16}z{9}", "(.?.?.?.?.?.?.?.?.?.?.?)z", r"(\w*\s*)*z", "(a|a|a|a|a|a|a|a|a)+z"]
+)
+def test_a_character_costs_one_lookup_for_each_position(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups = 0
+    after = StopRegex.after
+
+    def counted(self: StopRegex, position: int, char: str) -> tuple[int, ...]:
+        nonlocal lookups
+        lookups += 1
+        return after(self, position, char)
+
+    matcher = RegexMatcher(StopRegex(pattern), include_stop_string=False)
+    monkeypatch.setattr(StopRegex, "after", counted)
+    rng = random.Random(1)
+    for _ in range(500):
+        lookups = 0
+        matcher.push("".join(rng.choice("abc d") for _ in range(4)))
+        assert lookups <= 4 * (48 + 1)

@@ -476,7 +476,7 @@ class ChatMessages(_message.Message):
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
         """Functions that the model may call, which the chat template shows to it.
         At most 128, with different names. Their schemas and the arguments of calls
-        have at most 16,384 opening brackets and 65,536 commas.
+        have at most 16,384 opening brackets and 32,768 commas.
         """
 
     @_builtins.property

@@ -16,7 +16,7 @@ MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 MAX_CALL_ID = 64
 MAX_JSON_DEPTH = 64
-MAX_JSON_BRACKETS, MAX_JSON_COMMAS = 16_384, 65_536  # in all schemas and arguments: parsing 1 MB of them takes 150 ms
+MAX_JSON_BRACKETS, MAX_JSON_COMMAS = 16_384, 32_768  # in all schemas and arguments: parsing 1 MB of them takes 150 ms
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
