@@ -43,7 +43,7 @@ HANG_SECONDS = SOON_SECONDS
 _CANARY_TOKENS = 12
 _MAX_TIMES_QUIET = 3.0
 _MAX_GROWTH_BYTES = 8 * 2**20
-_MAX_GROWTH = Sample(0, private_bytes=64 * 2**20, threads=8, descriptors=50)
+_MAX_GROWTH = Sample(0, private_mib=64, threads=8, descriptors=50)
 _MAX_TOKENS_PER_CANCEL = 60
 """Mean tokens of a cancelled call. A third of them started; an uncancelled one gets 400."""
 _SETTLE_SECONDS = 10.0
@@ -87,7 +87,7 @@ async def damaged(service: ToyService, count: int, seed: int) -> Outcome:
         await asyncio.gather(*(work() for _ in range(_CONCURRENCY)))
     assert before is not None
     outcome.grown = _grown(before, look(service.pid, count))
-    for name in ("private_bytes", "threads", "descriptors"):
+    for name in ("private_mib", "threads", "descriptors"):
         if getattr(outcome.grown, name) > getattr(_MAX_GROWTH, name):
             outcome.wrong.append(f"{name} grew by {getattr(outcome.grown, name)} in {outcome.grown.requests} calls")
     return outcome
@@ -103,7 +103,7 @@ def incidents(log: Path) -> list[str]:
 def _grown(before: Sample, after: Sample) -> Sample:
     return Sample(
         after.requests - before.requests,
-        after.private_bytes - before.private_bytes,
+        after.private_mib - before.private_mib,
         after.threads - before.threads,
         after.descriptors - before.descriptors,
     )
@@ -222,11 +222,11 @@ async def open_and_cancel(service: ToyService, count: int, quiet_seconds: float 
         async with run_canary(service.target) as during:
             begin = time.monotonic()
             await cancel_all(iter(range(count // 10)))
-            before = look(service.pid, 0).private_bytes
+            before = look(service.pid, 0).private_mib
             await cancel_all(iter(range(count // 10, count)))
             seconds = time.monotonic() - begin
         held = await _settled(client, most=0)
-        grown = look(service.pid, 0).private_bytes - before
+        grown = round((look(service.pid, 0).private_mib - before) * 2**20)
         canary_tokens = len(during) * TOKENS // (TOKENS - 1)  # each answer of the canary has one gap less than tokens
         made = (await client.stats()).counters.generation_tokens - made - canary_tokens
         return CancelledCalls(count, seconds, _p99(quiet), _p99(during), grown, held, made)
@@ -273,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in outcome.wrong[:20]:
         print(line)
     print(
-        f"{outcome.grown.private_bytes / 2**20:.1f} MiB, {outcome.grown.threads} threads and "
+        f"{outcome.grown.private_mib:.1f} MiB, {outcome.grown.threads} threads and "
         f"{outcome.grown.descriptors} descriptors grown; {options.count} requests, {outcome.canaries} canaries, "
         f"{len(outcome.wrong)} wrong, {dict(outcome.statuses)}"
     )
