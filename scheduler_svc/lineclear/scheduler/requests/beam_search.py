@@ -71,10 +71,10 @@ class Beam:
 
 
 class _Candidate(NamedTuple):
-    """A continuation of the running beam `index` by one token."""
+    """A continuation of the running beam number `beam` by one token."""
 
     score: float
-    index: int
+    beam: int
     token: int
     logprob: float
 
@@ -122,9 +122,9 @@ class BeamSearch:
         return list(islice(merged, self._settings.num_beams))
 
     def _beam(self, found: _Candidate, steps: Sequence[Logprobs], score: float) -> Beam:
-        parent, shown = self.running[found.index], None
+        parent, shown = self.running[found.beam], None
         if self._num_shown >= 0:
-            shown = Logprobs(found.logprob, steps[found.index].top[: self._num_shown])
+            shown = Logprobs(found.logprob, steps[found.beam].top[: self._num_shown])
         return Beam((*parent.tokens, found.token), score, None if shown is None else parent, shown)
 
     def _is_over(self, length: int) -> bool:
