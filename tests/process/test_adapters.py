@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import struct
 import threading
@@ -69,61 +70,75 @@ def served(tmp_path: Path, *flags: str, with_folder: bool = True, **toy: Any) ->
         service.stop()
 
 
+@pytest.fixture(scope="module")
+def only_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("served")) as server:
+        yield server
+
+
+@pytest.fixture
+def s(only_server: Served) -> Iterator[Served]:
+    """The server that several tests share, with an empty folder and without adapters."""
+    yield only_server
+    for adapter in only_server.admin.adapters():
+        only_server.admin.unload_adapter(adapter.name)
+    shutil.rmtree(only_server.folder)
+    only_server.folder.mkdir()
+
+
 def right(directory: Path | None, max_tokens: int = 8, **sampling: Any) -> list[int]:
     return answer(PROMPT, max_tokens, model=toy_model(directory), **sampling)
 
 
-def test_adapters_are_loaded_used_listed_and_unloaded(tmp_path: Path) -> None:
-    with served(tmp_path) as s:
-        first, second = (write_adapter(s.folder / name, n) for n, name in enumerate("ab"))
-        assert s.admin.adapters() == ()
-        loaded = s.admin.load_adapter("first", "a")
-        assert (loaded.name, loaded.digest, loaded.rank) == ("first", key_of(first).hex(), 2)
-        s.admin.load_adapter("second", str(second))
-        assert [adapter.name for adapter in s.admin.adapters()] == ["first", "second"]
-        assert next((a.name, a.digest) for a in s.client.model().adapters) == ("first", key_of(first).hex())
-        assert s.tokens(None) == right(None)
-        assert s.tokens("first") == right(first)
-        assert s.tokens("second") == right(second)
-        assert len({tuple(right(path)) for path in (None, first, second)}) == 3
-        submitted = s.client.submit(PROMPT, adapter="second", max_tokens=8, ignore_eos=True, seed=0)
-        assert list(submitted.result().token_ids) == right(second)
-        batch = list(s.client.generate_batch([PROMPT] * 4, adapter="first", max_tokens=8, ignore_eos=True, seed=0))
-        assert [list(generation.token_ids) for generation in batch] == [right(first)] * 4
-        assert s.admin.unload_adapter("first") == 0
-        with pytest.raises(AdapterNotFound, match="no adapter of this name is loaded; 1 are"):
-            s.tokens("first")
-        with pytest.raises(AdapterNotFound):
-            s.admin.unload_adapter("first")
-        assert s.tokens("second") == right(second)
+def test_adapters_are_loaded_used_listed_and_unloaded(s: Served) -> None:
+    first, second = (write_adapter(s.folder / name, n) for n, name in enumerate("ab"))
+    assert s.admin.adapters() == ()
+    loaded = s.admin.load_adapter("first", "a")
+    assert (loaded.name, loaded.digest, loaded.rank) == ("first", key_of(first).hex(), 2)
+    s.admin.load_adapter("second", str(second))
+    assert [adapter.name for adapter in s.admin.adapters()] == ["first", "second"]
+    assert next((a.name, a.digest) for a in s.client.model().adapters) == ("first", key_of(first).hex())
+    assert s.tokens(None) == right(None)
+    assert s.tokens("first") == right(first)
+    assert s.tokens("second") == right(second)
+    assert len({tuple(right(path)) for path in (None, first, second)}) == 3
+    submitted = s.client.submit(PROMPT, adapter="second", max_tokens=8, ignore_eos=True, seed=0)
+    assert list(submitted.result().token_ids) == right(second)
+    batch = list(s.client.generate_batch([PROMPT] * 4, adapter="first", max_tokens=8, ignore_eos=True, seed=0))
+    assert [list(generation.token_ids) for generation in batch] == [right(first)] * 4
+    assert s.admin.unload_adapter("first") == 0
+    with pytest.raises(AdapterNotFound, match="no adapter of this name is loaded; 1 are"):
+        s.tokens("first")
+    with pytest.raises(AdapterNotFound):
+        s.admin.unload_adapter("first")
+    assert s.tokens("second") == right(second)
 
 
-def test_scores_and_vectors_are_those_of_the_adapter(tmp_path: Path) -> None:
+def test_scores_and_vectors_are_those_of_the_adapter(s: Served) -> None:
     """With none and two adapters; the prefix cache separates them."""
-    with served(tmp_path) as s:
-        paths: list[Path | None] = [None, *(write_adapter(s.folder / name, n) for n, name in enumerate("ab"))]
-        for path in paths[1:]:
-            assert path is not None
-            s.admin.load_adapter(path.name, path.name)
-        fingerprints = set()
-        for path in paths * 2:
-            name, model = (None, "") if path is None else (path.name, toy_model(path))
-            scores = s.client.score(PROMPT, [[7, 8]], adapter=name)
-            wanted = expected_scores([*PROMPT, 7, 8], len(PROMPT) - 1, 0, VOCABULARY, model)
-            assert [x.logprob for x in scores.scores[0].logprobs] == [x.logprobs[0] for x in wanted]
-            vectors = s.client.embed([PROMPT], adapter=name, normalize=False, dimensions=2)
-            pooling = Pooling(PoolingKind.LAST, 2, normalize=False)
-            assert str(vectors.vectors[0]) == str(struct.unpack("<2f", expected_vector(PROMPT, pooling, model)))
-            fingerprint = s.client.generate(PROMPT, adapter=name, max_tokens=1).started.model_fingerprint
-            assert scores.model_fingerprint == vectors.model_fingerprint == fingerprint
-            fingerprints.add(fingerprint)
-        assert len(fingerprints) == 3
-        for call in (
-            lambda: s.client.score(PROMPT, [[7]], adapter="none"),
-            lambda: s.client.embed(["x"], adapter="b c"),
-        ):
-            with pytest.raises(AdapterNotFound):
-                call()
+    paths: list[Path | None] = [None, *(write_adapter(s.folder / name, n) for n, name in enumerate("ab"))]
+    for path in paths[1:]:
+        assert path is not None
+        s.admin.load_adapter(path.name, path.name)
+    fingerprints = set()
+    for path in paths * 2:
+        name, model = (None, "") if path is None else (path.name, toy_model(path))
+        scores = s.client.score(PROMPT, [[7, 8]], adapter=name)
+        wanted = expected_scores([*PROMPT, 7, 8], len(PROMPT) - 1, 0, VOCABULARY, model)
+        assert [x.logprob for x in scores.scores[0].logprobs] == [x.logprobs[0] for x in wanted]
+        vectors = s.client.embed([PROMPT], adapter=name, normalize=False, dimensions=2)
+        pooling = Pooling(PoolingKind.LAST, 2, normalize=False)
+        assert str(vectors.vectors[0]) == str(struct.unpack("<2f", expected_vector(PROMPT, pooling, model)))
+        fingerprint = s.client.generate(PROMPT, adapter=name, max_tokens=1).started.model_fingerprint
+        assert scores.model_fingerprint == vectors.model_fingerprint == fingerprint
+        fingerprints.add(fingerprint)
+    assert len(fingerprints) == 3
+    for call in (
+        lambda: s.client.score(PROMPT, [[7]], adapter="none"),
+        lambda: s.client.embed(["x"], adapter="b c"),
+    ):
+        with pytest.raises(AdapterNotFound):
+            call()
 
 
 def test_prefix_is_shared_within_an_adapter_only(tmp_path: Path) -> None:
@@ -229,33 +244,33 @@ def test_same_content_under_two_names_takes_one_place(tmp_path: Path) -> None:
         assert s.tokens("again") == right(path)
 
 
-def test_answer_is_not_resumed_with_another_adapter(tmp_path: Path) -> None:
-    with served(tmp_path) as s:
-        write_adapter(s.folder / "a", 1)
-        write_adapter(s.folder / "b", 2)
-        s.admin.load_adapter("x", "a")
-        fingerprint = s.client.generate(PROMPT, adapter="x", max_tokens=2, seed=0).started.model_fingerprint
-        plain = s.client.generate(PROMPT, max_tokens=2, seed=0).started.model_fingerprint
-        assert fingerprint != plain == s.client.model().model_fingerprint
-        assert s.tokens("x", model_fingerprint=fingerprint) == right(s.folder / "a")
-        s.admin.unload_adapter("x")
-        s.admin.load_adapter("x", "b")
-        with pytest.raises(ModelChanged):
-            s.tokens("x", model_fingerprint=fingerprint)
+def test_answer_is_not_resumed_with_another_adapter(s: Served) -> None:
+    write_adapter(s.folder / "a", 1)
+    write_adapter(s.folder / "b", 2)
+    s.admin.load_adapter("x", "a")
+    fingerprint = s.client.generate(PROMPT, adapter="x", max_tokens=2, seed=0).started.model_fingerprint
+    plain = s.client.generate(PROMPT, max_tokens=2, seed=0).started.model_fingerprint
+    assert fingerprint != plain == s.client.model().model_fingerprint
+    assert s.tokens("x", model_fingerprint=fingerprint) == right(s.folder / "a")
+    s.admin.unload_adapter("x")
+    s.admin.load_adapter("x", "b")
+    with pytest.raises(ModelChanged):
+        s.tokens("x", model_fingerprint=fingerprint)
 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc", ".", "", "link", "files", "a/../../outside", "a\0b"])
-def test_path_out_of_the_folder_is_refused(tmp_path: Path, path: str) -> None:
-    write_adapter(tmp_path / "outside", 1)
-    with served(tmp_path) as s:
-        (s.folder / "link").symlink_to(tmp_path / "outside")
-        (s.folder / "files").mkdir()
-        for file in (tmp_path / "outside").iterdir():
-            (s.folder / "files" / file.name).symlink_to(file)
-        with pytest.raises((AdapterRefused, InvalidRequest)) as caught:
-            s.admin.load_adapter("x", path)
-        assert str(tmp_path) not in str(caught.value)
-        assert s.admin.adapters() == ()
+def test_path_out_of_the_folder_is_refused(s: Served, path: str) -> None:
+    outside = s.folder.parent / "outside"
+    shutil.rmtree(outside, ignore_errors=True)
+    write_adapter(outside, 1)
+    (s.folder / "link").symlink_to(outside)
+    (s.folder / "files").mkdir()
+    for file in outside.iterdir():
+        (s.folder / "files" / file.name).symlink_to(file)
+    with pytest.raises((AdapterRefused, InvalidRequest)) as caught:
+        s.admin.load_adapter("x", path)
+    assert str(s.folder.parent) not in str(caught.value)
+    assert s.admin.adapters() == ()
 
 
 def test_refusals_have_reasons(tmp_path: Path) -> None:
@@ -299,12 +314,11 @@ def test_without_a_folder_nothing_is_loaded_at_run_time(tmp_path: Path) -> None:
         s.admin.load_adapter("x", "a")
 
 
-def test_unknown_adapter_fails_each_kind_of_call(tmp_path: Path) -> None:
-    with served(tmp_path) as s:
-        for call in (s.client.generate, s.client.submit):
-            with pytest.raises(LineclearError) as caught:
-                call(PROMPT, adapter="none", max_tokens=2, seed=0)
-            assert isinstance(caught.value, AdapterNotFound)
+def test_unknown_adapter_fails_each_kind_of_call(s: Served) -> None:
+    for call in (s.client.generate, s.client.submit):
+        with pytest.raises(LineclearError) as caught:
+            call(PROMPT, adapter="none", max_tokens=2, seed=0)
+        assert isinstance(caught.value, AdapterNotFound)
 
 
 def adapters_in_use(log: Path) -> tuple[str, str, str]:
