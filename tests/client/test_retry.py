@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from lineclear.client import Client
 from lineclear.client.call_settings import ClientConfig
+from lineclear.client.requests import UNSET
 from lineclear.client.retry import MAX_TIMEOUT_SECONDS, ResumeState, RetryPolicy, RetryState, may_retry
 from lineclear.client.submitted import submit_request
 from lineclear.errors import (
@@ -116,6 +118,19 @@ def test_starting_server_has_its_own_timeout(make: Callable[[RetryPolicy, Clock]
     waits_through(patience, clock, STARTING, 200.0)
     with pytest.raises(ServerStarting):  # it has been at it for start_timeout_seconds, whatever came between
         waits_through(patience, clock, STARTING, 100.0)
+
+
+def test_submit_waits_thirty_seconds_for_a_starting_server() -> None:
+    """An answer waits as long as its deadline; a call that generates nothing, such as Submit, has one of its own."""
+    with Client("127.0.0.1:1") as client:
+        left = client._config.short(UNSET).begin()
+    assert left is not None
+    assert 29.0 < left <= 30.0
+    clock = Clock()
+    calls = RetryState(RetryPolicy(), 30.0, clock)
+    waits_through(calls, clock, STARTING, 27.0)
+    with pytest.raises(ServerStarting):
+        waits_through(calls, clock, STARTING, 5.0)
 
 
 def test_starting_server_counts_as_no_resume() -> None:

@@ -135,6 +135,11 @@ def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied:
         (["--listen", "127.0.0.1:0", "--model", str(model)], "--socket-directory"),
         (["--listen", f"unix:{tmp_path}/file", "--model", str(model), "--spawn-worker"], "is not a socket of user"),
         (["--listen", occupied, "--model", str(model), "--spawn-worker"], "in use"),
+        ([*spawn, "--model", str(model), "--status-listen", occupied], "--status-listen"),
+        ([*spawn, "--model", str(model), "--recording-directory", str(tmp_path / "file")], "the recording directory"),
+        ([*spawn, "--model", str(model), "--lora-dir", "/absent"], "--lora-dir /absent is not a directory"),
+        ([*spawn, "--model", str(model), "--token-file", "/absent"], "--token-file /absent: No such file"),
+        ([*spawn, "--model", str(model), "--tls-cert-file", "/absent", "--tls-key-file", "/absent"], "--tls-cert-file"),
         (["--listen", "10.0.0.1:1", "--model", str(model)], "--insecure-allow-remote"),
         ([*spawn, "--model", str(model), "--socket-directory", "/absent/parent/x"], "parent"),
     ]

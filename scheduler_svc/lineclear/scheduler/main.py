@@ -27,7 +27,7 @@ from lineclear.model_files import model_directory
 from lineclear.model_files.model_directory import NotServable
 from lineclear.process import core_dumps, logging_setup, malloc_arenas
 from lineclear.process.device_names import split_devices
-from lineclear.process.private_dir import PathError
+from lineclear.process.private_dir import PathError, private_directory
 from lineclear.process.setting_fields import flag_of
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.addresses import check_bindable
@@ -90,12 +90,13 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
     if settings.exit_on_stdin_close:
         shutdown.watch_standard_input()
     model = _model(settings)
-    for setting in ("listen", "admin_listen", "health_listen", "metrics_listen"):
+    for setting in ("listen", "admin_listen", "health_listen", "metrics_listen", "status_listen"):
         if address := getattr(settings, setting):
             try:
                 check_bindable(address)
             except ConfigurationError as error:
                 raise ConfigurationError(f"{flag_of(setting)}: {error}") from None
+    _check_files(settings)
     with _socket_directory(settings) as directory, contextlib.ExitStack() as stack:
         link = WorkerLink(directory, max_plans_in_flight=settings.pipeline_depth)
         stack.callback(link.close)
@@ -138,6 +139,21 @@ def _model(settings: SchedulerSettings) -> Path:
     directory = model_directory.locate(settings.model)
     model_directory.check(settings.model, directory, is_loaded_here=False)
     return directory
+
+
+def _check_files(settings: SchedulerSettings) -> None:
+    """Raise ConfigurationError or PathError for files that the service would miss later, or only when it needs them."""
+    if settings.lora_dir and not Path(settings.lora_dir).is_dir():
+        raise ConfigurationError(f"--lora-dir {settings.lora_dir} is not a directory")
+    if settings.recording_directory:
+        private_directory(Path(settings.recording_directory), "recording directory", parents=True)
+    for setting in ("tls_cert_file", "tls_key_file", "tls_client_ca_file", "token_file", "admin_token_file"):
+        if path := getattr(settings, setting):
+            try:
+                with open(path, "rb"):
+                    pass
+            except OSError as error:
+                raise ConfigurationError(f"{flag_of(setting)} {path}: {error.strerror}") from None
 
 
 @contextlib.contextmanager
