@@ -25,6 +25,7 @@ BENCHMARKS = {
     "ipc": ("micro_ipc", False),
     "streams": ("micro_streams", True),
     "session": ("micro_session", True),
+    "short": ("micro_short", True),
     "step": ("micro_step", True),
     "attention": ("micro_attention", False),
     "idle": ("idle", True),

@@ -121,6 +121,32 @@ def test_dropped_lines_are_reported_once_lines_are_written_again() -> None:
     assert reports == [10]
 
 
+def test_events_are_formatted_by_the_writing_thread() -> None:
+    """In order, none lost at the end, and a value that has no text costs its own line only."""
+    script = """
+import threading, structlog
+from lineclear.process.logging_setup import configure
+
+class Value:
+    def __init__(self, number):
+        self.number = number
+
+    def __repr__(self):
+        assert self.number != 7
+        return f"{self.number} {threading.current_thread().name}"
+
+writer = configure("scheduler", form="json")
+for number in range(2000):
+    structlog.get_logger().info("line", value=Value(number))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=PATIENCE_SECONDS, check=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["num_dropped"] for line in lines if line["event"] == "log_lines_dropped"] == [1]
+    assert [line["value"] for line in lines if line["event"] == "line"] == [
+        f"{number} logs" for number in range(2000) if number != 7
+    ]
+
+
 def test_the_log_reports_dropped_lines() -> None:
     """A pipe holds about 500 of these lines and the queue 4096, so most of 20000 are dropped."""
     script = """

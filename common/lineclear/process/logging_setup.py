@@ -1,7 +1,8 @@
 """Logging of both processes: one JSON object a line, or text for a terminal, on standard error.
 
-A full disk or a reader that stopped reading must not block a step. So lines go through a bounded queue to a thread that
-writes them. Lines that find the queue full are dropped and counted. The event log_lines_dropped reports the count.
+A full disk or a reader that stopped reading must not block a step. So events go through a bounded queue to a thread. It
+formats them and writes all that are queued at once. Lines that find the queue full are dropped and counted. The event
+log_lines_dropped reports the count.
 
 Libraries write to standard error from any thread: stacks of faulthandler, notes of gRPC and torch, tracebacks. So
 descriptor 2 does not block, and the thread writes to a descriptor of its own, which does. The socket that journald
@@ -11,16 +12,17 @@ gives to services cannot be opened a second time. Then descriptor 2 becomes a pi
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
 import fcntl
+import json
 import logging
 import os
 import queue
 import stat
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TextIO
 
 import structlog
@@ -31,11 +33,16 @@ from .exception_location import exception_fields
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _STDERR = 2
 _MAX_UNFINISHED_BYTES = 1 << 16
+_MAX_LINES_AT_ONCE = 64
 _level = "info"
 
 
+Line = str | Callable[[], str]
+"""Whole lines, or a function that returns them: the thread calls it."""
+
+
 class LineWriter:
-    """A text stream that never blocks its writers. A thread writes the queued lines to `target`.
+    """A stream that never blocks its writers. A thread formats the queued lines and writes them to `target`.
 
     `num_dropped` counts lines lost to a full queue or a failed write. The thread calls `on_dropped` with the count when
     lines can be written again.
@@ -49,45 +56,53 @@ class LineWriter:
         self._on_dropped = on_dropped
         self.relay: _Relay | None = None
         """Closed with the writer."""
-        self._lines: queue.Queue[str | None] = queue.Queue(max_lines)
+        self._max_lines = max_lines
+        self._lines: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
         self._thread.start()
 
-    def write(self, text: str) -> None:
-        """Queue whole lines, or drop them if the queue is full."""
-        try:
-            self._lines.put_nowait(text)
-        except queue.Full:
+    def write(self, line: Line) -> None:
+        """Queue a line, or drop it if the queue is full."""
+        if self._lines.qsize() < self._max_lines:
+            self._lines.put(line)
+        else:
             self.num_dropped += 1
 
-    def flush(self) -> None:
-        """Do nothing: the thread flushes after each write."""
+    debug = info = warning = error = critical = write
+    """The methods that structlog calls."""
 
     def close(self, timeout_seconds: float = 1.0) -> None:
         """Write the queued lines, for at most `timeout_seconds`. Lines not written by then are lost."""
         if self.relay is not None:
             self.relay.close(timeout_seconds)
-        with contextlib.suppress(queue.Full):
-            self._lines.put(None, timeout=timeout_seconds)
+        self._lines.put(None)
         self._thread.join(timeout_seconds)
         if self.relay is not None and self._thread.is_alive():
             _discard(_STDERR)  # which blocks again since the relay is closed
 
     def _run(self) -> None:
-        while (text := self._lines.get()) is not None:
-            self._write_target(text)
-            if self._lines.qsize() <= self._lines.maxsize // 2:
+        is_closed = False
+        while not is_closed or not self._lines.empty():
+            lines = [self._lines.get()]
+            while len(lines) < _MAX_LINES_AT_ONCE and not self._lines.empty():
+                lines.append(self._lines.get())
+            is_closed = is_closed or None in lines
+            self._write_target([line for line in lines if line is not None])
+            if is_closed or self._lines.qsize() <= self._max_lines // 2:
                 self._report_dropped()
-        self._report_dropped()
-        while not self._lines.empty():
-            self._write_target(self._lines.get_nowait() or "")
 
-    def _write_target(self, text: str) -> None:
+    def _write_target(self, lines: Sequence[Line]) -> None:
+        texts = list[str]()
+        for line in lines:
+            try:
+                texts.append(line if isinstance(line, str) else line())
+            except Exception:  # of the text of a value
+                self.num_dropped += 1
         try:
-            self._target.write(text)
+            self._target.write("".join(texts))
             self._target.flush()
         except (OSError, ValueError):  # disk full, pipe without a reader, stream closed
-            self.num_dropped += 1
+            self.num_dropped += len(texts)
 
     def _report_dropped(self) -> None:
         if self.num_dropped > self._num_reported:
@@ -170,11 +185,11 @@ def configure(process: str, level: str = "info", form: str = "auto") -> LineWrit
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _replace_exception,
     ]
-    ending = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False) if console else _JSON
+    render = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False) if console else _json
     structlog.configure(
-        processors=[*shared, ending],
+        processors=[*shared, lambda logger, method, event: ((partial(_line, render, method, event),), {})],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),  # set_level filters
-        logger_factory=structlog.WriteLoggerFactory(writer),  # type: ignore[arg-type]  # calls only write and flush
+        logger_factory=lambda *names: writer,
         cache_logger_on_first_use=True,
     )
     return writer
@@ -247,7 +262,15 @@ def should_log(count: int) -> bool:
     return count & (count - 1) == 0
 
 
-_JSON = structlog.processors.JSONRenderer()
+_encode = json.JSONEncoder(default=repr).encode  # json.dumps would make an encoder for each line
+
+
+def _json(logger: Any, method: str, event: EventDict) -> str:
+    return _encode(event)
+
+
+def _line(render: Callable[[Any, str, EventDict], Any], method: str, event: EventDict) -> str:
+    return f"{render(None, method, event)}\n"
 
 
 def _drop_below_level(logger: Any, method: str, event: EventDict) -> EventDict:
