@@ -44,8 +44,11 @@ BOUNDED = {
     "gpu_worker/lineclear/worker/self_test.py:_generate:runner.launch(plan).result()": (
         "the device, before the worker joins; start_timeout_seconds"
     ),
-    "gpu_worker/lineclear/worker/sampler.py:sample:masks.result()": (
-        "llguidance's limits on one mask; the scheduler replaces a worker whose step takes too long"
+    "gpu_worker/lineclear/worker/mask_threads.py:MaskThreads.wait:self._changed.wait()": (
+        "the device's step before; the scheduler replaces a worker whose step takes too long"
+    ),
+    "gpu_worker/lineclear/worker/model_runner.py:ModelRunner._compute:pending.result()": (
+        "MaskThreads.wait, which is bounded"
     ),
     "gpu_worker/lineclear/worker/constraints.py:_Constraint.advance:self._matcher.result()": (
         "the scheduler compiles a grammar within max_grammar_seconds before a worker gets it"

@@ -12,6 +12,7 @@ import pytest
 from llguidance import LLMatcher
 from support.families import WIDE, tiny_model
 from support.inprocess import Failure, InProcess
+from support.mask_threads import LateThreads
 from support.service import DEMO_MODEL
 
 from lineclear.errors import NoTokenAllowed
@@ -21,6 +22,7 @@ from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.wire.messages import Row, Sampling
+from lineclear.worker.constraints import ConstraintTable
 from lineclear.worker.drafts.drafter import ReadTokens
 from lineclear.worker.drafts.verification import Drafts
 from lineclear.worker.model.loaded_model import LoadedModel
@@ -80,6 +82,19 @@ def test_tokens_do_not_depend_on_scheduling(loaded: LoadedModel) -> None:
     short = server(loaded, num_blocks=28)
     assert short.serve(requests()) == alone
     assert short.counters.preemptions > 0
+
+
+@pytest.mark.parametrize("limits", [{}, {"pipeline_depth": 1}, {"pipeline_depth": 3}], ids=str)
+def test_tokens_do_not_depend_on_late_masks(loaded: LoadedModel, limits: dict[str, Any]) -> None:
+    """Rows whose mask is late are planned again. Half of the masks are late, up to three times."""
+    expected = server(loaded).serve(requests())
+    late = server(loaded, **limits)
+    runner = late.runner
+    assert isinstance(runner, ModelRunner)
+    runner._constraints = ConstraintTable(runner._grammars, 4096, LateThreads(500))
+    assert late.serve(requests()) == expected
+    assert late.counters.wasted_samples > 50
+    assert late.counters.generation_tokens == sum(map(len, expected.values()))
 
 
 def test_resumed_answer_continues(loaded: LoadedModel) -> None:

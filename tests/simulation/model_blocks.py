@@ -137,7 +137,8 @@ class ModelBlocks:
 
         Of a prompt, the block that is filled in part may be copied from the next plan on.
         """
-        end = min(sequence.num_planned, len(sequence.tokens))
+        num_known = len(sequence.tokens) - (sequence.request.sampling.grammar != "")  # its last row may be deferred
+        end = min(sequence.num_planned, num_known)
         written = {block: self._key_of[block] for block in self._publish(sequence, end)}
         if self._prefix_cache and is_prompt and end % self.size:
             written[sequence.blocks[end // self.size]] = _scope(sequence), sequence.tokens[:end]

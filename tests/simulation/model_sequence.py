@@ -63,6 +63,14 @@ class ModelSequence:
         """Order of arrival."""
         return self.queue_key[1]
 
+    def defer(self) -> None:
+        """Drop the samples in flight, one of which has arrived; the last known position is computed again."""
+        self.num_known, self.num_void = self.num_known - 1, self.in_flight
+        self.max_computed_before = min(self.max_computed_before, len(self.tokens))
+        if self.is_running:
+            self.num_drafts = 0
+            self.num_planned = self.num_computed = len(self.tokens) - 1
+
     @property
     def is_stuck_now(self) -> bool:
         """Whether the request fails with its next sample: its grammar allows no token."""
@@ -118,7 +126,7 @@ class ModelSequence:
     @property
     def num_unplanned(self) -> int:
         """Number of positions that can be planned now: none before it is known how many drafts were accepted."""
-        if self.num_drafts:
+        if self.num_drafts or self.num_void:
             return 0
         return min(self.num_known, self.max_len - 1) - self.num_planned
 

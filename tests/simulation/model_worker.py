@@ -34,7 +34,15 @@ class TaintingRunner(ToyRunner):
 class Worker:
     """A toy worker with queues of plans and results in flight."""
 
-    def __init__(self, epoch: int, capacity: Capacity, vocab_size: int, bad_per_mille: int, model: str) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        capacity: Capacity,
+        vocab_size: int,
+        model: str,
+        bad_per_mille: int,
+        late_per_mille: int,
+    ) -> None:
         self.runner = TaintingRunner(
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
@@ -44,6 +52,7 @@ class Worker:
             max_step_tokens=capacity.max_step_tokens,
             is_bad=lambda context: is_bad(context, bad_per_mille),
             model=model,
+            late_per_mille=late_per_mille,
         )
         self.hello = self.runner.hello(epoch)
         self.plans: deque[StepPlan | LoadAdapter] = deque()  # and the messages between them

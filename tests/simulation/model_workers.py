@@ -109,7 +109,7 @@ class ModelWorker:
         """Free the slots of the sequences whose last row is planned; return their number."""
         before = len(self.running)
         for slot, sequence in list(self.running.items()):
-            if sequence.num_planned == sequence.max_len - 1:
+            if sequence.num_planned == sequence.max_len - 1 and not sequence.request.sampling.grammar:
                 del self.running[slot]
                 sequence.slot = -1
                 self.finishing[sequence] = None

@@ -353,8 +353,9 @@ class PlanChecks:
             is_next = len(row.new_blocks) == 1 and row.start == (len(sequence.blocks) - 1) * size
             require(is_next, "I5", "one block when needed")
         longest = sequence.max_len - 1 if sequence.protected else max(end, sequence.num_known)
-        # Blocks of rejected drafts stay.
-        longest = min(longest + sequence.request.max_drafts, sequence.max_len - 1)
+        # Blocks of rejected drafts and void rows stay.
+        num_void = self.state.limits.pipeline_depth if sequence.request.sampling.grammar else 0
+        longest = min(longest + sequence.request.max_drafts + num_void, sequence.max_len - 1)
         require(
             -(-end_of_drafts // size) <= len(sequence.blocks) <= -(-longest // size), "I5", "as many blocks as needed"
         )

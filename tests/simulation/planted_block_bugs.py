@@ -146,12 +146,12 @@ _SHARED_WHEN_PLANNED = (
     Bug(
         "blocks are published before they are planned",
         RunningBatch.publish_planned,
-        replace("min(sequence.num_planned, len(sequence.tokens))", "len(sequence.tokens)"),
+        replace("min(sequence.num_planned, num_known)", "num_known"),
     ),
     Bug(
         "a block whose last token is in flight is published",
         RunningBatch.publish_planned,
-        replace("min(sequence.num_planned, len(sequence.tokens))", "sequence.num_planned"),
+        replace("min(sequence.num_planned, num_known)", "sequence.num_planned"),
     ),
     Bug(
         "sequences that share a block of a bad row go on",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from simulation.mutations import Bug, drop, never, off_by_one, replace, without
+from simulation.mutations import Bug, drop, never, replace, without
 
 from lineclear.scheduler.core import result_applier
 from lineclear.scheduler.core.inflight_step import InflightStep
+from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.result_applier import ResultApplier
+from lineclear.scheduler.core.running_batch import RunningBatch
+from lineclear.scheduler.core.sequence import Sequence
 from lineclear.scheduler.engine.grammar_preparation import GrammarPreparation
 from lineclear.worker.constraints import ConstraintTable, _Constraint
 
@@ -21,13 +24,55 @@ CONSTRAINT_BUGS = (
     Bug(
         "a stuck decode stays in the decode batch",
         ResultApplier._append_tokens,
-        replace("failed", "(row for row in failed if row in result.bad_rows)", role="iter"),
+        replace("failed | result.deferred_rows if result.deferred_rows else failed", "result.bad_rows"),
     ),
     Bug("the token of a stuck row counts", result_applier._bad_rows, replace("outside - result.stuck_rows", "outside")),
     Bug(
         "a stuck row beyond the outputs is accepted",
         InflightStep.check,
-        replace("(*result.bad_rows, *result.stuck_rows)", "result.bad_rows"),
+        replace(
+            "(*result.bad_rows, *result.stuck_rows, *result.deferred_rows)", "(*result.bad_rows, *result.deferred_rows)"
+        ),
+    ),
+    Bug(
+        "a deferred row beyond the outputs is accepted",
+        InflightStep.check,
+        replace(
+            "(*result.bad_rows, *result.stuck_rows, *result.deferred_rows)", "(*result.bad_rows, *result.stuck_rows)"
+        ),
+    ),
+    Bug("a deferred row has a token", ResultApplier._append_tokens, never("row in result.deferred_rows")),
+    Bug(
+        "a deferred decode stays in the decode batch",
+        ResultApplier._append_tokens,
+        replace("failed | result.deferred_rows if result.deferred_rows else failed", "failed"),
+    ),
+    Bug("rows behind a deferred one count", ResultApplier._defer, replace("sequence.in_flight", "0")),
+    Bug(
+        "a deferred position is not planned again",
+        ResultApplier._defer,
+        drop("sequence.num_planned = sequence.num_computed = _"),
+    ),
+    Bug(
+        "positions behind a deferred one count as computed before",
+        ResultApplier._defer,
+        drop("sequence.max_computed_before = _"),
+    ),
+    Bug(
+        "a deferred position counts as computed",
+        ResultApplier.apply,
+        replace("row.num_drafts or sequence.num_void or row.end > sequence.num_planned", "row.num_drafts"),
+    ),
+    Bug("a sequence is planned behind a void sample", Sequence.num_unplanned, without("self.num_void")),
+    Bug(
+        "a constrained sequence gives up its slot before its last token",
+        StepPlanner._release_slots,
+        replace("not sequence.request.is_constrained", "True"),
+    ),
+    Bug(
+        "a block whose last position may be deferred is published",
+        RunningBatch.publish_planned,
+        replace("int(sequence.request.is_constrained)", "0"),
     ),
     Bug("a slot keeps the constraint of its last sequence", ConstraintTable.set_slot, drop("self._slots.pop(_, None)")),
     Bug(
@@ -44,13 +89,13 @@ CONSTRAINT_BUGS = (
     Bug(
         "a sampled token is not matched",
         ConstraintTable.start,
-        off_by_one("positions[row]", -1),
+        replace("constraint.position < positions[row]", "constraint.position + 1 < positions[row]"),
     ),
-    Bug("an answer ends inside the form", _Constraint.set_ends, without("matcher.may_end")),
+    Bug("an answer ends inside the form", _Constraint._set_ends, without("matcher.may_end")),
     Bug(
         "tokens that end the answer are allowed before the marker",
-        ConstraintTable._masks,
-        drop("constraint.set_ends(bits[row], None)"),
+        _Constraint.allowed,
+        replace("self._set_ends(bits, matcher)", "matcher and self._set_ends(bits, matcher)"),
     ),
     Bug(
         "the token that completes the marker is matched",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulation.mutations import Bug, always, drop, never, off_by_one, replace
+from simulation.mutations import Bug, always, drop, never, off_by_one, replace, without
 
 from lineclear.scheduler.core import running_batch
 from lineclear.scheduler.core.draft_pauses import DraftPauses
@@ -64,7 +64,7 @@ DRAFT_BUGS = (
         ResultApplier._append_tokens,
         replace("sequence.num_known - 1", "sequence.num_planned"),
     ),
-    Bug("rows with drafts count as computed up to their start", ResultApplier.apply, always("not row.num_drafts")),
+    Bug("rows with drafts count as computed up to their start", ResultApplier.apply, without("row.num_drafts")),
     Bug(
         "every token of the step belongs to the first row with drafts",
         ResultApplier._sampling_chunks,

@@ -44,7 +44,8 @@ class ResultChecks:
         drafted = result.num_drafted or (0,) * len(sampling)
         owners = [i for i, count in zip(sampling, counts, strict=True) for _ in range(count)]
         tokens = zip(owners, result.tokens, strict=True)
-        bad_rows = {i for i, token in tokens if i not in result.stuck_rows and not 0 <= token < self.vocab_size}
+        unsampled = result.stuck_rows | result.deferred_rows
+        bad_rows = {i for i, token in tokens if i not in unsampled and not 0 <= token < self.vocab_size}
         bad_rows |= result.bad_rows
         tainted = {step.outputs[i][:2] for i in bad_rows}
         readers = worker.blocks.readers(tainted)
@@ -73,6 +74,11 @@ class ResultChecks:
                 self.state.counters.requests_failed += 1
                 wanted.append((Failed, request_id, NoTokenAllowed, sequence.stats(now)))
                 continue
+            if sampling[index] in result.deferred_rows:
+                require(sequence.request.sampling.grammar != "", "I20", "only rows with a grammar are deferred")
+                sequence.defer()
+                self.state.counters.wasted_samples += 1
+                continue
             first_output = sequence.num_outputs
             for place in range(ends[index] - counts[index], ends[index]):
                 if sequence.num_outputs == len(sequence.answer) > first_output:
@@ -88,6 +94,8 @@ class ResultChecks:
         worker.blocks.resolve_pending(step.step, tainted | readers)
         for sequence, admission, end in step.rows:
             if sequence.is_running and sequence.admission_count == admission:
+                is_deferred = sequence.num_void > 0 or end > sequence.num_planned
+                end = sequence.num_computed if is_deferred else end
                 worker.blocks.publish(sequence, sequence.num_planned if sequence in step.drafting else end)
         # Requests may end in any order, but blocks must be released in that order.
         order = {event.request_id: place for place, event in enumerate(events) if isinstance(event, Finished)}

@@ -91,6 +91,7 @@ class Scenario:
     adapters: tuple[bytes, ...] = ()
     """Keys of adapters, which are loaded and unloaded; requests use them or none."""
     constrained: float = 0.0
+    late_per_mille: int = 0  # masks that are not ready in a step
     """Share of requests with a grammar, which the workers compile first."""
     beams: float = 0.0
     """Share of beam searches among the requests with several outputs; half of the others choose among candidates."""

@@ -411,7 +411,8 @@ def _rejecting_siblings(rng: random.Random, scenario: Scenario) -> Scenario:
 def _constraining(rng: random.Random, scenario: Scenario) -> Scenario:
     """Requests have grammars, some of which allow no further token at some point."""
     weights = scenario.weights | {"compile": rng.choice((1.0, 4.0))}
-    return replace(scenario, weights=weights, constrained=rng.choice((0.3, 0.9)))
+    late = random.Random(f"{scenario.seed}:late").choice((0, 100, 500))
+    return replace(scenario, weights=weights, constrained=rng.choice((0.3, 0.9)), late_per_mille=late)
 
 
 def _combined(rng: random.Random, scenario: Scenario) -> Scenario:

@@ -18,6 +18,7 @@ from simulation.invariant_error import require
 from simulation.model_worker import Worker
 from simulation.scenario import Scenario, draw_siblings
 from simulation.simulated_streams import SimulatedOutput, SimulatedStream
+from support.mask_threads import LateThreads
 from support.toy import fingerprint, sample, with_adapter
 
 from lineclear.errors import Cancelled, LineclearError
@@ -121,9 +122,10 @@ class Callers:
 
     def spoil(self, result: StepResult) -> StepResult | None:
         """Return an invalid result of the kind that only requests with grammars have; mostly None."""
-        if not self._scenario.constrained or self._rng.random() < 0.8:
+        if not self._scenario.constrained or self._rng.random() < 0.5:
             return None
-        return replace(result, stuck_rows=frozenset({result.num_outputs}))
+        name = self._rng.choice(("stuck_rows", "deferred_rows"))
+        return replace(result, **{name: frozenset({result.num_outputs})})
 
     # --- several outputs --------------------------------------------------------------------------------------------
 
@@ -255,7 +257,10 @@ class Callers:
         oracle = self._scheduler.oracle
         if oracle is None:
             return 10**9
-        return oracle.max_steps() + 5000 * (len(self._branches) + len(self._waiting))
+        steps = oracle.max_steps() + 5000 * (len(self._branches) + len(self._waiting))
+        if self._scenario.late_per_mille:  # a deferred row is planned again behind the results of all rows in flight
+            steps *= 1 + LateThreads.MAX_TRIES * self._scenario.limits.pipeline_depth
+        return steps
 
     def stop(self, now: float) -> None:
         """Cancel all requests with several outputs; requests that wait for a grammar are not submitted."""

@@ -340,7 +340,8 @@ class SimulatedRun:
         scenario = self.scenario
         if scenario.updates and not self.workers and self.rng.random() < scenario.updates:
             self.model = self.rng.choice(MODELS)
-        worker = Worker(1000 + self.epochs, capacity, scenario.vocab_size, scenario.bad_per_mille, self.model)
+        per_mille = scenario.bad_per_mille, scenario.late_per_mille
+        worker = Worker(1000 + self.epochs, capacity, scenario.vocab_size, self.model, *per_mille)
         worker.is_slow = scenario.slow > 0 and self.rng.random() < scenario.slow
         self.workers[worker.hello.epoch] = worker
         self.scheduler.join(worker.hello, self.now)

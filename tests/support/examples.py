@@ -70,6 +70,7 @@ EXAMPLES: tuple[Message, ...] = (
         scores=(Scores((-1.5, -2.0), (7, 8, 9, 1), (-0.5, -1.0, -0.25, -4.0)), Scores((-3.0,))),
         vectors=(b"", b"\0\0\x80\x3f\0\0\0\0"),
         stuck_rows=frozenset({0}),
+        deferred_rows=frozenset({3}),
         num_drafted=(0, 3),
         draft_seconds=0.004,
     ),

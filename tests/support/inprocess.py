@@ -35,7 +35,7 @@ class InProcess:
         self.core = Scheduler(limits or CoreLimits())
         self.events: list[Event] = []
         self.plans: list[StepPlan] = []
-        self._runner = runner
+        self.runner = runner
         self._flights: deque[InflightStep] = deque()
         self._clock = count()
         self._epochs = count(1)
@@ -50,7 +50,7 @@ class InProcess:
     def load_adapter(self, directory: Path) -> bytes:
         """Load an adapter and return its key."""
         key = adapter_files.read(directory, 1024).key
-        self._runner.load_adapter(self.core.load_adapter(key, next(self._clock)), key, str(directory))
+        self.runner.load_adapter(self.core.load_adapter(key, next(self._clock)), key, str(directory))
         self._adapters[key] = directory
         return key
 
@@ -91,20 +91,20 @@ class InProcess:
         self._join()
 
     def _join(self) -> None:
-        self._runner.reset()
+        self.runner.reset()
         self._epoch = next(self._epochs)
-        hello = decode(encode(self._runner.hello(self._epoch)))
+        hello = decode(encode(self.runner.hello(self._epoch)))
         assert isinstance(hello, Hello)
         self.events += self.core.worker_joined(hello, next(self._clock))
         for key, index in self.core.adapters.items():
-            self._runner.load_adapter(index, key, str(self._adapters[key]))
+            self.runner.load_adapter(index, key, str(self._adapters[key]))
 
     def _plan(self) -> None:
         while (plan := self.core.plan(self._epoch, next(self._clock))) is not None:
             received = decode(encode(plan))
             assert isinstance(received, StepPlan)
             self.plans.append(plan)
-            self._flights.append(self._runner.launch(received))
+            self._flights.append(self.runner.launch(received))
         self.events += self.core.drain_events()
 
     def _apply(self) -> None:

@@ -124,6 +124,7 @@ def results(draw: st.DrawFn) -> StepResult:
         scores=scored,
         vectors=pooled,
         stuck_rows=draw(st.frozensets(st.integers(0, num_outputs - 1))) if num_outputs else frozenset(),
+        deferred_rows=draw(st.frozensets(st.integers(0, num_outputs - 1))) if num_outputs else frozenset(),
         num_drafted=draw(st.just(()) | tuples(naturals)),
         draft_seconds=draw(seconds),
     )

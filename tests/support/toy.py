@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.mask_threads import LateThreads
 from support.toy_grammar import ToyGrammars, applied, permitted, tokens_of
 
 from lineclear.model_files.adapter_files import AdapterFilesRefused
@@ -189,6 +190,7 @@ class _Slot:
         self.adapter = init.adapter
         self.num_top_scores = init.num_top_scores
         self.pooling = init.pooling
+        self.num_known: int | None = None  # tokens that are known, while later ones are void
         self.pooled: list[list[int]] = []  # the contexts of the positions that rows with POOL have computed
 
 
@@ -221,7 +223,10 @@ class ToyRunner:
         max_step_tokens: int = 4096,
         is_bad: Callable[[Sequence[int]], bool] = lambda context: False,
         model: str = "",
+        late_per_mille: int = 0,
     ) -> None:
+        """`late_per_mille` of the masks are not ready in each step."""
+        self.late_per_mille = late_per_mille
         self.num_blocks, self.block_size, self.num_slots = num_blocks, block_size, num_slots
         self.max_model_len, self.vocab_size, self.max_step_tokens = max_model_len, vocab_size, max_step_tokens
         self.is_bad = is_bad
@@ -256,7 +261,9 @@ class ToyRunner:
         # Arrays of fixed-size integers: lists would grow as ids are written.
         self.cells = [array("i", [HOLE]) * self.block_size for _ in range(self.num_blocks)]
         self.slots: dict[int, _Slot] = {}
-        self._constraints = ConstraintTable(ToyGrammars(self.vocab_size), self.vocab_size)
+        self._constraints = ConstraintTable(
+            ToyGrammars(self.vocab_size), self.vocab_size, LateThreads(self.late_per_mille)
+        )
 
     def idle_work(self) -> bool:
         """Return False: no idle work exists."""
@@ -298,12 +305,16 @@ class ToyRunner:
         drafted: list[int] = []
         bad: set[int] = set()
         stuck: set[int] = set()
-        masks = self._masks(plan)
+        deferred: set[int] = set()
+        masks, late, void = self._masks(plan)
         for row in plan.rows:
             slot = self.slots[row.slot]
             slot.blocks.extend(row.new_blocks)
             end = row.start + row.num_tokens
             assert row.num_tokens > 0
+            if end == slot.num_known:
+                del slot.tokens[end:]
+                slot.num_known = None
             assert end <= len(slot.tokens), "a position without a known token"
             assert end <= len(slot.blocks) * self.block_size, "a position without a block"
             for position in range(row.start, end):
@@ -316,7 +327,7 @@ class ToyRunner:
                 continue
             size = self.block_size
             context = [self.cells[slot.blocks[p // size]][p % size] for p in range(end)]
-            if self.is_bad(context):
+            if self.is_bad(context) and not (row.slot in void and row.output == RowOutput.SAMPLE):
                 bad.add(len(counts) + len(scores) + len(vectors))
             if row.output == RowOutput.SCORE:
                 scores.append(self._scores(slot, context, row.start))
@@ -331,7 +342,11 @@ class ToyRunner:
                 if token == STUCK:
                     token = 0
                     stuck |= {len(counts) + len(scores) + len(vectors)} - bad
-                drafts = [] if masks else self._drafts(slot, row.num_drafts)
+                if row.slot in late:
+                    deferred.add(len(counts) + len(scores) + len(vectors))
+                    slot.num_known = slot.num_known or end
+                    token = (token + 1) % self.vocab_size
+                drafts = [] if masks or late else self._drafts(slot, row.num_drafts)
                 found = [(token, reported), *self._verify(slot, drafts, context, token)]
                 slot.tokens += [token for token, _ in found]
                 tokens += [token for token, _ in found]
@@ -351,11 +366,15 @@ class ToyRunner:
                 vectors=tuple(vectors),
                 num_drafted=tuple(drafted) if any(drafted) else (),
                 stuck_rows=frozenset(stuck),
+                deferred_rows=frozenset(deferred),
             )
         )
 
-    def _masks(self, plan: StepPlan) -> dict[int, set[int]]:
-        """Return the tokens that the grammar of each sampling slot allows. Such a step verifies no drafts."""
+    def _masks(self, plan: StepPlan) -> tuple[dict[int, set[int]], set[int], set[int]]:
+        """Return the tokens that the grammar of each sampling slot allows, the slots without a mask, and void slots.
+
+        A step with constrained rows verifies no drafts.
+        """
         rows = [row for row in plan.rows if row.output == RowOutput.SAMPLE]
         slots, ends = [row.slot for row in rows], [row.start + row.num_tokens for row in rows]
 
@@ -365,7 +384,8 @@ class ToyRunner:
         pending = self._constraints.start(slots, ends, last_tokens)
         masks = Masks([], np.zeros((0, 0), np.uint32)) if pending is None else pending.result()
         assert not any(rows[row].num_drafts for row in masks.rows), "a request with a grammar has no drafts"
-        return {slots[row]: tokens_of(masks.bits, i, self.vocab_size) for i, row in enumerate(masks.rows)}
+        found = {slots[row]: tokens_of(masks.bits, i, self.vocab_size) for i, row in enumerate(masks.rows)}
+        return found, {slots[row] for row in masks.deferred}, {slots[row] for row in masks.void}
 
     def _model(self, slot: _Slot) -> str:
         return with_adapter(self.model, self.adapters[slot.adapter]) if slot.adapter else self.model

@@ -84,12 +84,11 @@ class ToyGrammars:
             found.set_exception(error)
         return found
 
-    def fill(self, matchers: Sequence[tuple[Matcher, int]], bits: Bits) -> None:
-        """Write the allowed next tokens of each matcher to its row."""
-        for matcher, row in matchers:
-            assert isinstance(matcher, ToyMatcher)
-            for token in matcher.allowed(self._vocab_size):
-                bits[row, token // _WORD_BITS] |= np.uint32(1 << token % _WORD_BITS)
+    def fill(self, matcher: Matcher, bits: Bits) -> None:
+        """Write the allowed next tokens of a matcher."""
+        assert isinstance(matcher, ToyMatcher)
+        for token in matcher.allowed(self._vocab_size):
+            bits[token // _WORD_BITS] |= np.uint32(1 << token % _WORD_BITS)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import torch
 from llguidance import LLMatcher
 from service.small_tokenizers import byte_level, save
+from support.mask_threads import PromptThreads
 from support.service import DEMO_MODEL
 
 from lineclear.scheduler.text.detokenizer import decode
@@ -56,7 +56,7 @@ class Slot:
     """One slot of a table, driven step by step."""
 
     def __init__(self, compiler: GrammarCompiler, output: Sequence[int] = (), **sampling: object) -> None:
-        self.table = ConstraintTable(compiler, VOCABULARY)
+        self.table = ConstraintTable(compiler, VOCABULARY, PromptThreads())
         self.tokens = [*PROMPT, *output]
         parameters = Sampling(**{"stop_ids": (EOS,), **sampling})  # type: ignore[arg-type]
         self.table.set_slot(SlotInit(3, tuple(self.tokens), len(PROMPT), (), parameters))
@@ -169,7 +169,7 @@ def test_grammar_holds_behind_a_marker_that_is_a_token(tmp_path: Path, is_token:
     marker = [library.token_to_id("</think>")] if is_token else library.encode("</th", add_special_tokens=False).ids
     text = [] if is_token else library.encode("ink>", add_special_tokens=False).ids
     thought = library.encode("hm, yes", add_special_tokens=False).ids
-    table = ConstraintTable(compiler, library.get_vocab_size())
+    table = ConstraintTable(compiler, library.get_vocab_size(), PromptThreads())
     output = [*thought, *marker, *text]
     starts = []
     for count in range(len(output) + 1):
@@ -203,8 +203,7 @@ def test_masks_change_the_constrained_rows_only() -> None:
 def test_mask_does_not_hide_a_value_that_is_not_finite() -> None:
     values = torch.zeros(2, 96)
     values[0, 50] = float("nan")
-    masks: Future[Masks] = Future()
-    masks.set_result(Masks([0, 1], np.full((2, 3), 1, np.uint32)))
+    masks = Masks([0, 1], np.full((2, 3), 1, np.uint32))
     table = SamplingTable(2, 96, torch.device("cpu"))
     for slot in range(2):
         table.set_slot(slot, Sampling())

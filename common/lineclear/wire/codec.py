@@ -250,6 +250,8 @@ def _result_to(result: StepResult) -> pb.Result:
     )
     if result.stuck_rows:
         message.stuck_rows = _ints(sorted(result.stuck_rows))
+    if result.deferred_rows:
+        message.deferred_rows = _ints(sorted(result.deferred_rows))
     if result.logprobs:
         # A row that did not ask is marked by -1 top entries.
         message.logprobs = _floats(0.0 if x is None else x.logprob for x in result.logprobs)
@@ -283,10 +285,11 @@ def _result_from(epoch: int, step: int, payload: bytes) -> StepResult:
     result = StepResult(epoch, step, tuple(tokens), logprobs, bad, m.step_seconds, stuck_rows=stuck)
     if m.HasField("outputs"):
         result = _with_outputs(result, m.outputs)
-    if bad and not 0 <= min(bad) <= max(bad) < result.num_outputs:
-        raise ValueError("a bad row outside the plan")
-    if stuck and not 0 <= min(stuck) <= max(stuck) < result.num_outputs:
-        raise ValueError("a stuck row outside the plan")
+    if m.deferred_rows:
+        result = replace(result, deferred_rows=_read_set(m.deferred_rows))
+    for rows in (bad, stuck, result.deferred_rows):
+        if rows and not 0 <= min(rows) <= max(rows) < result.num_outputs:
+            raise ValueError("a bad, stuck or deferred row outside the plan")
     return result
 
 

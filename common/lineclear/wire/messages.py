@@ -214,6 +214,10 @@ class StepResult:
     """Of the POOL rows: little-endian float32; empty unless the row has the last token of its sequence."""
     stuck_rows: frozenset[int] = frozenset()
     """Indices, as in `bad_rows`, of sampling rows whose parameters allow no token; their token means nothing."""
+    deferred_rows: frozenset[int] = frozenset()
+    """Indices, as in `bad_rows`, of sampling rows whose mask was not ready; their token means nothing.
+
+    Later rows of the slot mean nothing either, up to a row that starts at the same position: it is computed again."""
     num_drafted: tuple[int, ...] = ()
     """Number of drafts that each sampling row verified; empty when none did."""
     draft_seconds: float = 0.0

@@ -3,21 +3,24 @@
 A matcher follows the output of one slot. It starts from the output tokens in the slot's initialisation, and takes each
 token that the slot samples. So a preemption, a resumed answer or another worker needs nothing else. No torch here: the
 sampler applies the bits to the logits.
+
+A row whose mask is not ready in time is *deferred*: it samples nothing, and the other rows go on. Rows of its slot that
+are in flight behind it lack its token and are deferred, too. The core plans its position again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from lineclear.wire.messages import SlotInit
 
-Bits = npt.NDArray[np.uint32]
-"""[num_rows, words]: bit i % 32 of word i // 32 is set if token i is allowed."""
+from .mask_threads import Bits, Mask, MaskThreads
+
 _ALL = np.uint32(0xFFFFFFFF)
 _WORD_BITS = 32
 
@@ -47,8 +50,8 @@ class Grammars(Protocol):
         """Return a new matcher at the start of the grammar; it may take a while. The future may raise."""
         ...
 
-    def fill(self, matchers: Sequence[tuple[Matcher, int]], bits: Bits) -> None:
-        """Write the allowed next tokens of each matcher to its row of `bits`."""
+    def fill(self, matcher: Matcher, bits: Bits) -> None:
+        """Write the allowed next tokens of a matcher."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -67,6 +70,11 @@ class Masks(NamedTuple):
     rows: list[int]
     """Indices of sampling rows, ascending."""
     bits: Bits
+    """[num_rows, words]."""
+    deferred: Sequence[int] = ()
+    """Indices of the sampling rows whose mask is not ready."""
+    void: Sequence[int] = ()
+    """Those of them whose input is not known, because an earlier row was deferred: their values mean nothing."""
 
 
 class _Constraint:
@@ -84,6 +92,12 @@ class _Constraint:
         self._pending = list(init.tokens[init.prompt_len :])
         self.position = len(init.tokens)
         """Number of prompt and output tokens that were taken."""
+        self.mask: Mask | None = None
+        """Of the present step, or of a row that was deferred."""
+        self.mask_position = 0
+        """Position of the token that the mask is for."""
+        self.is_slow = False
+        """Whether the last mask was slow."""
 
     def take(self, token: int) -> None:
         """Append the token that the last step sampled."""
@@ -114,7 +128,29 @@ class _Constraint:
             self._tail = self._tail[-len(self._marker) :]
         return []
 
-    def set_ends(self, mask: Bits, matcher: Matcher | None) -> None:
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a mask can be computed without a wait for the compiler."""
+        return self._matcher.done()
+
+    def allowed(self, num_words: int) -> Bits:
+        """Return the mask behind all tokens; nothing is allowed where the matcher fails."""
+        bits: Bits = np.zeros(num_words, np.uint32)
+        try:
+            matcher = self.advance()
+            if matcher is None:
+                bits[:] = _ALL
+            else:
+                self._grammars.fill(matcher, bits)
+                if matcher.has_failed:
+                    bits[:] = 0
+                    return bits
+            self._set_ends(bits, matcher)
+        except Exception:
+            bits[:] = 0  # the request fails, and no other
+        return bits
+
+    def _set_ends(self, mask: Bits, matcher: Matcher | None) -> None:
         """Allow the tokens that end the answer exactly where the grammar may end."""
         may_end = matcher is not None and self.position >= self._first_end and matcher.may_end
         for token in {*self._grammars.end_ids, *self._end_ids}:
@@ -123,14 +159,51 @@ class _Constraint:
             mask[token // _WORD_BITS] |= np.uint32(1 << token % _WORD_BITS)
 
 
-class ConstraintTable:
-    """The constraints of all slots. The launch thread calls the methods; a helper thread computes masks."""
+class PendingMasks:
+    """The masks of a step, which are computed beside its forward pass."""
 
-    def __init__(self, grammars: Grammars, vocab_size: int) -> None:
+    def __init__(
+        self,
+        threads: MaskThreads,
+        rows: list[int],
+        masked: list[_Constraint],
+        void: list[int],
+        num_rows: int,
+        num_words: int,
+    ) -> None:
+        self._threads, self._rows, self._masked, self._void = threads, rows, masked, void
+        self._num_rows, self._num_words = num_rows, num_words
+
+    def result(self) -> Masks:
+        """Wait for the masks as long as the step may, and return those that are ready."""
+        masks = [constraint.mask for constraint in self._masked if constraint.mask is not None]
+        assert len(masks) == len(self._rows)
+        self._threads.wait(masks, is_alone=len(masks) + len(self._void) == self._num_rows)
+        rows: list[int] = []
+        found: list[Bits] = []
+        deferred = list(self._void)
+        for row, constraint, mask in zip(self._rows, self._masked, masks, strict=True):
+            bits = mask.bits
+            if bits is None and self._threads.is_overdue(mask):
+                bits = np.zeros(self._num_words, np.uint32)  # the request fails
+            if bits is None:
+                deferred.append(row)
+                continue
+            constraint.mask, constraint.is_slow = None, mask.is_slow
+            rows.append(row)
+            found.append(bits)
+        bits_of_rows: Bits = np.stack(found) if found else np.zeros((0, self._num_words), np.uint32)
+        return Masks(rows, bits_of_rows, deferred, self._void)
+
+
+class ConstraintTable:
+    """The constraints of all slots. The launch thread calls the methods; other threads compute masks."""
+
+    def __init__(self, grammars: Grammars, vocab_size: int, threads: MaskThreads | None = None) -> None:
         self._grammars = grammars
-        self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // _WORD_BITS)
         self._slots: dict[int, _Constraint] = {}
-        self._helper: ThreadPoolExecutor | None = None
+        self._threads = threads or MaskThreads()
 
     def reset(self) -> None:
         """Free every slot."""
@@ -152,47 +225,41 @@ class ConstraintTable:
         slots: Sequence[int],
         positions: Sequence[int],
         fetch_last_tokens: Callable[[list[int]], Callable[[], list[int]]],
-    ) -> Future[Masks] | None:
+    ) -> PendingMasks | None:
         """Compute the masks of the sampling rows with these slots and positions, while the caller goes on.
 
-        `fetch_last_tokens(rows)` is called at once for the rows that sampled their last token in an earlier step. The
+        `fetch_last_tokens(rows)` is called at once for the rows that sampled their last token in an earlier step. A
         helper thread calls its result, which waits for these tokens. Returns None if no row has a constraint.
         """
         if not self._slots or self._slots.keys().isdisjoint(slots):
             return None
-        found = [(row, slot) for row, slot in enumerate(slots) if slot in self._slots]
-        rows, constraints = [row for row, _ in found], [self._slots[slot] for _, slot in found]
-        behind = [i for i, row in enumerate(rows) if constraints[i].position < positions[row]]
-        if self._helper is None:
-            self._helper = ThreadPoolExecutor(1, thread_name_prefix="constraints")
-        last_tokens = fetch_last_tokens([rows[i] for i in behind]) if behind else list
-        return self._helper.submit(self._masks, rows, constraints, behind, last_tokens)
+        rows: list[int] = []
+        masked: list[_Constraint] = []
+        void: list[int] = []
+        new: list[Mask] = []
+        behind: list[int] = []
+        for row, slot in enumerate(slots):
+            constraint = self._slots.get(slot)
+            if constraint is None:
+                continue
+            if constraint.mask is not None and positions[row] > constraint.mask_position:
+                void.append(row)
+                continue
+            rows.append(row)
+            masked.append(constraint)
+            if constraint.mask is None:
+                if constraint.position < positions[row]:
+                    behind.append(row)
+                compute = partial(constraint.allowed, self._num_words)
+                constraint.mask = Mask(compute, is_slow=constraint.is_slow or not constraint.is_compiled)
+                constraint.mask_position = positions[row]
+                new.append(constraint.mask)
+        last_tokens = fetch_last_tokens(behind) if behind else list
+        taking = [self._slots[slots[row]] for row in behind]
 
-    def _masks(
-        self,
-        rows: list[int],
-        constraints: list[_Constraint],
-        behind: list[int],
-        last_tokens: Callable[[], list[int]],
-    ) -> Masks:
-        for i, token in zip(behind, last_tokens(), strict=True):
-            constraints[i].take(token)
-        bits: Bits = np.zeros((len(rows), -(-self._vocab_size // _WORD_BITS)), np.uint32)
-        matchers: list[tuple[_Constraint, Matcher, int]] = []
-        for row, constraint in enumerate(constraints):
-            try:
-                matcher = constraint.advance()
-            except Exception:
-                continue  # no token is allowed: the request fails, and no other
-            if matcher is None:
-                bits[row] = _ALL
-                constraint.set_ends(bits[row], None)
-            else:
-                matchers.append((constraint, matcher, row))
-        self._grammars.fill([(matcher, row) for _, matcher, row in matchers], bits)
-        for constraint, matcher, row in matchers:
-            if matcher.has_failed:
-                bits[row] = 0
-            else:
-                constraint.set_ends(bits[row], matcher)
-        return Masks(rows, bits)
+        def take_tokens() -> None:
+            for constraint, token in zip(taking, last_tokens(), strict=True):
+                constraint.take(token)
+
+        self._threads.start(new, take_tokens)
+        return PendingMasks(self._threads, rows, masked, void, len(slots), self._num_words)

@@ -6,22 +6,20 @@ priority, ahead of the step that needs the grammar: `prepare`. llguidance releas
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from lineclear.model_files.token_table import parser_limits, token_table
-from lineclear.worker.constraints import Bits, Matcher
+from lineclear.worker.constraints import Matcher
+from lineclear.worker.mask_threads import Bits, lower_priority
 
 _MAX_CACHED = 128
 _COMPILE_THREADS = 2
-_NICENESS = 19
 
 
 class GrammarCompiler:
@@ -36,7 +34,6 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
-        self._executor: LLExecutor | None = None
         self._table_lock = threading.Lock()
         self._table: LLTokenizer | None = None
 
@@ -57,14 +54,10 @@ class GrammarCompiler:
         self._future(grammar).add_done_callback(on_compiled)
         return copy
 
-    def fill(self, matchers: Sequence[tuple[Matcher, int]], bits: Bits) -> None:
-        """Write the allowed next tokens of each matcher to its row, several rows in parallel."""
-        if not matchers:
-            return
-        if self._executor is None:
-            self._executor = LLExecutor(max(1, len(os.sched_getaffinity(0))))
-        entries = [(matcher.ll_matcher, row) for matcher, row in matchers if isinstance(matcher, _LibraryMatcher)]
-        self._executor.unsafe_compute_mask_ptr(entries, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
+    def fill(self, matcher: Matcher, bits: Bits) -> None:
+        """Write the allowed next tokens of a matcher. Other threads go on meanwhile."""
+        assert isinstance(matcher, _LibraryMatcher)
+        matcher.ll_matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token, of a special one those of its name."""
@@ -76,7 +69,7 @@ class GrammarCompiler:
             if future is None:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(
-                        _COMPILE_THREADS, thread_name_prefix="grammar", initializer=_lower_priority
+                        _COMPILE_THREADS, thread_name_prefix="grammar", initializer=lower_priority
                     )
                 future = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
                 while len(self._compiled) > self._max_cached:
@@ -121,9 +114,3 @@ class _LibraryMatcher:
     def has_failed(self) -> bool:
         """Whether the matcher is in an error state."""
         return self.ll_matcher.is_error()
-
-
-def _lower_priority() -> None:
-    """Give this thread the lowest priority, so that steps do not wait for a core."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

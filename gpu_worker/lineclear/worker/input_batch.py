@@ -91,6 +91,7 @@ class InputBatch:
         self._has_adapters = False  # a slot has one, or had one before its next owner
         # Slots whose last row verified drafts: how many of them may have been accepted beyond the two figures above.
         self._num_drafted: dict[int, int] = {}
+        self._deferred: dict[int, int] = {}  # slots whose last row sampled nothing: its last position
         self.prompt_len = np.zeros(capacity.num_slots, np.int64)
         self.num_touched_blocks = 0
         """One more than the highest block of any plan since the last reset."""
@@ -100,6 +101,7 @@ class InputBatch:
         self._num_tokens = [0] * self.capacity.num_slots
         self._adapters, self._has_adapters = [0] * self.capacity.num_slots, False
         self._num_drafted.clear()
+        self._deferred.clear()
         self.num_touched_blocks = 0
 
     def check(self, plan: StepPlan) -> None:
@@ -132,6 +134,10 @@ class InputBatch:
         if self._num_drafted:
             for slot in decodes.slots:
                 self._num_drafted.pop(slot, None)
+        if self._deferred:
+            for row in plan.rows:
+                if self._deferred.get(row.slot) == row.start:
+                    del self._deferred[row.slot]
         for slot, block in decodes.new_blocks:
             self._grow(slot, (block,))
         for slot, start in zip(decodes.slots, decodes.starts, strict=True):
@@ -150,6 +156,15 @@ class InputBatch:
             self._num_drafted.pop(row.slot, None)
         return self._pack(plan, NO_DRAFTS)
 
+    def defer(self, slot: int, position: int) -> None:
+        """Note that the row that would have sampled the token at `position` sampled nothing. It is planned again."""
+        self._deferred.setdefault(slot, position - 1)
+
+    def cell(self, slot: int, position: int) -> tuple[int, int]:
+        """Return the block of a position, and its place there."""
+        size = self.capacity.block_size
+        return int(self._blocks[slot, position // size]), position % size
+
     def draft_cells(self, plan: StepPlan, drafts: Drafts) -> list[tuple[int, int]]:
         """Return (block, first cell) of each block that has cells of drafts."""
         size, found = self.capacity.block_size, []
@@ -157,7 +172,7 @@ class InputBatch:
             end = row.start + 1 + len(drafts.get(row.slot, ()))
             for position in range(row.start + 1, end):
                 if position == row.start + 1 or position % size == 0:
-                    found.append((int(self._blocks[row.slot, position // size]), position % size))
+                    found.append(self.cell(row.slot, position))
         return found
 
     def read_tokens(self, slot: int, start: int, end: int) -> list[int]:
@@ -267,7 +282,8 @@ class InputBatch:
         else:
             known, num_blocks = self._num_tokens[row.slot], self._num_blocks[row.slot]
             computed = self._num_computed[row.slot]
-            if computed < row.start <= computed + self._num_drafted.get(row.slot, 0):
+            is_again = row.start == self._deferred.get(row.slot)
+            if is_again or computed < row.start <= computed + self._num_drafted.get(row.slot, 0):
                 computed, known = row.start, row.start + 1
         end = row.start + row.num_tokens
         if row.num_tokens < 1 or row.start != computed:
@@ -298,6 +314,7 @@ class InputBatch:
     def _init_slot(self, init: SlotInit) -> None:
         slot, count = init.slot, len(init.tokens)
         self._num_drafted.pop(slot, None)
+        self._deferred.pop(slot, None)
         self.tokens[slot, :count].copy_(to_device(np.array(init.tokens, np.int64), self.device), non_blocking=True)
         self._note_blocks(init.blocks)
         self._blocks[slot, : len(init.blocks)] = init.blocks

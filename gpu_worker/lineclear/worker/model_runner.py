@@ -7,7 +7,7 @@ the token table on the device; the host waits only in `InflightStep.result`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from .row_outputs import ReportedRows, RowOutputs, ScoreColumns, to_result
 from .runner_interface import InflightStep, StepFailed
 from .sampler import Sampled, sample
 from .sampling_metadata import SamplingMetadata, SamplingTable
+from .step_timer import StepTimer
 
 _NUMERICS_VERSION = 1
 """Raised by a release that computes different numbers from the same files. Answers are not resumed across versions."""
@@ -185,7 +186,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> InflightStep:
         """Run the plan (CPU) or queue it on the device's stream (CUDA). Raises StepFailed."""
         self._batch.check(plan)
-        timer = _StepTimer(self._loaded.device, self._device_type)
+        timer = StepTimer(self._loaded.device, self._device_type)
         if self._thread_tuner is not None:
             self._thread_tuner.start_step(plan.num_tokens)
         try:
@@ -235,6 +236,8 @@ class ModelRunner:
             metadata, sampled, reported = self._compute(packed)
         if sampled is not None:
             self._batch.write_sampled(packed, sampled.tokens if sampled.host_tokens is None else sampled.host_tokens)
+            if sampled.deferred:
+                self._defer(packed, sampled)
         return metadata, sampled, reported, drafts
 
     def _compute(self, packed: PackedInputs) -> tuple[SamplingMetadata, Sampled | None, ReportedRows | None]:
@@ -242,18 +245,42 @@ class ModelRunner:
         if not len(packed.read_indices):
             return metadata, None, None
         fetch = partial(self._batch.fetch_last_tokens, packed)
-        masks = self._constraints.start(packed.sample_slots, packed.sample_positions, fetch)
+        pending = self._constraints.start(packed.sample_slots, packed.sample_positions, fetch)
         self._backend.start_step(packed.batch)
         self._adapters.start_step(packed.adapters)
         logits, reported = self._logits(packed)
         if logits is None:
             return metadata, None, reported
+        if pending is None:
+            return metadata, sample(logits, metadata, self._batch.tokens), reported
+        masks = pending.result()
         sampled = sample(logits, metadata, self._batch.tokens, masks)
+        if masks.deferred:
+            sampled = sampled._replace(deferred=masks.deferred, void=masks.void)
         return metadata, sampled, reported
+
+    def _defer(self, packed: PackedInputs, sampled: Sampled) -> None:
+        """Let rows that sampled nothing be planned again; zero what is not finite behind them.
+
+        The input of a void row is not the token of its sequence, and some backends read its values for tokens before.
+        """
+        places = [(packed.sample_slots[row], packed.sample_positions[row]) for row in sampled.deferred]
+        for slot, position in places:
+            self._batch.defer(slot, position)
+        bad = _rows_where(sampled.bad) if sampled.void else frozenset[int]()
+        self._zero_from(
+            self._batch.cell(packed.sample_slots[row], packed.sample_positions[row] - 1)
+            for row in sampled.void
+            if row in bad
+        )
 
     def _clear_drafts(self, plan: StepPlan, drafts: Drafts) -> None:
         """Zero the cells of drafts, and of later positions, which were not written."""
-        cells = self._batch.draft_cells(plan, drafts)
+        self._zero_from(self._batch.draft_cells(plan, drafts))
+
+    def _zero_from(self, cells: Iterable[tuple[int, int]]) -> None:
+        """Zero blocks from a place in each of them on."""
+        cells = list(cells)
         if whole := [block for block, first in cells if not first]:
             self._backend.zero(whole)
         if partial_blocks := [BlockCopy(block, block, first) for block, first in cells if first]:
@@ -281,37 +308,6 @@ def _num_blocks(
     return count
 
 
-class _StepTimer:
-    """Measures the duration of a step: with CUDA events on CUDA, with the host's clock elsewhere."""
-
-    def __init__(self, device: torch.device, device_type: str) -> None:
-        self._device, self._device_type = device, device_type
-        self._start_event = self._event()
-        self._end_event: torch.cuda.Event | None = None
-        self._started_at = time.perf_counter()
-        self._stopped_at = self._started_at
-
-    def stop(self) -> bool:
-        """Record that all work of the step is queued. Returns whether it is also complete."""
-        self._end_event = self._event()
-        self._stopped_at = time.perf_counter()
-        return self._device_type == "cpu"
-
-    def wait(self) -> float:
-        """Wait until the step is complete and return its seconds."""
-        if self._start_event is None or self._end_event is None:
-            return self._stopped_at - self._started_at
-        self._end_event.synchronize()
-        return float(self._start_event.elapsed_time(self._end_event)) / 1000
-
-    def _event(self) -> torch.cuda.Event | None:
-        if self._device_type != "cuda":
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-
 class _InflightStep:
     """A launched step, whose outputs are being copied to the host."""
 
@@ -326,7 +322,7 @@ class _InflightStep:
         reported: ReportedRows | None,
         drafts: Drafts,
         draft_seconds: float,
-        timer: _StepTimer,
+        timer: StepTimer,
     ) -> None:
         self._plan, self._drafts, self._draft_seconds = plan, drafts, draft_seconds
         self._reported = None if reported is None else _reported_to_host(reported)
@@ -360,9 +356,10 @@ class _InflightStep:
                 self._outputs.tokens.tolist() if self._outputs.host_tokens is None else self._outputs.host_tokens
             ),
             logprobs=self._logprobs(self._outputs),
-            bad_rows=_rows_where(self._outputs.bad),
+            bad_rows=_rows_where(self._outputs.bad).difference(self._outputs.void),
             step_seconds=seconds,
-            stuck_rows=_rows_where(self._outputs.stuck),
+            stuck_rows=_rows_where(self._outputs.stuck).difference(self._outputs.deferred),
+            deferred_rows=frozenset(self._outputs.deferred),
             draft_seconds=min(self._draft_seconds, seconds),
         )
         return verified(result, self._plan, self._drafts) if self._drafts else result
@@ -392,7 +389,9 @@ def _with_reported(result: StepResult, plan: StepPlan, reported: ReportedRows) -
     others = [i for i, x in enumerate(outputs, len(plan.decodes.slots)) if not x]
     bad_rows = frozenset([*(sampling[i] for i in result.bad_rows), *(others[i] for i in bad)])
     stuck_rows = frozenset(sampling[i] for i in result.stuck_rows)
-    return replace(result, bad_rows=bad_rows, stuck_rows=stuck_rows, scores=scores, vectors=vectors)
+    deferred_rows = frozenset(sampling[i] for i in result.deferred_rows)
+    named = {"bad_rows": bad_rows, "stuck_rows": stuck_rows, "deferred_rows": deferred_rows}
+    return replace(result, scores=scores, vectors=vectors, **named)
 
 
 def _reported_to_host(reported: ReportedRows) -> ReportedRows:
@@ -408,7 +407,8 @@ def _rows_where(bad: Tensor | None) -> frozenset[int]:
 def _all_to_host(sampled: Sampled) -> Sampled:
     optional = sampled.bad, sampled.logprobs, sampled.top_ids, sampled.top_logprobs, sampled.id_logprobs, sampled.stuck
     bad, logprobs, top_ids, top_logprobs, ids, stuck = (None if x is None else _to_host(x) for x in optional)
-    return Sampled(_to_host(sampled.tokens), bad, logprobs, top_ids, top_logprobs, ids, stuck=stuck)
+    rows = {"deferred": sampled.deferred, "void": sampled.void}
+    return Sampled(_to_host(sampled.tokens), bad, logprobs, top_ids, top_logprobs, ids, stuck=stuck, **rows)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

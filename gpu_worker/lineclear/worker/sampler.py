@@ -10,7 +10,7 @@ Gumbel-max, which needs one per token).
 from __future__ import annotations
 
 import math
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,11 +44,13 @@ class Sampled(NamedTuple):
     """`tokens` as a list, on a CPU for greedy steps."""
     stuck: Tensor | None = None
     """[num_rows] bool: the logits are finite, but no token is allowed. None: no row is stuck."""
+    deferred: Sequence[int] = ()
+    """Rows whose mask was not ready; their tokens mean nothing."""
+    void: Sequence[int] = ()
+    """Those of them whose input is not known; their values mean nothing either."""
 
 
-def sample(
-    logits: Logits, metadata: SamplingMetadata, token_table: Tensor, masks: Future[Masks] | None = None
-) -> Sampled:
+def sample(logits: Logits, metadata: SamplingMetadata, token_table: Tensor, masks: Masks | None = None) -> Sampled:
     """Return one token per row. May overwrite `logits` and return tensors in its memory.
 
     `token_table` [num_slots, positions] holds the tokens of every sequence, for penalties. `masks` are the allowed
@@ -57,7 +59,7 @@ def sample(
     model_max = logits.max_values
     if masks is not None:
         is_finite = _is_finite(logits)
-        logits = apply_masks(logits, masks.result())
+        logits = apply_masks(logits, masks)
         if not is_finite:  # a mask may hide a value that is not finite
             return _sample(logits, metadata, token_table, model_max)
     if logits.host_max is not None and metadata.is_greedy and _is_finite(logits):

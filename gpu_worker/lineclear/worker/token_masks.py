@@ -14,6 +14,8 @@ from .logits import Logits, with_argmax
 @torch.inference_mode()
 def apply_masks(logits: Logits, masks: Masks) -> Logits:
     """Set the logits of tokens that are not allowed to -inf, in place. Other rows are not touched."""
+    if not masks.rows:
+        return logits
     values = logits.values
     rows = to_device(np.array(masks.rows, np.int64), values.device)
     banned = _banned(masks.bits, values.shape[1], values.device)

@@ -256,6 +256,7 @@ class Result(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     STUCK_ROWS_FIELD_NUMBER: _builtins.int
+    DEFERRED_ROWS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     """int32: tokens of the sampling rows, in the order of the plan."""
     bad_rows: _builtins.bytes
@@ -274,6 +275,8 @@ class Result(_message.Message):
     """int32: indices, as in `bad_rows`, of sampling rows whose parameters allow
     no token.
     """
+    deferred_rows: _builtins.bytes
+    """int32: indices, as in `bad_rows`, of sampling rows whose mask was not ready."""
     @_builtins.property
     def outputs(self) -> Global___Outputs:
         """Absent when each row with an output has one token."""
@@ -290,10 +293,11 @@ class Result(_message.Message):
         step_seconds: _builtins.float = ...,
         outputs: Global___Outputs | None = ...,
         stuck_rows: _builtins.bytes = ...,
+        deferred_rows: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_rows", b"bad_rows", "logprobs", b"logprobs", "num_top", b"num_top", "outputs", b"outputs", "step_seconds", b"step_seconds", "stuck_rows", b"stuck_rows", "tokens", b"tokens", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_rows", b"bad_rows", "deferred_rows", b"deferred_rows", "logprobs", b"logprobs", "num_top", b"num_top", "outputs", b"outputs", "step_seconds", b"step_seconds", "stuck_rows", b"stuck_rows", "tokens", b"tokens", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

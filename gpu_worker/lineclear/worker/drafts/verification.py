@@ -20,10 +20,12 @@ NO_DRAFTS: Drafts = {}
 def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
     """Return `result`, which has a sample for each position with a draft, without the samples behind a wrong draft.
 
-    `stuck_rows` of `result` are indices of samples. A row ends before a stuck sample: its next row fails the request.
+    `stuck_rows` and `deferred_rows` of `result` are indices of samples. A row ends before a stuck sample: its next row
+    fails the request. A deferred row has no drafts.
     """
     stuck = result.stuck_rows
     stuck_rows: list[int] = []
+    deferred_rows: list[int] = []
     kept: list[int] = []
     counts: list[int] = []
     num_drafted: list[int] = []
@@ -39,6 +41,8 @@ def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
             count += 1
         if first in stuck:
             stuck_rows.append(len(counts))
+        if first in result.deferred_rows:
+            deferred_rows.append(len(counts))
         kept += range(first, first + count)
         counts.append(count)
         num_drafted.append(len(drafted))
@@ -50,4 +54,5 @@ def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
         counts=tuple(counts),
         num_drafted=tuple(num_drafted),
         stuck_rows=frozenset(stuck_rows),
+        deferred_rows=frozenset(deferred_rows),
     )

@@ -93,9 +93,10 @@ class InflightStep:
             n = self._check_counts(result)
         if len(result.tokens) != n or len(result.logprobs) not in (0, n):
             raise BadResult(f"{len(result.tokens)} tokens and {len(result.logprobs)} logprobs for {n} samples")
-        failed = result.bad_rows or result.stuck_rows
-        if failed and not all(0 <= index < result.num_outputs for index in (*result.bad_rows, *result.stuck_rows)):
-            raise BadResult(f"a bad or stuck row beyond the {result.num_outputs} outputs")
+        if result.bad_rows or result.stuck_rows or result.deferred_rows:
+            named = *result.bad_rows, *result.stuck_rows, *result.deferred_rows
+            if not all(0 <= index < result.num_outputs for index in named):
+                raise BadResult(f"a bad, stuck or deferred row beyond the {result.num_outputs} outputs")
         if not 0.0 <= result.step_seconds < float("inf"):  # also False for NaN
             raise BadResult(f"a step of {result.step_seconds} seconds")
         if not 0.0 <= result.draft_seconds <= result.step_seconds:

@@ -67,7 +67,8 @@ def _check_worker(epoch: int, worker: WorkerState, core: Scheduler) -> list[Sequ
     slots = [s.slot for s in running]
     assert sorted([*slots, *batch.unused_slots]) == list(range(batch.max_slots)), "slots disagree"
     for s in running:
-        assert s.num_planned < s.max_len - 1, "a slot is held by a sequence whose last row is planned"
+        is_kept = s.request.is_constrained
+        assert s.num_planned < s.max_len - 1 or is_kept, "a slot is held by a sequence whose last row is planned"
     for s in batch.finishing:
         assert (s.slot, s.num_planned) == (-1, s.max_len - 1), "a slot is given up too early"
         assert s.num_known == s.max_len or not s.request.max_tokens, "a slot is given up before the last sample"
@@ -79,7 +80,8 @@ def _check_worker(epoch: int, worker: WorkerState, core: Scheduler) -> list[Sequ
         assert s.num_published <= s.num_offered <= s.num_planned
         assert s.num_computed <= len(s.tokens), "computed beyond what is confirmed"
         longest = s.max_len - 1 if s.protected else max(s.num_planned, s.num_known)
-        longest = min(longest + s.request.max_drafts, s.max_len - 1)  # blocks of rejected drafts are kept
+        kept = s.request.max_drafts + core.limits.pipeline_depth * s.request.is_constrained
+        longest = min(longest + kept, s.max_len - 1)  # blocks of rejected drafts and of void rows are kept
         assert -(-s.num_planned // size) <= len(s.blocks) <= -(-longest // size), "too few or too many blocks"
     drafts = {id(row.sequence): row for step in worker.inflight for row in step.chunk_rows if row.num_drafts}
     for s in started:

@@ -70,9 +70,15 @@ class StepPlanner:
             self._release_slots()
 
     def _release_slots(self) -> None:
-        """Free the slots of sequences with their last row in this step, for the next step."""
+        """Free the slots of sequences with their last row in this step, for the next step.
+
+        One with a grammar keeps its slot until the result: its last row may be deferred, and its mask is on the worker.
+        """
         for sequence in self._finishing:
-            self._batch.release_slot(sequence)
+            if not sequence.request.is_constrained:
+                self._batch.release_slot(sequence)
+            elif sequence.in_decode_batch:
+                self._batch.leave_decode(sequence)
 
     def run_isolated(self, sequence: Sequence) -> None:
         """Plan a step for `sequence` alone; preempt other sequences if it needs their blocks."""

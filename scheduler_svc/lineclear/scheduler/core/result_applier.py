@@ -54,7 +54,8 @@ class ResultApplier:
         for row in inflight.chunk_rows:
             sequence = row.sequence
             if sequence.admission_count == row.admission_count and sequence.state is State.RUNNING:
-                if not row.num_drafts:  # else it is computed as far as its drafts were accepted
+                # Otherwise it is computed as far as its drafts were accepted, or up to the position that was deferred.
+                if not (row.num_drafts or sequence.num_void or row.end > sequence.num_planned):
                     sequence.num_computed = row.end
                 batch.publish(sequence)
         batch.resolve_pending(inflight.step, bad_owners)
@@ -108,7 +109,7 @@ class ResultApplier:
         handled one by one, like prefill chunks. Tokens of sequences preempted in the meantime are valid.
         """
         rows, batch, counters = inflight.decode_rows.sequences, worker.batch, self._state.counters
-        for row in failed:
+        for row in failed | result.deferred_rows if result.deferred_rows else failed:
             if row < len(rows) and rows[row].in_decode_batch:
                 batch.leave_decode(rows[row])  # before on_result: this sample is not one of its tokens
         left = batch.decode_batch.left_since(inflight.decode_rows, inflight.decode_step)
@@ -130,6 +131,8 @@ class ResultApplier:
             elif row in failed:
                 counters.requests_failed += 1
                 failures.append(self._fail(sequence, row, result, now))
+            elif row in result.deferred_rows:
+                self._defer(worker, sequence)
             else:
                 for token in range(first, first + count):
                     tokens.add(sequence, token)
@@ -141,6 +144,21 @@ class ResultApplier:
                     sequence.num_drafts, sequence.num_planned = 0, sequence.num_known - 1
                 candidates.append(sequence)
         return candidates
+
+    def _defer(self, worker: WorkerState, sequence: Sequence) -> None:
+        """Drop the oldest sample in flight of a sequence, and the later ones, which lack its token.
+
+        Behind their results its last known position is planned again.
+        """
+        if sequence.in_decode_batch:
+            worker.batch.leave_decode(sequence)
+        sequence.num_known -= 1
+        sequence.num_void = sequence.in_flight
+        sequence.max_computed_before = min(sequence.max_computed_before, len(sequence.tokens))
+        self._state.counters.wasted_samples += 1
+        if sequence.state is State.RUNNING:
+            sequence.num_drafts = 0
+            sequence.num_planned = sequence.num_computed = len(sequence.tokens) - 1
 
     def _fail(self, sequence: Sequence, row: int, result: StepResult, now: float) -> Event:
         if row in result.stuck_rows and row not in result.bad_rows:
@@ -258,7 +276,7 @@ def _bad_rows(result: StepResult, inflight: InflightStep, vocab_size: int) -> fr
     counts = result.counts or (1,) * len(sampling)
     rows = [row for row, count in zip(sampling, counts, strict=True) for _ in range(count)]
     outside = {row for row, token in zip(rows, tokens, strict=True) if not 0 <= token < vocab_size}
-    return result.bad_rows | (outside - result.stuck_rows)  # the token of a stuck row means nothing
+    return result.bad_rows | (outside - result.stuck_rows - result.deferred_rows)  # their tokens mean nothing
 
 
 def _is_complete(row: ChunkRow) -> bool:
@@ -286,7 +304,8 @@ def _pooled(row: ChunkRow, vector: bytes) -> list[Event]:
 def _stuck_row() -> LineclearError:
     return NoTokenAllowed(
         "the structured output and the other parameters of the request allow no further token, or the grammar is too "
-        "complex at this point; relax the grammar, banned_token_ids, allowed_token_ids or min_tokens"
+        "complex at this point (more than 2,000 items of its parser for one token, or 10 s); relax or simplify the "
+        "grammar, banned_token_ids, allowed_token_ids or min_tokens"
     )
 
 

@@ -257,9 +257,11 @@ class RunningBatch:
     def publish_planned(self, sequence: Sequence, step: int, *, is_prompt: bool) -> None:
         """Publish the blocks that the row of `sequence` in the plan `step` fills with confirmed tokens.
 
-        A row of a prompt also offers the block that it fills in part to copies.
+        A row of a prompt also offers the block that it fills in part to copies. The last position of a sequence with a
+        grammar counts from its result on: its row may be deferred and computed again, and no shared block is written.
         """
-        size, end = self.pool.block_size, min(sequence.num_planned, len(sequence.tokens))
+        num_known = len(sequence.tokens) - int(sequence.request.is_constrained)
+        size, end = self.pool.block_size, min(sequence.num_planned, num_known)
         num_partial = end % size if is_prompt else 0
         if not self._prefix_cache or (end - sequence.num_offered < size and not num_partial):
             return

@@ -19,6 +19,7 @@ from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, Sampling
 
 BLANK_TOKEN, BLANK_STOP, BLANK_EOS = 0, 1, 2
 """The tokens of a core that was loaded from a dump: dumps have no content."""
+BLANK_GRAMMAR = "blank"
 
 
 class Scoring(NamedTuple):
@@ -100,6 +101,11 @@ class Request:
         return len(self.prompt) + (len(self.output) if self.continues else 0)
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether it has a grammar: a row that samples for it may be deferred."""
+        return self.sampling.grammar != ""
+
+    @property
     def max_len(self) -> int:
         """Upper bound of the positions it computes, plus one: the last output token is never computed."""
         return len(self.prompt) + (self.max_tokens if self.pooling is None else 1)
@@ -108,7 +114,7 @@ class Request:
         """Return everything but id, content and sampling parameters; `load` makes a blank request of it."""
         sizes = len(self.prompt), len(self.output), self.max_tokens, self.expected_tokens
         model = self.model_fingerprint, self.vocabulary, self.adapter
-        rest = self.scoring, self.pooling, self.is_sibling, self.queued_since, self.max_drafts
+        rest = self.scoring, self.pooling, self.is_sibling, self.queued_since, self.max_drafts, self.is_constrained
         return *sizes, self.priority, self.deadline, self.tenant, *model, *rest
 
     @classmethod
@@ -130,12 +136,13 @@ class Request:
         is_sibling: bool,
         queued_since: float | None,
         max_drafts: int,
+        is_constrained: bool,
     ) -> Request:
         """Return a request of the dumped shape with `number` as its id and blank tokens."""
         return cls(
             str(number),
             (BLANK_TOKEN,) * prompt_len,
-            Sampling(stop_ids=(BLANK_STOP, BLANK_EOS)),
+            Sampling(stop_ids=(BLANK_STOP, BLANK_EOS), grammar=BLANK_GRAMMAR if is_constrained else ""),
             max_tokens,
             frozenset({BLANK_EOS}),
             frozenset({BLANK_STOP}),
@@ -244,7 +251,8 @@ class Sequence:
         self.leading_blocks: dict[int, tuple[list[bytes], list[bytes]]] = {}
         self.num_published = 0  # leading computed positions in blocks that were offered to the prefix cache
         self.num_offered = 0  # the same with planned positions
-        self.num_void = 0  # samples in flight to drop: they were computed from values that are not finite
+        # Samples in flight to drop: they were computed from values that are not finite, or behind a deferred row.
+        self.num_void = 0
         self.void_admission = 0  # the same for scores and vectors: drop those of this admission and earlier ones
         # Leading positions of the prompt whose score is not requested, or has been reported.
         self.num_scored = self.prompt_len - 1 if request.scoring is None else request.scoring.first_position
@@ -278,7 +286,7 @@ class Sequence:
     @property
     def num_unplanned(self) -> int:
         """Number of positions that can be planned now. The last output token is sampled but never computed."""
-        if self.num_drafts:
+        if self.num_drafts or self.num_void:
             return 0
         return min(self.num_known, self.max_len - 1) - self.num_planned
 

@@ -35,7 +35,7 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Hello, StepError, StepPlan, StepResult
 
-FORMAT = "lineclear flight recording 8"
+FORMAT = "lineclear flight recording 9"
 """Raise the number when records or dumps of the core change: `replay` refuses other formats."""
 KEY_BYTES = 8
 """Recorded bytes of a prefix-cache key."""
@@ -183,6 +183,8 @@ class RecordingScheduler(Scheduler):
         bad, stuck = sorted(result.bad_rows), sorted(result.stuck_rows)
         drafts = result.num_drafted, result.draft_seconds
         facts = [result.epoch, result.step, result.step_seconds, bad, void, stops, stuck, counts, *drafts]
+        if result.deferred_rows:
+            facts.append(sorted(result.deferred_rows))
         self._record("apply", now, facts, self._summary(events))
         return events
 

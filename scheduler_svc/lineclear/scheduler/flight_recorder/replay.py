@@ -180,6 +180,7 @@ class _Replayer:
         counts: list[int],
         num_drafted: list[int],
         draft_seconds: float,
+        deferred: Iterable[int] = (),
     ) -> Any:
         last = {str(n): BLANK_EOS if reason == FinishReason.STOP_EOS.value else BLANK_STOP for n, reason in stops}
         tokens: list[int] = []
@@ -202,5 +203,6 @@ class _Replayer:
             stuck_rows=frozenset(stuck),
             num_drafted=tuple(num_drafted),
             draft_seconds=draft_seconds,
+            deferred_rows=frozenset(deferred),
         )
         return event_summary(self._core.apply(result, now), int)
