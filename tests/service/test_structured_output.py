@@ -19,6 +19,10 @@ from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1.sampling_pb2 import Choice, SamplingParams, StructuredOutput
 
+OPTIONAL_RULES = "\n".join(
+    ["start: " + " ".join(f"r{i}?" for i in range(3000)), *(f'r{i}: "w{i} "' for i in range(3000))]
+)
+"""It compiles, and has too many items for any token."""
 SLOW = json.dumps({"type": "integer", "multipleOf": 9_999_991})
 """llguidance takes minutes to compile it."""
 
@@ -65,6 +69,13 @@ async def test_grammar_reaches_the_workers_before_the_request(tmp_path: Path) ->
         ({"json_schema": "3"}, "json_schema", "no JSON object"),
         ({"json_schema": '{"type": "object", "not": {}}'}, "json_schema", "not"),
         ({"json_schema": json.dumps({"$ref": "#/nowhere"})}, "json_schema", "cannot be used"),
+        ({"json_schema": '{"type": "integer", "minimun": 1}'}, "json_schema", "did you mean minimum"),
+        ({"json_schema": '{"$ref": "#"}'}, "json_schema", "repeats itself"),
+        ({"json_schema": '{"oneOf": [{"type": "integer"}, {"type": "number"}]}'}, "json_schema", "use anyOf"),
+        ({"regex": r"[^\s\S]"}, "regex", "empty class"),
+        ({"grammar": "start: a\na: a"}, "grammar", "repeats itself"),
+        ({"grammar": 'start: "x" a\na: a'}, "grammar", "repeats itself"),
+        ({"grammar": OPTIONAL_RULES}, "grammar", "items"),
         ({"json_object": False}, "json_object", "true"),
         ({"choice": Choice()}, "choice.texts", "empty"),
         ({"choice": Choice(texts=["a", ""])}, "choice.texts[1]", "empty"),

@@ -15,10 +15,11 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from lineclear.model_files.token_table import parser_limits, special_texts, token_table
-from lineclear.scheduler.text import call_grammar
+from lineclear.scheduler.text import call_grammar, schema_words
 from lineclear.scheduler.text.limited_child import ANSWERED, REFUSED, serve
 
 _MAX_REASON = 300
+_FIRST_TOKENS = 4
 _ESCAPE = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _OPTIONS = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
 FORCED_CALLS = "forced_calls"
@@ -48,13 +49,14 @@ def grammar_of(kind: str, content: str, *, any_whitespace: bool, max_depth: int)
         return LLMatcher.grammar_from_lark(
             "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
         )
-    schema = {"type": "object"} if kind == "json_object" else json.loads(content)
+    schema = {"type": "object"} if kind == "json_object" else schema_words.parsed(content)
     if not isinstance(schema, dict | bool):
         raise ValueError("is no JSON object")
     if _depth(schema) > max_depth:
         raise ValueError(f"is nested deeper than {max_depth} levels (--max-grammar-depth)")
     if schema is False:
         raise ValueError("allows no value")
+    schema_words.check(schema)
     return LLMatcher.grammar_from_json_schema(
         json.dumps({} if schema is True else schema), overrides={"whitespace_flexible": any_whitespace}
     )
@@ -62,8 +64,16 @@ def grammar_of(kind: str, content: str, *, any_whitespace: bool, max_depth: int)
 
 def _grammar_of_calls(calls: call_grammar.ForcedCalls, max_depth: int) -> str:
     for index, parameters in enumerate(calls.parameters):
-        if parameters and _depth(json.loads(parameters)) > max_depth:
-            raise ValueError(f"tool {index} has parameters deeper than {max_depth} levels (--max-grammar-depth)")
+        if not parameters:
+            continue
+        try:
+            schema = schema_words.parsed(parameters)
+            if _depth(schema) <= max_depth:
+                schema_words.check(schema)
+                continue
+        except ValueError as error:
+            raise ValueError(f"has parameters of tool {index} that cannot be used: the schema {error}") from None
+        raise ValueError(f"tool {index} has parameters deeper than {max_depth} levels (--max-grammar-depth)")
     return LLMatcher.grammar_from_lark(call_grammar.lark(calls))
 
 
@@ -104,11 +114,42 @@ def _answer(tokens: LLTokenizer, special: Sequence[str], frame: bytes, max_depth
     except (RecursionError, MemoryError):
         return _refused(f"is nested deeper than {max_depth} levels (--max-grammar-depth)")
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=parser_limits())
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    if matcher.is_error():
-        return _refused(_problem(tokens, frame) or f"cannot be used: {matcher.get_error()}")
+    error = matcher.get_error() if matcher.is_error() else _first_error(tokens, matcher)
+    if error:
+        return _refused(_problem(tokens, frame) or f"cannot be used: {_reason(error)}")
     return ANSWERED + grammar.encode()
+
+
+def _first_error(tokens: LLTokenizer, matcher: LLMatcher) -> str:
+    """Return why no answer gets beyond its first token: the error behind each of a few of them. Empty if one does.
+
+    The library limits the work of a token when it comes, so a grammar that exceeds it everywhere would compile.
+    """
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        return str(matcher.get_error())
+    ends = set(tokens.eos_tokens)
+    lowest = (8 * index + (byte & -byte).bit_length() - 1 for index, byte in enumerate(mask) if byte)
+    allowed = [token for token in lowest if token not in ends]
+    error = ""
+    for token in allowed[:: -(-len(allowed) // _FIRST_TOKENS)] if allowed else ():
+        copy = matcher.deep_copy()
+        copy.consume_token(token)
+        if not copy.is_error() and not copy.is_stopped():
+            copy.compute_bitmask()
+        if not copy.is_error():
+            return ""
+        error = str(copy.get_error())
+    return error
+
+
+def _reason(text: str) -> str:
+    """Return llguidance's reason, without names of its options, which no request can set."""
+    if "NoExtension" in text:
+        return "it allows no text at all, or never ends (a rule or $ref that only repeats itself, or an empty class)"
+    if text.startswith("oneOf constraints"):
+        return "two of the schemas of a oneOf may match the same value; use anyOf, or make them exclude each other"
+    return text
 
 
 def _problem(tokens: LLTokenizer, frame: bytes) -> str:
@@ -119,7 +160,7 @@ def _problem(tokens: LLTokenizer, frame: bytes) -> str:
         schema = json.dumps(call_grammar.arguments_schema(parameters))
         one = LLMatcher(tokens, LLMatcher.grammar_from_json_schema(schema), log_level=0, limits=parser_limits())
         if one.is_error():
-            return f"has parameters of tool {index} that cannot be used: {one.get_error()}"
+            return f"has parameters of tool {index} that cannot be used: {_reason(one.get_error())}"
     return ""
 
 

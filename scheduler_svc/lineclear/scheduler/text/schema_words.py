@@ -1,0 +1,89 @@
+"""Refuses the words of a JSON Schema that its grammar would not enforce (JSON Schema 2020-12).
+
+llguidance ignores words that it does not know, and some values. A schema that is ignored in part gives answers that it
+does not describe, so each word is either enforced, an annotation, or refused with its path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+ANNOTATIONS = frozenset(
+    {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"$schema", "$id", "$comment", "$anchor", "discriminator"}
+)
+"""`discriminator` is OpenAPI's: the schemas of its oneOf say the same."""
+_ONE = frozenset({"items", "additionalProperties"})
+"""Words whose value is a schema."""
+_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_OTHERS = frozenset(
+    {"type", "enum", "const", "$ref", "required", "minProperties", "maxProperties", "minItems", "maxItems"}
+    | {"minLength", "maxLength", "pattern", "format"}
+    | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+)
+ENFORCED = _ONE | _LISTS | _MAPS | _OTHERS
+
+
+def parsed(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError for a key that an object has twice."""
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key in found if sum(key == other for other, _ in pairs) > 1)
+        raise ValueError(f"has the key {json.dumps(twice)} twice in one object; remove one")
+    return found
+
+
+def check(schema: Any) -> None:
+    """Raise ValueError with the path of the first word that would be ignored."""
+    for path, node in _schemas("#", schema):
+        for word, value in node.items():
+            if word in ENFORCED:
+                _check_value(f"{path}/{word}", word, value)
+            elif word not in ANNOTATIONS:
+                raise ValueError(f"has {path}/{_cut(word)}, which is not enforced{_advice(word)}")
+
+
+def _check_value(path: str, word: str, value: Any) -> None:
+    if word == "multipleOf" and not (_is_number(value) and value > 0):
+        raise ValueError(f"has {path} {_cut(json.dumps(value))}; it must be a number above 0")
+    if word == "items" and isinstance(value, list):
+        raise ValueError(f"has a list as {path}; use prefixItems")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _advice(word: str) -> str:
+    close = difflib.get_close_matches(word, ENFORCED | ANNOTATIONS, n=1)
+    return f"; did you mean {close[0]}?" if close else "; remove it"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 40 else text[:40] + "…"
+
+
+def _schemas(path: str, schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Return each schema in a schema with its path, without recursion: schemas may be nested deeply."""
+    waiting = [(path, schema)]
+    while waiting:
+        path, schema = waiting.pop()
+        if not isinstance(schema, dict):
+            continue  # true, false, or a mistake that llguidance reports
+        yield path, schema
+        for word, value in schema.items():
+            at = f"{path}/{_cut(word)}"
+            if word in _ONE:
+                waiting.append((at, value))
+            elif word in _LISTS and isinstance(value, list):
+                waiting += [(f"{at}/{index}", entry) for index, entry in enumerate(value)]
+            elif word in _MAPS and isinstance(value, dict):
+                waiting += [(f"{at}/{_cut(name)}", entry) for name, entry in value.items()]
