@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,33 @@ def test_install_command_names_the_origin(
     text = None if origin is None else json.dumps(origin)
     monkeypatch.setattr(extras, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
     assert extras.install_command("all") == command
+
+
+@pytest.mark.parametrize(
+    ("origin", "extra", "command"),
+    [
+        (None, "cli", "pip install 'lineclear-client[cli]'"),
+        (None, "all", "pip install 'lineclear[all]'"),
+        ({"url": "file:///a/client", "dir_info": {}}, "cli", "pip install 'lineclear-client[cli] @ file:///a/client'"),
+        ({"url": "file:///a/client", "dir_info": {}}, "all", "pip install 'lineclear[all] @ file:///a'"),
+        ({"url": "file:///a/client", "dir_info": {"editable": True}}, "all", "pip install --editable '/a[all]'"),
+        (
+            {"url": "https://h/x.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}, "subdirectory": "client"},
+            "cli",
+            "pip install 'lineclear-client[cli] @ git+https://h/x.git@abc#subdirectory=client'",
+        ),
+    ],
+)
+def test_install_command_of_the_client_alone(
+    monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None, extra: str, command: str
+) -> None:
+    def found(name: str) -> Any:
+        if name == "lineclear":
+            raise PackageNotFoundError(name)
+        return SimpleNamespace(read_text=lambda file: None if origin is None else json.dumps(origin))
+
+    monkeypatch.setattr(extras, "distribution", found)
+    assert extras.install_command(extra) == command
 
 
 @pytest.fixture(scope="module")

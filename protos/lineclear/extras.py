@@ -1,4 +1,4 @@
-"""The pip command that installs an optional part of lineclear.
+"""The installed version, and the pip command that installs an optional part of lineclear.
 
 The light client imports this module, so it is not in common/, whose modules need the packages of the processes.
 """
@@ -6,25 +6,45 @@ The light client imports this module, so it is not in common/, whose modules nee
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, distribution
-from typing import Any
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from urllib.parse import unquote, urlsplit
+
+SERVER, CLIENT = "lineclear", "lineclear-client"
+"""The project with everything, and the client alone, which lies in a folder of the former."""
+_FOLDER = "/client"
+
+
+def installed_version() -> str:
+    """Return the version of lineclear, "unknown" for sources on PYTHONPATH."""
+    found = _installed()
+    return "unknown" if found is None else found[1].version
 
 
 def install_command(extra: str) -> str:
     """Return the pip command that adds `extra` to this installation.
 
     It names the file, folder or repository from which lineclear was installed (PEP 610), if it did not come from an
-    index.
+    index. The extra `cli` is that of the installed project, the others are those of the server.
     """
-    try:
-        origin: dict[str, Any] = json.loads(distribution("lineclear").read_text("direct_url.json") or "{}")
-    except PackageNotFoundError:  # sources on PYTHONPATH
-        origin = {}
+    found = _installed()
+    name, origin = SERVER, {}
+    if found is not None:
+        name, origin = found[0], json.loads(found[1].read_text("direct_url.json") or "{}")
     url = origin.get("url", "")
+    if name == CLIENT and extra != "cli":
+        name, url = SERVER, url.removesuffix(_FOLDER)
     if origin.get("dir_info", {}).get("editable"):
         return f"pip install --editable '{unquote(urlsplit(url).path)}[{extra}]'"
     if "vcs_info" in origin:
         vcs = origin["vcs_info"]
-        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
-    return f"pip install 'lineclear[{extra}]{f' @ {url}' if url else ''}'"
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}" + ("#subdirectory=client" if name == CLIENT else "")
+    return f"pip install '{name}[{extra}]{f' @ {url}' if url else ''}'"
+
+
+def _installed() -> tuple[str, Distribution] | None:
+    for name in (SERVER, CLIENT):
+        try:
+            return name, distribution(name)
+        except PackageNotFoundError:
+            pass
+    return None

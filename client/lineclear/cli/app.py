@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
+
+from lineclear.extras import installed_version
 
 from . import generate_commands, output, prompt_commands, server_commands, watch_commands
 from .command_runner import app
@@ -21,7 +22,7 @@ __all__ = [
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        output.show(f"lineclear {version('lineclear')}\n")
+        output.show(f"lineclear {installed_version()}\n")
         raise typer.Exit
 
 

@@ -12,6 +12,8 @@ Needs only the packages of gRPC and protobuf. `lineclear.client.testing` replace
 docs/client.md shows errors, retries, batches, TLS, threads and forks.
 """
 
+from lineclear.extras import installed_version
+
 from ._async.admin_client import AsyncAdminClient
 from ._async.answer_stream import AsyncStream
 from ._async.batch_workers import AsyncBatchResults
@@ -56,6 +58,9 @@ from .step_record import (
     WatchedWorker,
 )
 from .submitted import SubmittedStatus
+
+__version__ = installed_version()
+"""The version of lineclear. `lineclear` itself is a namespace of several folders and has no attributes."""
 
 __all__ = [
     "AdminClient",
@@ -109,4 +114,5 @@ __all__ = [
     "WaitingRequest",
     "WatchedSteps",
     "WatchedWorker",
+    "__version__",
 ]

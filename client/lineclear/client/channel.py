@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lineclear.api_limits import MAX_MESSAGE_BYTES
+from lineclear.extras import installed_version
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_PORT = 50051
@@ -59,12 +59,8 @@ _WITH_PORT = re.compile(r"(?:[a-z0-9]+:)?(?:\[[^\]]*\]|[^:\[\]]+):([0-9]{1,20})"
 
 def channel_options(options: Options = ()) -> list[tuple[str, Any]]:
     """Return the options of every channel, overridden by those of the caller."""
-    try:
-        own_version = version("lineclear")
-    except PackageNotFoundError:
-        own_version = "unknown"
     chosen: dict[str, Any] = {
-        "grpc.primary_user_agent": f"lineclear-python/{own_version}",
+        "grpc.primary_user_agent": f"lineclear-python/{installed_version()}",
         "grpc.keepalive_time_ms": round(KEEPALIVE_TIME_SECONDS * 1000),
         "grpc.keepalive_timeout_ms": round(KEEPALIVE_TIMEOUT_SECONDS * 1000),
         # gRPC waits this long for the answer to a ping: 60 s by default, whatever the option above says.

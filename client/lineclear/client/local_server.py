@@ -133,8 +133,12 @@ def command(arguments: Sequence[str]) -> list[str]:
 
 
 def missing() -> list[str]:
-    """Return the packages of the extras `scheduler` and `worker` that are not installed."""
-    found = (_REQUIREMENT.match(line) for line in importlib.metadata.requires("lineclear") or ())
+    """Return the packages of a server that are not installed: of the extras `scheduler` and `worker`, or lineclear."""
+    try:
+        required = importlib.metadata.requires("lineclear") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ["lineclear"] if importlib.util.find_spec("lineclear.scheduler") is None else []
+    found = map(_REQUIREMENT.match, required)
     absent = sorted({match[1] for match in found if match is not None and not _installed(match[1])})
     if not absent and importlib.util.find_spec("lineclear.scheduler") is None:
         return ["lineclear.scheduler"]

@@ -1,0 +1,78 @@
+"""The wheel of the client alone: what it has, what it needs, and that it works by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from client.test_minimal_install import BLOCKER
+from support.sources import REPOSITORY
+from support.time_limits import PATIENCE_SECONDS
+
+from lineclear.client import __version__
+
+CLIENT = REPOSITORY / "client"
+MAX_BYTES = 1_500_000
+"""Of all sources. The largest are the stubs of the public API."""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked wheel."""
+    out = tmp_path_factory.mktemp("client")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
+    subprocess.run(build, cwd=CLIENT, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
+    (archive,) = out.glob("*.whl")
+    with zipfile.ZipFile(archive) as content:
+        content.extractall(out / "content")
+    return out / "content"
+
+
+def project(folder: Path) -> dict[str, Any]:
+    return dict(tomllib.loads((folder / "pyproject.toml").read_text())["project"])
+
+
+def test_projects_agree() -> None:
+    ours, whole = project(CLIENT), project(REPOSITORY)
+    for name in ("version", "dependencies", "requires-python", "license", "license-files"):
+        assert ours[name] == whole[name], name
+    assert ours["optional-dependencies"] == {"cli": whole["optional-dependencies"]["cli"]}
+    assert ours["scripts"] == {"lineclear": whole["scripts"]["lineclear"]}
+    assert __version__ == whole["version"]
+
+
+def test_wheel_has_the_client_and_nothing_of_a_server(wheel: Path) -> None:
+    files = {path.relative_to(wheel): path for path in wheel.rglob("*") if path.is_file()}
+    own = {path for path in files if path.parts[0] == "lineclear"}
+    sources = [
+        path.relative_to(root)
+        for root in (CLIENT, REPOSITORY / "protos")
+        for path in root.glob("lineclear/**/*")
+        if path.is_file() and path.suffix != ".pyc"
+    ]
+    assert own == set(sources)
+    assert {path.parts[1] for path in own if len(path.parts) > 2} == {"cli", "client", "render", "v1"}
+    assert sum(path.stat().st_size for path in files.values()) < MAX_BYTES
+    (licence,) = wheel.glob("*.dist-info/licenses/LICENSE")
+    assert licence.read_text() == (REPOSITORY / "LICENSE").read_text()
+
+
+def test_wheel_works_by_itself(wheel: Path) -> None:
+    program = BLOCKER + (
+        "sys.path[:] = [sys.argv[1], *(p for p in sys.path if not p.startswith(sys.argv[2]) or 'site-packages' in p)]\n"
+        "from lineclear.client import Client, LocalServer, ServerStartError, local_server\n"
+        "from lineclear.client.testing import FakeTransport\n"
+        "assert local_server.__file__.startswith(sys.argv[1])\n"
+        "print(Client(transport=FakeTransport('hello')).generate('x').text)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program, str(wheel), str(REPOSITORY)],
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS, env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert done.stdout.split() == ["hello"], done.stderr
