@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from typing import Any
 
@@ -61,6 +62,47 @@ def test_annotation_changes_nothing(tokens: LLTokenizer, word: str) -> None:
 def test_names_of_properties_and_constants_are_no_words(tokens: LLTokenizer) -> None:
     schema = {"type": "object", "properties": {"minimun": {"const": {"foo": 1}}}, "required": ["minimun"]}
     assert accepts(tokens, schema, '{"minimun":{"foo":1}}')
+
+
+def is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+def test_dates_are_those_of_the_calendar(tokens: LLTokenizer) -> None:
+    days = ("01-31", "02-01", "02-28", "02-29", "02-30", "04-31", "12-31", "12-32", "13-01", "00-10", "10-00")
+    for text in (f"{year}-{day}" for year in ("0004", "1900", "2000", "2023", "2024", "2100") for day in days):
+        assert accepts(tokens, {"type": "string", "format": "date"}, f'"{text}"') == is_date(text), text
+        moment = {"type": "string", "format": "date-time", "pattern": "Z$"}
+        assert accepts(tokens, moment, f'"{text}T10:20:30Z"') == is_date(text), text
+
+
+@pytest.mark.parametrize("time", ["23:59:59Z", "00:00:00.5+01:30", "12:00:60Z", "23:59:60Z", "24:00:00Z", "12:60:00Z"])
+def test_no_time_has_a_second_60(tokens: LLTokenizer, time: str) -> None:
+    is_right = time in ("23:59:59Z", "00:00:00.5+01:30")
+    assert accepts(tokens, {"format": "time"}, f'"{time}"') == is_right
+    assert accepts(tokens, {"type": "string", "format": "date-time"}, f'"2016-12-31T{time}"') == is_right
+
+
+FORMATS = {
+    "uuid": ("123e4567-e89b-12d3-a456-426614174000", ["123e4567-e89b-12d3-a456-42661417400", "x"]),
+    "ipv4": ("1.2.3.4", ["256.1.1.1", "01.2.3.4", "1.2.3"]),
+    "ipv6": ("::1", ["1::2::3", "12345::", ":"]),
+    "email": ("a@b.co", ["a b@c", "a@-b.co", "a..b@c.de"]),
+    "hostname": ("a.b", ["-a.b", "a_b", "a" * 64]),
+    "duration": ("P1DT2H", ["P", "PT", "P1W2D", "1D"]),
+    "uri": ("http://a/b", ["a b", "//a", "http://[::1]/%zz"]),
+}
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_format_is_enforced(tokens: LLTokenizer, form: str) -> None:
+    right, wrong = FORMATS[form]
+    schema = {"type": "string", "format": form}
+    assert accepts(tokens, schema, f'"{right}"')
+    assert [text for text in wrong if accepts(tokens, schema, f'"{text}"')] == []
 
 
 BEHAVIOUR: dict[str, tuple[dict[str, Any], str, str]] = {

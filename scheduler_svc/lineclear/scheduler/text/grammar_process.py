@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,14 @@ def grammar_of(kind: str, content: str, *, any_whitespace: bool, max_depth: int)
     if schema is False:
         raise ValueError("allows no value")
     schema_words.check(schema)
+    schema_words.make_exact(schema)
     return LLMatcher.grammar_from_json_schema(
         json.dumps({} if schema is True else schema), overrides={"whitespace_flexible": any_whitespace}
     )
 
 
 def _grammar_of_calls(calls: call_grammar.ForcedCalls, max_depth: int) -> str:
+    exact = list(calls.parameters)
     for index, parameters in enumerate(calls.parameters):
         if not parameters:
             continue
@@ -70,11 +73,13 @@ def _grammar_of_calls(calls: call_grammar.ForcedCalls, max_depth: int) -> str:
             schema = schema_words.parsed(parameters)
             if _depth(schema) <= max_depth:
                 schema_words.check(schema)
+                schema_words.make_exact(schema)
+                exact[index] = json.dumps(schema)
                 continue
         except ValueError as error:
             raise ValueError(f"has parameters of tool {index} that cannot be used: the schema {error}") from None
         raise ValueError(f"tool {index} has parameters deeper than {max_depth} levels (--max-grammar-depth)")
-    return LLMatcher.grammar_from_lark(call_grammar.lark(calls))
+    return LLMatcher.grammar_from_lark(call_grammar.lark(replace(calls, parameters=tuple(exact))))
 
 
 def _depth(value: Any) -> int:

@@ -25,6 +25,12 @@ _OTHERS = frozenset(
     | {"minLength", "maxLength", "pattern", "format"}
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_NO_SECOND_60 = "^[^:]*:[0-9]{2}:[0-5]"
+_DAY = f"^([0-9]{{4}}-(0[13-9]|1[0-2])|[0-9]{{4}}-02-([01]|2[0-8])|{_LEAP_YEAR}-02-29)"
+_EXACT = {"date": (_DAY,), "time": (_NO_SECOND_60,), "date-time": (_DAY, _NO_SECOND_60)}
+"""Patterns in addition to llguidance's formats, which allow February 29 in each year and second 60 at each time. In RFC
+3339 a second 60 is a leap second, and those come from a table; no answer has one."""
 ENFORCED = _ONE | _LISTS | _MAPS | _OTHERS
 
 
@@ -49,6 +55,14 @@ def check(schema: Any) -> None:
                 _check_value(f"{path}/{word}", word, value)
             elif word not in ANNOTATIONS:
                 raise ValueError(f"has {path}/{_cut(word)}, which is not enforced{_advice(word)}")
+
+
+def make_exact(schema: Any) -> None:
+    """Add what llguidance's formats leave out to a schema, in place."""
+    for _, node in list(_schemas("#", schema)):
+        form = node.get("format")
+        if isinstance(form, str) and form in _EXACT and isinstance(node.get("allOf", []), list):
+            node["allOf"] = [*node.get("allOf", []), *({"pattern": pattern} for pattern in _EXACT[form])]
 
 
 def _check_value(path: str, word: str, value: Any) -> None:
