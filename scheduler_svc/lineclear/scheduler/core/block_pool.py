@@ -308,7 +308,7 @@ class BlockPool:
         assert all(map(self._keys.__getitem__, self._cached)), "a cached block that is not in the prefix index"
         assert empty.isdisjoint(self._by_key.values()), "an empty block in the prefix index"
         assert self.num_blocks - self._keys.count(None) == len(self._by_key), "a published block that is not found"
-        assert all(self._keys[block] == key for key, block in self._by_key.items())
+        assert list(map(self._keys.__getitem__, self._by_key.values())) == list(self._by_key)
         assert self._pending.keys() <= empty, "pending writes to a block that is not empty"
         assert not any(map(self._keys.__getitem__, self._tainted)), "a tainted block in the prefix index"
         assert all(map(references.__getitem__, self._unconfirmed)), "an unconfirmed block that is not used"
