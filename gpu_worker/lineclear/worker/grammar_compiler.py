@@ -1,11 +1,14 @@
 """Compiles grammars with llguidance (Moskal et al.) and computes the masks of its matchers.
 
-Compiling takes from a millisecond to the scheduler's limit of about a second. It runs on threads with the lowest
-priority, ahead of the step that needs the grammar: `prepare`. llguidance releases the interpreter lock.
+Compiling takes from a millisecond to the scheduler's limit of about a second. It runs on threads of low priority, ahead
+of the step that needs the grammar: `prepare`. llguidance releases the interpreter lock. The shortest grammar is next,
+with aging: later ones overtake a grammar by its own size in total at most.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -33,6 +36,9 @@ class GrammarCompiler:
         self._max_cached = max_cached
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._waiting: list[tuple[int, int, str, Future[LLMatcher]]] = []  # a heap by key and number
+        self._numbers = itertools.count()
+        self._num_taken = 0  # characters of the grammars whose turn came
         self._threads: ThreadPoolExecutor | None = None
         self._table_lock = threading.Lock()
         self._table: LLTokenizer | None = None
@@ -71,11 +77,24 @@ class GrammarCompiler:
                     self._threads = ThreadPoolExecutor(
                         _COMPILE_THREADS, thread_name_prefix="grammar", initializer=lower_priority
                     )
-                future = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
+                future = self._compiled[grammar] = Future()
+                key = self._num_taken + len(grammar)
+                heapq.heappush(self._waiting, (key, next(self._numbers), grammar, future))
+                self._threads.submit(self._compile_next)
                 while len(self._compiled) > self._max_cached:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
             return future
+
+    def _compile_next(self) -> None:
+        """Compile the next of the waiting grammars."""
+        with self._lock:
+            _, _, grammar, future = heapq.heappop(self._waiting)
+            self._num_taken += len(grammar)
+        try:
+            future.set_result(self._compile(grammar))
+        except BaseException as error:
+            future.set_exception(error)
 
     def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokens(), grammar, log_level=0, limits=parser_limits())
