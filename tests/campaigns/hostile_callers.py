@@ -302,6 +302,40 @@ def beam_searches(target: Target) -> int:
     return _in_threads(target, lambda stub: list(stub.Generate(request)), num_threads=1)
 
 
+def ambiguous_grammars(target: Target) -> int:
+    """Ask for answers of a grammar whose work grows with each token."""
+    form = {"grammar": 'start: "x" a\na: a a | a a a | a a a a | /[a-z ]/'}
+    request = pb.GenerateRequest(text="x", sampling={"structured_output": form, "max_tokens": 200})
+    return _in_threads(target, lambda stub: list(stub.Generate(request)))
+
+
+def lexer_heavy_forms(target: Target) -> int:
+    """Ask for answers of a regular expression of which each mask is near the bound of its work."""
+    parts = "|".join(f"[a-z ]*{chr(97 + i)}[a-z ]{{{5 + i}}}{chr(97 + i)}" for i in range(12))
+    request = pb.GenerateRequest(
+        text="x", sampling={"structured_output": {"regex": f"({parts}).*"}, "max_tokens": 200, "temperature": 1}
+    )
+    return _in_threads(target, lambda stub: list(stub.Generate(request)))
+
+
+def repetition_penalties(target: Target) -> int:
+    """Ask for DRY over the longest prompt of one token, with as many breakers as the server accepts."""
+    with target.channel() as channel:
+        model = inference_pb2_grpc.InferenceServiceStub(channel).GetModel(pb.GetModelRequest())
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[300] * min(7000, model.context_length - 64)),
+        sampling={
+            "max_tokens": 60,
+            "ignore_eos": True,
+            "dry_multiplier": 1.0,
+            "dry_allowed_length": 1,
+            "dry_penalty_last_n": -1,
+            "dry_sequence_breakers": ["quick brown " * 4 + str(number) for number in range(16)],
+        },
+    )
+    return _in_threads(target, lambda stub: list(stub.Generate(request)))
+
+
 def stop_regexes(target: Target) -> int:
     """Ask for many outputs that end at the most expensive stop regex."""
     request = pb.GenerateRequest(
@@ -540,6 +574,7 @@ SERVED = (
     "unread_answers",
     "stats_flood",
     "beam_searches",
+    "repetition_penalties",
     "stop_regexes",
     "tool_lists",
 )
@@ -562,6 +597,9 @@ KINDS: dict[str, Callable[[Target], int]] = {
         heavy_requests,
         oversized_requests,
         beam_searches,
+        ambiguous_grammars,
+        lexer_heavy_forms,
+        repetition_penalties,
         stop_regexes,
         tool_lists,
         unread_answers,

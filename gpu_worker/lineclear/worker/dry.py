@@ -81,6 +81,8 @@ def _distance_of_breaker(window: _Window, breakers: Breakers) -> Tensor:
         for offset in range(sequence.shape[1]):
             same = tokens[:, : tokens.shape[1] - offset] == sequence[:, offset : offset + 1]
             matches[:, offset:] &= same | (offset >= count)
+            if tokens.device.type == "cpu" and not matches.any():
+                break
         lengths = torch.maximum(lengths, matches * count)
     is_head = lengths > 0
     first = is_head.long().argmax(dim=1, keepdim=True)
