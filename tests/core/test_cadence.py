@@ -74,6 +74,21 @@ def test_scores_count_by_their_positions() -> None:
     assert 1.5 < harness.longest(100) <= 2.2  # a scored position more
 
 
+def test_scores_with_a_fixed_cost_are_not_starved() -> None:
+    """Counted by position, few scores look dear; their number must not shrink to one for that."""
+    harness = Cadence()
+    for number in range(64):
+        harness.submit(f"score{number}", 90, max_tokens=0, scoring=Scoring(10, 20))
+    scored = []
+    for _ in range(100):
+        plan = harness.plan()
+        assert plan is not None
+        scored.append(sum(row.num_tokens for row in plan.chunks if row.output is RowOutput.SCORE))
+        seconds = 0.01 + 0.001 * plan.num_tokens + (0.006 if scored[-1] else 0.0)
+        harness.apply(step_seconds=seconds)
+    assert sum(scored[50:]) >= 50 * 7
+
+
 @pytest.mark.parametrize("kind", ["embedding", "score"])
 def test_prompts_that_generate_keep_their_shares(kind: str) -> None:
     """Each of them adds a share, the requests without output add none."""

@@ -21,6 +21,7 @@ _SCALE = (1.0, 1 / 64, 1 / 4096)  # brings the three inputs to the same order of
 _WEIGHT = 1 / 16  # of the newest step in a mean
 _MAX_DEVIATION = 1.0  # a pause of the machine counts at most so much
 _MAX_GROWTH = 2  # how far beyond the largest measured step the model is trusted
+_MAX_COST_OF_SCORE = 2.0
 _DEVIATIONS = 3  # 99 % of steps deviate less from their prediction than three times the mean
 
 
@@ -54,9 +55,13 @@ class StepTimeModel:
 
     @property
     def cost_of_score(self) -> float:
-        """Return what a token with a score takes, in tokens without one."""
+        """Return what a token with a score takes, in tokens without one, at most 2.
+
+        A step with few scores takes a fixed time for them. Counted by position it looks dear, so that fewer still would
+        be planned; from a few positions on the mean falls.
+        """
         token = self.coefficients[1]
-        return 1.0 + (self._per_scored / token if token >= _MIN_SECONDS_PER_TOKEN else 0.0)
+        return min(1.0 + (self._per_scored / token if token >= _MIN_SECONDS_PER_TOKEN else 0.0), _MAX_COST_OF_SCORE)
 
     @property
     def error_factor(self) -> float:
