@@ -51,17 +51,18 @@ def response(
     if chunk.started is not None:
         if request.prompt_echo is not None and output.index == 0:
             message.prompt_echo.CopyFrom(request.prompt_echo)
-        message.started.request_id = request.request_id
-        message.started.prompt_tokens = request.prompt_tokens
-        message.started.cached_tokens = chunk.started.cached_tokens
-        message.started.seed = request.sampling_of(output).seed
-        message.started.num_outputs = len(validated.received)
-        message.started.slot = chunk.started.slot
-        message.started.first_step = chunk.started.step
-        message.started.model_fingerprint = request.fingerprint(chunk.started.model_fingerprint)
-        message.started.prompt_digest = request.prompt_digest
-        message.started.chat_time_us = request.chat_time_us
-        message.started.timeout.FromMicroseconds(round((request.deadline - request.arrival) * 1e6))
+        started = message.started  # held: each access would make it again
+        started.request_id = request.request_id
+        started.prompt_tokens = request.prompt_tokens
+        started.cached_tokens = chunk.started.cached_tokens
+        started.seed = request.sampling_of(output).seed
+        started.num_outputs = len(validated.received)
+        started.slot = chunk.started.slot
+        started.first_step = chunk.started.step
+        started.model_fingerprint = request.fingerprint(chunk.started.model_fingerprint)
+        started.prompt_digest = request.prompt_digest
+        started.chat_time_us = request.chat_time_us
+        started.timeout.FromMicroseconds(round((request.deadline - request.arrival) * 1e6))
     if chunk.end is not None:
         assert timings is not None
         message.finished.CopyFrom(_finished(chunk.end, timings, output))
@@ -151,6 +152,5 @@ def duration(seconds: float | None) -> Duration | None:
     """Convert seconds to a Duration; None stays unset."""
     if seconds is None:
         return None
-    span = Duration()
-    span.FromNanoseconds(max(0, round(seconds * 1e9)))
-    return span
+    whole, nanos = divmod(max(0, round(seconds * 1e9)), 10**9)
+    return Duration(seconds=whole, nanos=nanos)
