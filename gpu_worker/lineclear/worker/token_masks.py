@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from .attention.base import to_device
-from .constraints import Bits, Masks
+from .constraints import Masks
 from .logits import Logits, with_argmax
+from .mask_threads import Bits
 
 
 @torch.inference_mode()

@@ -119,9 +119,9 @@ def _answer(tokens: LLTokenizer, special: Sequence[str], frame: bytes, max_depth
     except (RecursionError, MemoryError):
         return _refused(f"is nested deeper than {max_depth} levels (--max-grammar-depth)")
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=parser_limits())
-    error = matcher.get_error() if matcher.is_error() else _first_error(tokens, matcher)
-    if error:
-        return _refused(_problem(tokens, frame) or f"cannot be used: {_reason(error)}")
+    failure = matcher.get_error() if matcher.is_error() else _first_error(tokens, matcher)
+    if failure:
+        return _refused(_problem(tokens, frame) or f"cannot be used: {_reason(failure)}")
     return ANSWERED + grammar.encode()
 
 
