@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -17,7 +18,7 @@ from lineclear.worker.mask_threads import Bits, MaskThreads
 
 VOCABULARY = 97
 PATIENCE_SECONDS = 30.0
-FORM, GATED = grammar(1, 40), grammar(2, 40)
+FORM, GATED, UNCOMPILED = grammar(1, 40), grammar(2, 40), grammar(3, 40)
 
 
 class GatedGrammars(ToyGrammars):
@@ -29,8 +30,11 @@ class GatedGrammars(ToyGrammars):
         self.began = threading.Event()
         self.gated: list[Matcher] = []
         self.num_filled = 0
+        self.uncompiled: Future[Matcher] = Future()
 
     def matcher(self, grammar: str) -> Future[Matcher]:
+        if grammar == UNCOMPILED:
+            return self.uncompiled
         found = super().matcher(grammar)
         if grammar == GATED:
             self.gated.append(found.result())
@@ -49,11 +53,15 @@ class Table:
 
     def __init__(self, slots: Sequence[int] = (0, 1, 2)) -> None:
         self.grammars = GatedGrammars()
-        self.now = 0.0
-        self.table = ConstraintTable(self.grammars, VOCABULARY, MaskThreads(lambda: self.now))
+        self.now = self.cpu_seconds = 0.0
+        threads = MaskThreads(lambda: self.now, lambda thread: self.cpu_seconds)
+        self.table = ConstraintTable(self.grammars, VOCABULARY, threads)
         for slot, form in zip((0, 1, 2), (GATED, FORM, ""), strict=True):
             if slot in slots:
-                self.table.set_slot(SlotInit(slot, (5, 6), 2, (), Sampling(grammar=form, stop_ids=(0,))))
+                self.set_slot(slot, form)
+
+    def set_slot(self, slot: int, form: str) -> None:
+        self.table.set_slot(SlotInit(slot, (5, 6), 2, (), Sampling(grammar=form, stop_ids=(0,))))
 
     def step(self, slots: Sequence[int], positions: Sequence[int]) -> Masks:
         pending = self.table.start(slots, positions, lambda rows: lambda: [9] * len(rows))
@@ -113,7 +121,7 @@ def test_rows_behind_a_deferred_one_are_void() -> None:
 def test_next_owner_of_the_slot_does_not_wait_for_the_mask() -> None:
     t = Table(slots=(0,))
     assert list(t.step((0, 2), (2, 2)).deferred) == [0]
-    t.table.set_slot(SlotInit(0, (5, 6), 2, (), Sampling(grammar=FORM, stop_ids=(0,))))
+    t.set_slot(0, FORM)
     assert t.step((0, 2), (2, 2)).rows == [0]
     t.grammars.gate.set()
 
@@ -122,13 +130,71 @@ def test_no_token_is_allowed_without_a_mask_in_time() -> None:
     """So the request fails, and no other."""
     t = Table()
     assert list(t.step((0, 1), (2, 2)).deferred) == [0]
-    t.now += mask_threads.MAX_WAIT_SECONDS
+    t.cpu_seconds += mask_threads.MAX_WORK_SECONDS
     assert list(t.step((0, 1), (2, 3)).deferred) == [0]
-    t.now += 0.1
+    t.cpu_seconds += 0.1
     masks = t.step((0, 1), (2, 4))
     assert masks.rows == [0, 1]
     assert not masks.bits[0].any()
     t.grammars.gate.set()
+
+
+def test_no_request_fails_for_a_busy_machine() -> None:
+    """The thread of its mask has waited for a core, or the process was stopped."""
+    t = Table()
+    assert list(t.step((0, 1), (2, 2)).deferred) == [0]
+    t.now += 1000.0
+    assert list(t.step((0, 1), (2, 3)).deferred) == [0]
+    t.grammars.gate.set()
+    while not t.step((0,), (2,)).rows:
+        pass
+
+
+def test_cpu_time_of_a_thread_is_its_own() -> None:
+    before = mask_threads.cpu_seconds_of(threading.get_ident())
+    while mask_threads.cpu_seconds_of(threading.get_ident()) == before:
+        pass
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    other.start()
+    assert other.ident is not None
+    assert mask_threads.cpu_seconds_of(other.ident) < time.process_time()
+    stop.set()
+    other.join()
+
+
+def test_form_that_is_compiled_delays_no_late_mask() -> None:
+    """A worker that has just joined compiles the forms of the requests that it continues."""
+    t = Table(slots=())
+    t.set_slot(0, UNCOMPILED)
+    assert list(t.step((0, 2), (2, 2)).deferred) == [0]
+    t.set_slot(1, GATED)
+    t.table._slots[1].is_slow = True
+    t.grammars.gate.set()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while 1 not in t.step((0, 1), (2, 2)).rows:
+        assert time.monotonic() < deadline
+    t.grammars.uncompiled.set_result(ToyMatcher(UNCOMPILED))
+    while not (masks := t.step((0,), (2,))).rows:
+        assert time.monotonic() < deadline
+    assert np.array_equal(masks.bits[0], allowed(UNCOMPILED))
+
+
+def test_step_does_not_wait_for_masks_of_earlier_ones() -> None:
+    """All threads are busy with masks whose rows were deferred."""
+    t = Table(slots=())
+    busy = range(2, 8)
+    for slot in busy:
+        t.set_slot(slot, GATED)
+    assert len(t.step((0, *busy), (2,) * 7).deferred) == 6
+    t.set_slot(1, FORM)
+    steps: list[Masks] = []
+    step = threading.Thread(target=lambda: steps.append(t.step((0, 1, *busy), (2,) * 8)), daemon=True)
+    step.start()
+    step.join(PATIENCE_SECONDS / 2)
+    t.grammars.gate.set()
+    assert len(steps) == 1
+    assert len(steps[0].deferred) == 7
 
 
 def test_step_whose_rows_all_wait_waits_with_them() -> None:

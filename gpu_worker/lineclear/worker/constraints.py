@@ -133,6 +133,11 @@ class _Constraint:
         """Whether a mask can be computed without a wait for the compiler."""
         return self._matcher.done()
 
+    @property
+    def compiled(self) -> Future[Matcher] | None:
+        """What the next mask must wait for; None if the grammar is compiled, or does not hold yet."""
+        return None if self._matcher.done() or not self._is_started else self._matcher
+
     def allowed(self, num_words: int) -> Bits:
         """Return the mask behind all tokens; nothing is allowed where the matcher fails."""
         bits: Bits = np.zeros(num_words, np.uint32)
@@ -250,8 +255,9 @@ class ConstraintTable:
             if constraint.mask is None:
                 if constraint.position < positions[row]:
                     behind.append(row)
-                compute = partial(constraint.allowed, self._num_words)
-                constraint.mask = Mask(compute, is_slow=constraint.is_slow or not constraint.is_compiled)
+                compute, compiled = partial(constraint.allowed, self._num_words), constraint.compiled
+                is_slow = constraint.is_slow or not constraint.is_compiled
+                constraint.mask = Mask(compute, is_slow=is_slow, compiled=compiled)
                 constraint.mask_position = positions[row]
                 new.append(constraint.mask)
         last_tokens = fetch_last_tokens(behind) if behind else list

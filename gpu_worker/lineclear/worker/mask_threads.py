@@ -13,7 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +28,11 @@ MIN_WAIT_SECONDS = 0.004
 So a step takes at most twice as long as without masks. Ordinary masks take 0.1 to 0.9 ms and are ready before."""
 ALONE_WAIT_SECONDS = 0.02
 """The same for a step whose only rows lack a mask: nothing else waits, and planning them again costs a step."""
-MAX_WAIT_SECONDS = 10.0
-"""From the first row that lacks a mask to the end of its request. One mask is at most 10 ms of work; the rest is the
-queue of other slow ones and a busy machine."""
+MAX_WORK_SECONDS = 10.0
+"""CPU time of the thread that computes a mask, from the first row that lacks it to the end of its request.
+
+One mask is at most 10 ms of work; the rest is the queue of other slow ones. A busy machine makes a mask later, but no
+request fails for that."""
 _SLOW_SECONDS = 0.002
 """CPU time of a mask; the next one of its matcher is computed at low priority."""
 _NICENESS = 19
@@ -38,22 +41,33 @@ _NICENESS = 19
 class Mask:
     """The mask of one row, from its request to the step that uses it."""
 
-    def __init__(self, compute: Callable[[], Bits], *, is_slow: bool) -> None:
+    def __init__(self, compute: Callable[[], Bits], *, is_slow: bool, compiled: Future[Any] | None = None) -> None:
         self.compute = compute
         self.is_slow = is_slow
+        self.compiled = compiled
+        """The mask waits for it, without a thread."""
         self.bits: Bits | None = None
         """None until the mask is ready."""
-        self.deferred_at: float | None = None
-        """Time at which a step first went on without it."""
+        self.is_deferred = False
+        """Whether a step went on without it."""
+        self.thread: int | None = None
+        """Identifier of the thread that computes it, or that works through the queue that it is in."""
+        self.work_before: float | None = None
+        """CPU time of that thread when the mask was first found late."""
 
 
 class MaskThreads:
     """Threads that compute masks. The launch thread calls the methods."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, cpu_seconds: Callable[[int], float] | None = None
+    ) -> None:
+        """`cpu_seconds` returns the CPU time of a thread."""
+        self._clock, self._cpu_seconds = clock, cpu_seconds or cpu_seconds_of
+        self._tokens: ThreadPoolExecutor | None = None  # one of its own: no step waits for masks of an earlier one
         self._quick: ThreadPoolExecutor | None = None
         self._slow: ThreadPoolExecutor | None = None
+        self._slow_thread: int | None = None
         self._num_quick = min(4, max(1, len(os.sched_getaffinity(0))))
         self._changed = threading.Condition()
         self._num_waiting = 0  # quick masks of the present step that are not ready
@@ -63,9 +77,10 @@ class MaskThreads:
 
     def start(self, masks: Sequence[Mask], take_tokens: Callable[[], None]) -> None:
         """Compute the masks of a step, once `take_tokens` has returned, while the caller goes on."""
-        if self._quick is None or self._slow is None:
+        if self._tokens is None:
+            self._tokens = ThreadPoolExecutor(1, thread_name_prefix="mask-tokens")
             self._quick = ThreadPoolExecutor(self._num_quick, thread_name_prefix="masks")
-            self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-masks", initializer=lower_priority)
+            self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-masks", initializer=self._start_slow)
         self._started_at = self._clock()
         self._step += 1
         quick = deque(mask for mask in masks if not mask.is_slow)
@@ -73,7 +88,11 @@ class MaskThreads:
         with self._changed:
             self._num_waiting, self._has_tokens = len(quick), not masks
         if masks:
-            self._quick.submit(self._start, self._step, quick, slow, take_tokens)
+            self._tokens.submit(self._start, self._step, quick, slow, take_tokens)
+
+    def _start_slow(self) -> None:
+        self._slow_thread = threading.get_ident()
+        lower_priority()
 
     def _start(self, step: int, quick: deque[Mask], slow: Sequence[Mask], take_tokens: Callable[[], None]) -> None:
         assert self._quick is not None
@@ -84,11 +103,13 @@ class MaskThreads:
             with self._changed:
                 self._has_tokens = self._has_tokens or step == self._step
                 self._changed.notify_all()
-        for mask in slow:
-            self._slow.submit(self._compute, mask)
-        for _ in range(min(self._num_quick, len(quick)) - 1):
+        for _ in range(min(self._num_quick, len(quick))):
             self._quick.submit(self._compute_all, step, quick)
-        self._compute_all(step, quick)
+        for mask in slow:
+            if mask.compiled is None:
+                self._slow.submit(self._compute, mask)
+            else:
+                mask.compiled.add_done_callback(lambda _, mask=mask: self._slow.submit(self._compute, mask))
 
     def _compute_all(self, step: int, masks: deque[Mask]) -> None:
         while True:
@@ -104,11 +125,11 @@ class MaskThreads:
                         self._changed.notify_all()
 
     def _compute(self, mask: Mask) -> None:
-        began_at = time.thread_time()
+        mask.thread, began_at = threading.get_ident(), time.thread_time()
         bits = mask.compute()
         mask.is_slow = time.thread_time() - began_at > _SLOW_SECONDS
         mask.bits = bits
-        if mask.deferred_at is not None:
+        if mask.is_deferred:
             with self._changed:
                 self._changed.notify_all()
 
@@ -124,15 +145,26 @@ class MaskThreads:
             self._changed.wait_for(lambda: not self._num_waiting, max(MIN_WAIT_SECONDS, forward))
             if is_alone and masks and all(mask.bits is None for mask in masks):
                 for mask in masks:
-                    mask.deferred_at = mask.deferred_at or self._clock()
+                    mask.is_deferred = True
                 self._changed.wait_for(lambda: any(mask.bits is not None for mask in masks), ALONE_WAIT_SECONDS)
         for mask in masks:
-            if mask.bits is None and mask.deferred_at is None:
-                mask.deferred_at = self._clock()
+            mask.is_deferred = mask.is_deferred or mask.bits is None
 
     def is_overdue(self, mask: Mask) -> bool:
         """Return whether a mask that is not ready is given up."""
-        return mask.deferred_at is not None and self._clock() - mask.deferred_at > MAX_WAIT_SECONDS
+        if mask.thread is None and mask.is_slow and (mask.compiled is None or mask.compiled.done()):
+            mask.thread = self._slow_thread
+        if mask.thread is None:
+            return False
+        work = self._cpu_seconds(mask.thread)
+        if mask.work_before is None:
+            mask.work_before = work
+        return work - mask.work_before > MAX_WORK_SECONDS
+
+
+def cpu_seconds_of(thread: int) -> float:
+    """Return the CPU time of a thread that runs."""
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def lower_priority() -> None:
