@@ -60,6 +60,7 @@ class Process:
         )
         self.lines: list[dict[str, Any]] = []
         self.other: list[str] = []
+        self._has_ended = False
         self._condition = threading.Condition()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -77,19 +78,19 @@ class Process:
                 else:
                     self.other.append(line.decode())
                 self._condition.notify_all()
+        with self._condition:
+            self._has_ended = True
+            self._condition.notify_all()
 
     def wait_for(self, event: str, count: int = 1, **fields: Any) -> dict[str, Any]:
-        """Return the count-th log line of `event` with these fields."""
+        """Return the count-th log line of `event` with these fields. A process that exits before fails the test."""
 
         def found() -> list[dict[str, Any]]:
             return [e for e in self.lines if e.get("event") == event and fields.items() <= e.items()]
 
         with self._condition:
-            assert self._condition.wait_for(lambda: len(found()) >= count, BOUND_SECONDS), (
-                event,
-                self.lines,
-                self.other,
-            )
+            self._condition.wait_for(lambda: len(found()) >= count or self._has_ended, BOUND_SECONDS)
+            assert len(found()) >= count, (event, self.lines, self.other)
             return found()[count - 1]
 
     def exit_code(self, seconds: float = BOUND_SECONDS) -> int:

@@ -157,9 +157,9 @@ def test_recording_replays(start: Callable[..., Running], admin: Callable[..., R
 def test_unwritable_recording_returns_the_reason(
     start: Callable[..., Running], admin: Callable[..., Result], tmp_path: Path
 ) -> None:
-    (tmp_path / "open").mkdir(mode=0o777)
-    (tmp_path / "open").chmod(0o777)
-    server = start("--recording-directory", str(tmp_path / "open"))
+    """A directory that others may enter is refused before the start; this one is opened to them later."""
+    server = start("--recording-directory", str(tmp_path / "recordings"))
+    (tmp_path / "recordings").chmod(0o777)
     result = admin("dump")
     assert result.exit_code != 0
     assert "0700" in result.stderr

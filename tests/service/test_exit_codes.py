@@ -119,6 +119,8 @@ def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied:
     """Most errors are found before a worker starts. The rest also stop the worker."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "weights" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")  # no tensors
@@ -137,6 +139,7 @@ def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied:
         (["--listen", occupied, "--model", str(model), "--spawn-worker"], "in use"),
         ([*spawn, "--model", str(model), "--status-listen", occupied], "--status-listen"),
         ([*spawn, "--model", str(model), "--recording-directory", str(tmp_path / "file")], "the recording directory"),
+        ([*spawn, "--model", str(model), "--recording-directory", str(tmp_path / "open")], "it must be 0700"),
         ([*spawn, "--model", str(model), "--lora-dir", "/absent"], "--lora-dir /absent is not a directory"),
         ([*spawn, "--model", str(model), "--token-file", "/absent"], "--token-file /absent: No such file"),
         ([*spawn, "--model", str(model), "--tls-cert-file", "/absent", "--tls-key-file", "/absent"], "--tls-cert-file"),
