@@ -107,6 +107,12 @@ OTHER_SERVERS: Final = {
     ),
     "--max-best-of": "give --max-outputs",
     "--n-predict": "give --default-max-tokens, or max_tokens in a request",
+    **dict.fromkeys(
+        ("--runner", "--task", "--is-embedding", "--embedding"),
+        "it is not needed: each model answers Embed and Score beside Generate",
+    ),
+    "--rerank": "there is none: prompts are not ranked; Score returns the log-probabilities of texts",
+    "--reasoning-format": "give --reasoning-parser",
 }
 """What to do about flags of vLLM, SGLang, TGI and llama.cpp whose quantity has another form here, or none."""
 
