@@ -23,7 +23,7 @@ from support.time_limits import PATIENCE_SECONDS
 CORE_IMPORTS = frozenset(
     {
         *("__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "types", "typing"),
-        *("array", "bisect", "functools", "hashlib", "heapq", "itertools", "math", "operator"),
+        *("array", "bisect", "functools", "hashlib", "heapq", "itertools", "math", "operator", "struct"),
         *("lineclear.errors", "lineclear.wire.messages"),
     }
 )
