@@ -130,9 +130,8 @@ _PREFIX_CACHE = (
     Bug("the prefix cache never hits", RunningBatch.cached_prefix, never("self._prefix_cache")),
     Bug(
         "block keys outlive the block size",
-        RunningBatch._keys,
+        RunningBatch._leading_blocks,
         replace("self.pool.block_size", "0"),
-        times=2,
     ),
     Bug("an emptied prefix cache keeps unused blocks", BlockPool.clear_cache, drop("self._cached.clear()")),
 )
