@@ -36,7 +36,10 @@ def accepts(tokens: LLTokenizer, schema: dict[str, Any], text: str) -> bool:
         ('{"type": "integer", "minimun": 3}', "#/minimun, which is not enforced; did you mean minimum?"),
         ('{"type": "string", "contentEncoding": "base64"}', "#/contentEncoding"),
         ('{"properties": {"a": {"items": {"anyOf": [{"foo": 1}]}}}}', "#/properties/a/items/anyOf/0/foo"),
-        ('{"$defs": {"a": {"nullable": true}}}', "#/$defs/a/nullable"),
+        ('{"$defs": {"a": {"nullable": true}}}', '#/$defs/a/nullable, which is not enforced; add "null" to the types'),
+        ('{"type": "array", "uniqueItems": true}', "#/uniqueItems, which is not enforced; remove it"),
+        ('{"type": "array", "contains": {}}', "#/contains, which is not enforced; remove it"),
+        ('{"propertyNames": {"maxLength": 3}}', "#/propertyNames, which is not enforced; remove it"),
         ('{"x-guidance": {"lenient": true}, "not": {}}', "#/x-guidance"),
         ('{"prefixItems": [{}], "additionalItems": false}', "#/additionalItems, which is not enforced"),
         ('{"items": [{"type": "string"}]}', "use prefixItems"),
@@ -52,7 +55,7 @@ def test_word_that_would_be_ignored_is_refused(text: str, problem: str) -> None:
     assert problem in str(refused.value)
 
 
-@pytest.mark.parametrize("word", sorted(schema_words.ANNOTATIONS))
+@pytest.mark.parametrize("word", [*sorted(schema_words.ANNOTATIONS), "x-order", "x-enum-varnames"])
 def test_annotation_changes_nothing(tokens: LLTokenizer, word: str) -> None:
     schema = {"type": "integer", word: {"$schema": DRAFT, "$id": "http://example.com/a"}.get(word, "a")}
     assert accepts(tokens, schema, "7")
@@ -62,6 +65,18 @@ def test_annotation_changes_nothing(tokens: LLTokenizer, word: str) -> None:
 def test_names_of_properties_and_constants_are_no_words(tokens: LLTokenizer) -> None:
     schema = {"type": "object", "properties": {"minimun": {"const": {"foo": 1}}}, "required": ["minimun"]}
     assert accepts(tokens, schema, '{"minimun":{"foo":1}}')
+
+
+def test_property_of_a_discriminator_is_required(tokens: LLTokenizer) -> None:
+    """As pydantic writes a union by `kind`, which has a default."""
+    cat = {"properties": {"kind": {"const": "cat", "default": "cat"}, "lives": {"type": "integer"}}, "type": "object"}
+    dog = {"properties": {"kind": {"const": "dog", "default": "dog"}, "name": {"type": "string"}}, "type": "object"}
+    kinds = {"propertyName": "kind", "mapping": {"cat": "#/$defs/cat", "dog": "#/$defs/dog"}}
+    either = {"discriminator": kinds, "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]}
+    schema = {"$defs": {"cat": cat, "dog": dog}, "type": "array", "items": either}
+    assert accepts(tokens, schema, '[{"kind":"dog","name":"a"},{"kind":"cat","lives":9}]')
+    assert not accepts(tokens, schema, '[{"lives":9}]')
+    assert not accepts(tokens, schema, '[{"kind":"cow"}]')
 
 
 def is_date(text: str) -> bool:

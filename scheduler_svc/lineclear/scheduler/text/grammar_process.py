@@ -162,7 +162,9 @@ def _problem(tokens: LLTokenizer, frame: bytes) -> str:
     form = json.loads(frame)
     calls = call_grammar.unpacked(form["content"]) if form["kind"] == FORCED_CALLS else None
     for index, parameters in enumerate(calls.parameters if calls is not None else ()):
-        schema = json.dumps(call_grammar.arguments_schema(parameters))
+        exact = schema_words.parsed(parameters) if parameters else None
+        schema_words.make_exact(exact)
+        schema = json.dumps(call_grammar.arguments_schema(json.dumps(exact) if parameters else ""))
         one = LLMatcher(tokens, LLMatcher.grammar_from_json_schema(schema), log_level=0, limits=parser_limits())
         if one.is_error():
             return f"has parameters of tool {index} that cannot be used: {_reason(one.get_error())}"

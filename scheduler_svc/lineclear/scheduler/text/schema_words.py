@@ -15,7 +15,12 @@ ANNOTATIONS = frozenset(
     {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
     | {"$schema", "$id", "$comment", "$anchor", "discriminator"}
 )
-"""`discriminator` is OpenAPI's: the schemas of its oneOf say the same."""
+"""`discriminator` is OpenAPI's: the schemas of its oneOf say the same, but for its property being required."""
+_OPTIONS = "x-guidance"
+"""llguidance's. Other words with x- are annotations, as in OpenAPI."""
+_ADVICE = {"nullable": 'add "null" to the types'}
+_LIKENESS = 0.8
+"""Of a word and its misspelling: `minimun` has 0.86. `propertyNames` and `properties`, two words, have 0.78."""
 _ONE = frozenset({"items", "additionalProperties"})
 """Words whose value is a schema."""
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
@@ -53,13 +58,20 @@ def check(schema: Any) -> None:
         for word, value in node.items():
             if word in ENFORCED:
                 _check_value(f"{path}/{word}", word, value)
-            elif word not in ANNOTATIONS:
+            elif word not in ANNOTATIONS and (not word.startswith("x-") or word == _OPTIONS):
                 raise ValueError(f"has {path}/{_cut(word)}, which is not enforced{_advice(word)}")
 
 
 def make_exact(schema: Any) -> None:
-    """Add what llguidance's formats leave out to a schema, in place."""
+    """Add what llguidance's formats leave out to a schema, in place, and require the property of a discriminator.
+
+    OpenAPI wants it required. pydantic leaves that out if it has a default, and then an object without it matches
+    several schemas of a oneOf.
+    """
     for _, node in list(_schemas("#", schema)):
+        name = node["discriminator"].get("propertyName") if isinstance(node.get("discriminator"), dict) else None
+        if isinstance(name, str) and isinstance(node.get("oneOf"), list):
+            node["oneOf"] = [{"allOf": [one, {"required": [name]}]} for one in node["oneOf"]]
         form = node.get("format")
         if isinstance(form, str) and form in _EXACT and isinstance(node.get("allOf", []), list):
             node["allOf"] = [*node.get("allOf", []), *({"pattern": pattern} for pattern in _EXACT[form])]
@@ -77,8 +89,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _advice(word: str) -> str:
-    close = difflib.get_close_matches(word, ENFORCED | ANNOTATIONS, n=1)
-    return f"; did you mean {close[0]}?" if close else "; remove it"
+    close = difflib.get_close_matches(word, ENFORCED | ANNOTATIONS, n=1, cutoff=_LIKENESS)
+    return f"; did you mean {close[0]}?" if close else f"; {_ADVICE.get(word, 'remove it')}"
 
 
 def _cut(text: str) -> str:
