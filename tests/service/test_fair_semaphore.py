@@ -9,6 +9,8 @@ import pytest
 
 from lineclear.errors import QueueFull
 from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
+from lineclear.scheduler.requests.limited_processes import LimitedProcesses, Work
+from lineclear.scheduler.security import identity
 
 
 async def settle() -> None:
@@ -17,7 +19,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-class Work:
+class Queued:
     """Requests for a semaphore. `admitted` are the flows in the order of admission, and `costs` their costs."""
 
     def __init__(self, gate: FairSemaphore) -> None:
@@ -43,7 +45,7 @@ class Work:
 
 
 async def test_flood_waits_behind_the_first_of_another_flow() -> None:
-    work = Work(FairSemaphore(1, 100, "things wait"))
+    work = Queued(FairSemaphore(1, 100, "things wait"))
     flood = [work.submit("flood") for _ in range(20)]
     await settle()
     others = [work.submit("other") for _ in range(3)]
@@ -58,7 +60,7 @@ async def test_flood_waits_behind_the_first_of_another_flow() -> None:
 async def test_work_counts_by_its_cost() -> None:
     """A request of cost ten counts as much as ten of cost one."""
 
-    work = Work(FairSemaphore(1, 100, "things wait"))
+    work = Queued(FairSemaphore(1, 100, "things wait"))
     tasks = [work.submit("large", 10.0) for _ in range(5)] + [work.submit("small", 1.0) for _ in range(40)]
     await settle()
     await work.finish()
@@ -68,7 +70,7 @@ async def test_work_counts_by_its_cost() -> None:
 
 
 async def test_cheap_request_is_first_in_its_flow() -> None:
-    work = Work(FairSemaphore(2, 100, "things wait"))
+    work = Queued(FairSemaphore(2, 100, "things wait"))
     tasks = [work.submit("flow", 1000.0 + number) for number in range(16)]
     await settle()
     tasks += [work.submit("flow", 10.0), work.submit("other", 5000.0)]
@@ -80,7 +82,7 @@ async def test_cheap_request_is_first_in_its_flow() -> None:
 
 
 async def test_expensive_request_is_overtaken_by_its_own_cost_at_most() -> None:
-    work = Work(FairSemaphore(1, 100, "things wait"))
+    work = Queued(FairSemaphore(1, 100, "things wait"))
     tasks = [work.submit("flow", 10.0), work.submit("flow", 100.0)]
     await settle()
     released = 0
@@ -100,7 +102,7 @@ async def test_expensive_request_is_overtaken_by_its_own_cost_at_most() -> None:
 
 
 async def test_cheap_requests_give_their_flow_no_advantage() -> None:
-    work = Work(FairSemaphore(1, 200, "things wait"))
+    work = Queued(FairSemaphore(1, 200, "things wait"))
     tasks = [work.submit("mixed", cost) for cost in (50.0, 1.0) * 20] + [work.submit("even", 10.0) for _ in range(60)]
     await settle()
     await work.finish()
@@ -112,8 +114,34 @@ async def test_cheap_requests_give_their_flow_no_advantage() -> None:
     await asyncio.gather(*tasks)
 
 
+async def test_work_that_took_longer_counts_by_its_time() -> None:
+    """Two tenants send few bytes that take long; a third one sends many that do not."""
+    pool = LimitedProcesses(Work("work", "none", b"", 1.0, 100, processes=2, max_waiting=200, what="things wait"))
+    order: list[str] = []
+
+    async def answer(frame: bytes) -> bytes:
+        order.append(identity.flow())
+        await asyncio.sleep(0.05 if frame == b"slow" else 0)
+        return b""
+
+    pool._answer = answer  # type: ignore[method-assign]
+
+    async def work(tenant: str, frame: bytes, cost: float, count: int) -> None:
+        identity.set_flow_tenant(tenant)
+        for _ in range(count):
+            await pool.ask(frame, cost)
+
+    slow = [asyncio.ensure_future(work(tenant, b"slow", 50.0, 1)) for tenant in ("a", "c") for _ in range(60)]
+    await settle()
+    await work("b", b"quick", 50_000.0, 3)
+    assert len(order) < 100, "not behind all of the slow work"
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+
+
 async def test_one_flow_leaves_a_slot_to_others() -> None:
-    work = Work(FairSemaphore(3, 100, "things wait"))
+    work = Queued(FairSemaphore(3, 100, "things wait"))
     tasks = [work.submit("flood") for _ in range(5)]
     await settle()
     assert work.admitted == ["flood", "flood"]
@@ -125,7 +153,7 @@ async def test_one_flow_leaves_a_slot_to_others() -> None:
 
 
 async def test_full_queue_rejects_the_largest_flow() -> None:
-    work = Work(FairSemaphore(1, 4, "things wait"))
+    work = Queued(FairSemaphore(1, 4, "things wait"))
     flood = [work.submit("flood") for _ in range(5)]
     await settle()
     with pytest.raises(QueueFull, match="5 things wait") as caught:

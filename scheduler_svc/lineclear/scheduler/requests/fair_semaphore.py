@@ -87,8 +87,12 @@ class FairSemaphore:
                 self._forget(waiter)
             raise
 
-    def release(self, flow: str) -> None:
-        """Return a slot."""
+    def release(self, flow: str, extra_cost: float = 0.0) -> None:
+        """Return a slot. The work took `extra_cost` more than its `cost`: later work of the flow pays for it."""
+        if extra_cost > 0:
+            self._finish[flow] = self._finish.get(flow, 0.0) + extra_cost
+            if flow in self._starts:
+                self._starts[flow] += extra_cost
         self._inside[flow] -= 1
         if not self._inside[flow]:
             del self._inside[flow]

@@ -30,6 +30,8 @@ _NICENESS = 5
 """Priority of the processes: beside one thread of a worker, a process gets a quarter of a core. At 15 it gets a
 thirtieth, so that a second of CPU time takes half a minute."""
 _CORES_PER_PROCESS, _MIN_PROCESSES, _MAX_PROCESSES = 4, 2, 8
+_BYTES_PER_SECOND = 100_000
+"""Least speed at which bytes alone count. A few bytes may take a second: tenants share the time of slower work."""
 _EXIT_POLLS, _POLL_SECONDS = 100, 0.01  # for the exit code of a process that closed its connection
 
 
@@ -107,17 +109,18 @@ class LimitedProcesses:
                 self._idle.append(await self._start())
 
     async def ask(self, frame: bytes, cost: float) -> bytes:
-        """Return the answer to a frame, when its turn comes. `cost` estimates the work, in any fixed unit.
+        """Return the answer to a frame, when its turn comes. `cost` estimates the work by its bytes.
 
         Raises ProcessKilled if a limit of the process ended it. Raises QueueFull if too much work waits, if the answer
         takes too long, if no process can be started, or if the process was killed from outside.
         """
         flow = identity.flow()
         await self.turns.acquire(flow, cost)
-        task = asyncio.ensure_future(self._answer(frame))
+        task, loop = asyncio.ensure_future(self._answer(frame)), asyncio.get_running_loop()
+        began_at = loop.time()
 
         def done(task: asyncio.Task[bytes]) -> None:
-            self.turns.release(flow)
+            self.turns.release(flow, (loop.time() - began_at) * _BYTES_PER_SECOND - cost)
             if not task.cancelled():
                 task.exception()  # retrieve the exception if the client is gone
 
