@@ -303,6 +303,21 @@ async def test_tokens_are_validated_and_decoded_in_slices(tmp_path: Path) -> Non
         assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["token_ids[15000]"])
 
 
+async def test_tokens_of_a_long_text_are_sent_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once, 260,000 tokens would delay every stream by 5 ms."""
+
+    async with serving(tmp_path) as s:
+        ids = _Sliced(range(50_000))
+
+        async def encode(text: str) -> _Sliced:
+            return ids
+
+        monkeypatch.setattr(s.service.tokenizers, "encode", encode)
+        response = await s.stub.Tokenize(pb.TokenizeRequest(text="a"))
+        assert list(response.token_ids) == list(range(50_000))
+        assert 0 < ids.largest <= 16_384
+
+
 async def test_deadline_passes_while_a_prompt_waits(tmp_path: Path) -> None:
     async with serving(tmp_path, template=SOMETIMES, chat_template_processes=1, default_deadline_seconds=0.5) as s:
         slow = tokenize(s, SLOW)

@@ -77,7 +77,7 @@ def expected_ids(directory: Path, messages: Sequence[Mapping[str, Any]], tools: 
 
 def rendered(template: ChatTemplate, conversation: pb.ChatMessages) -> list[int]:
     messages = [ChatMessage(message.role, message.content) for message in conversation.messages]
-    context = tool_validation.context(conversation)
+    context = tool_validation.context(conversation).parsed()
     return TOKENIZER.encode_sealed(template.render(messages, add_generation_prompt=True, context=context))
 
 
@@ -166,6 +166,30 @@ async def test_tools_reach_the_template_over_the_wire(tmp_path: Path) -> None:
         assert '{"name": "now", "parameters": {"type": "object", "properties": {}}}' in text
         plain.tool_choice.mode = pb.TOOL_CHOICE_MODE_NONE
         assert (await s.stub.Tokenize(pb.TokenizeRequest(chat=plain))).token_ids == without
+
+
+async def test_each_schema_is_parsed_once_on_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that renders the conversation parses it again, beside the event loop."""
+    loads, parsed = json.loads, []
+    monkeypatch.setattr(json, "loads", lambda text, **more: parsed.append(text) or loads(text, **more))
+    async with serving(tmp_path, template=HERMES) as s:
+        conversation = chat()
+        parsed.clear()
+        await s.stub.Tokenize(pb.TokenizeRequest(chat=conversation))
+        calls = [call.arguments for message in conversation.messages for call in message.tool_calls]
+        assert sorted(parsed) == sorted([*(tool.parameters for tool in conversation.tools), *calls])
+
+
+def test_messages_of_content_alone_are_not_searched_for_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation may have 1,024 messages, and each search takes microseconds."""
+    searched: list[str] = []
+    monkeypatch.setattr(tool_validation, "_check_message", lambda path, message, violations: searched.append(path))
+    conversation = chat()
+    conversation.messages.extend([pb.ChatMessage(role="user", content="x")] * 100)
+    tool_validation.check_tools("chat", conversation, Violations())
+    with_more = [i for i, m in enumerate(conversation.messages) if len(m.ListFields()) > (2 if m.content else 1)]
+    assert with_more
+    assert searched == [f"chat.messages[{index}]" for index in with_more]
 
 
 async def test_template_without_tools_rejects_them(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ class TokenizerPool:
             validation.check_roles(chat, template.knows_role)
             tool_validation.check_template_support(chat, takes_tools=template.takes_tools)
             conversation = _conversation(chat, time_us)
-        cost = sum(map(len, tool_validation.texts(chat))) + _MESSAGE_BYTES * (len(chat.messages) + len(chat.tools))
+        cost = chat.ByteSize() + _MESSAGE_BYTES * (len(chat.messages) + len(chat.tools))
         text = await pool.render(conversation, cost)
         return await self._encode(self.tokenizer.encode_sealed, text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from lineclear.errors import InvalidRequest
@@ -18,7 +18,7 @@ MAX_CALL_ID = 64
 MAX_JSON_DEPTH = 64
 MAX_JSON_BRACKETS, MAX_JSON_COMMAS = 16_384, 32_768  # in all schemas and arguments: parsing 1 MB of them takes 150 ms
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_NO_PARAMETERS = {"type": "object", "properties": {}}
+_NO_PARAMETERS = '{"type": "object", "properties": {}}'
 
 
 def check_tools(path: str, chat: pb.ChatMessages, violations: Violations) -> None:
@@ -26,7 +26,8 @@ def check_tools(path: str, chat: pb.ChatMessages, violations: Violations) -> Non
     if len(chat.tools) > MAX_TOOLS:
         violations.add(f"{path}.tools", f"has {len(chat.tools)} entries, the limit is {MAX_TOOLS}")
         return
-    if _has_too_many_values(chat):
+    messages = _with_more_than_content(chat)
+    if _has_too_many_values(chat.tools, messages):
         limits = f"{MAX_JSON_BRACKETS} opening brackets or {MAX_JSON_COMMAS} commas"
         violations.add(f"{path}.tools", f"and the calls in messages have more than {limits}; send smaller schemas")
         return
@@ -34,7 +35,7 @@ def check_tools(path: str, chat: pb.ChatMessages, violations: Violations) -> Non
     for index, tool in enumerate(chat.tools):
         _check_tool(f"{path}.tools[{index}]", tool, names[:index], violations)
     _check_choice(f"{path}.tool_choice", chat, names, violations)
-    for index, message in enumerate(chat.messages):
+    for index, message in messages:
         _check_message(f"{path}.messages[{index}]", message, violations)
 
 
@@ -42,6 +43,7 @@ def texts(chat: pb.ChatMessages) -> Iterator[str]:
     """Yield all texts of a conversation but roles and ids, for a limit on their size."""
     for message in chat.messages:
         yield message.content
+    for _, message in _with_more_than_content(chat):
         yield message.reasoning
         for call in message.tool_calls:
             yield call.name
@@ -59,8 +61,11 @@ def names(chat: pb.ChatMessages) -> frozenset[str]:
 
 
 def context(chat: pb.ChatMessages) -> ToolContext:
-    """Return what the template gets of a valid conversation, in the form of transformers and OpenAI."""
-    fields = {index: found for index, message in enumerate(chat.messages) if (found := _message_fields(message))}
+    """Return what the template gets of a valid conversation, in the form of transformers and OpenAI.
+
+    Schemas and arguments remain JSON texts: the process that renders parses them.
+    """
+    fields = {index: _message_fields(message) for index, message in _with_more_than_content(chat)}
     tools = [] if chat.tool_choice.mode == pb.TOOL_CHOICE_MODE_NONE else list(map(_tool, chat.tools))
     return ToolContext(tools, fields)
 
@@ -71,11 +76,23 @@ def check_template_support(chat: pb.ChatMessages, *, takes_tools: bool) -> None:
         raise InvalidRequest.at("chat.tools", "must be empty: the model's chat template takes no tools")
 
 
-def _has_too_many_values(chat: pb.ChatMessages) -> bool:
+def _with_more_than_content(chat: pb.ChatMessages) -> list[tuple[int, pb.ChatMessage]]:
+    """Return the messages that have more than a role and a content, with their indices."""
+    return [
+        (index, message)
+        for index, message in enumerate(chat.messages)
+        if message.tool_calls
+        or message.HasField("tool_call_id")
+        or message.HasField("name")
+        or message.HasField("reasoning")
+    ]
+
+
+def _has_too_many_values(tools: Iterable[pb.Tool], messages: Iterable[tuple[int, pb.ChatMessage]]) -> bool:
     """Count at least the values of all JSON texts, without parsing them."""
     brackets = commas = 0
-    for text in (*(t.parameters for t in chat.tools), *(c.arguments for m in chat.messages for c in m.tool_calls)):
-        brackets += text.count("[") + text.count("{")
+    for text in (*(tool.parameters for tool in tools), *(c.arguments for _, m in messages for c in m.tool_calls)):
+        brackets += _num_brackets(text)
         commas += text.count(",")
     return brackets > MAX_JSON_BRACKETS or commas > MAX_JSON_COMMAS
 
@@ -140,7 +157,7 @@ def _tool(tool: pb.Tool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     if tool.HasField("description"):
         function["description"] = tool.description
-    function["parameters"] = json.loads(tool.parameters) if tool.HasField("parameters") else _NO_PARAMETERS
+    function["parameters"] = tool.parameters if tool.HasField("parameters") else _NO_PARAMETERS
     return {"type": "function", "function": function}
 
 
@@ -158,15 +175,14 @@ def _message_fields(message: pb.ChatMessage) -> dict[str, Any]:
 
 
 def _call(call: pb.ToolCall) -> dict[str, Any]:
-    # Templates write the arguments with `tojson`, so they get the object, as transformers' documentation asks for.
-    function = {"name": call.name, "arguments": json.loads(call.arguments)}
-    return {"id": call.id, "type": "function", "function": function}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _json_object(path: str, text: str, violations: Violations) -> dict[str, Any] | None:
     try:
         value = json.loads(text, parse_constant=_refuse)
-        if isinstance(value, dict) and not _is_too_deep(value):
+        # A text has at least one bracket for each level; most have too few to be deep.
+        if isinstance(value, dict) and (_num_brackets(text) <= MAX_JSON_DEPTH or not _is_too_deep(value)):
             return value
         problem = f"is nested deeper than {MAX_JSON_DEPTH} levels" if isinstance(value, dict) else "is no JSON object"
     except RecursionError:
@@ -175,6 +191,10 @@ def _json_object(path: str, text: str, violations: Violations) -> dict[str, Any]
         problem = "is not valid JSON"
     violations.add(path, problem)
     return None
+
+
+def _num_brackets(text: str) -> int:
+    return text.count("[") + text.count("{")
 
 
 def _refuse(constant: str) -> NoReturn:

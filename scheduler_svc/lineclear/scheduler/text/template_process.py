@@ -62,14 +62,14 @@ def pack_conversation(conversation: Conversation) -> bytes:
 
 
 def unpack_conversation(frame: bytes) -> Conversation:
-    """Return the argument of the `pack_conversation` call that made `frame`."""
+    """Return the argument of the `pack_conversation` call that made `frame`, its context parsed."""
     head, _, rest = frame.partition(b"\n")
     fields = json.loads(head)
     chat_messages, start = [], 0
     for role, length in zip(fields["roles"], fields["lengths"], strict=True):
         chat_messages.append(ChatMessage(role, rest[start : start + length].decode()))
         start += length
-    context = ToolContext(fields["tools"], dict(fields["message_fields"]))
+    context = ToolContext(fields["tools"], dict(fields["message_fields"])).parsed()
     return Conversation(chat_messages, fields["opens"], fields["time_us"], context)
 
 

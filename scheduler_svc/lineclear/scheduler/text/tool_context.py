@@ -7,6 +7,7 @@ All other texts and keys are replaced character by character, as message content
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -25,10 +26,19 @@ _ESCAPED = re.compile(r"\\\\|\\U(0010[0-9a-f]{4})")
 
 
 class ToolContext(NamedTuple):
-    """The tools of a conversation in OpenAI's form, and further fields of its messages by index."""
+    """The tools of a conversation in OpenAI's form, and further fields of its messages by index.
+
+    Templates get schemas and arguments as JSON values. Until `parsed` they are JSON texts, to save the event loop work.
+    """
 
     tools: Sequence[Mapping[str, Any]] = ()
     message_fields: Mapping[int, Mapping[str, Any]] = {}
+
+    def parsed(self) -> ToolContext:
+        """Return this context with the values of schemas and arguments, in place of their JSON texts."""
+        tools = [{**tool, "function": _parse(tool["function"], "parameters")} for tool in self.tools]
+        fields = {index: {**entry, **_parse_calls(entry)} for index, entry in self.message_fields.items()}
+        return ToolContext(tools, fields)
 
     @property
     def characters(self) -> set[str]:
@@ -59,6 +69,18 @@ def opaque(value: Any, taint: Callable[[str], str], kept: Set[str]) -> Any:
     if isinstance(value, list | tuple):
         return [opaque(entry, taint, kept) for entry in value]
     return value
+
+
+def _parse(function: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {**function, key: json.loads(function[key])}
+
+
+def _parse_calls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in fields:
+        return {}
+    # Templates write the arguments with `tojson`, so they get the object, as transformers' documentation asks for.
+    calls = [{**call, "function": _parse(call["function"], "arguments")} for call in fields["tool_calls"]]
+    return {"tool_calls": calls}
 
 
 def _texts(value: Any) -> Iterator[str]:
