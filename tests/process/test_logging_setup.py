@@ -179,6 +179,31 @@ def test_full_disk_drops_lines() -> None:
             os.dup2(elsewhere.fileno(), target.fileno())  # closing flushes once more
 
 
+class Broken(io.StringIO):
+    """A pipe without a reader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_tries = 0
+
+    def write(self, text: str) -> int:
+        self.num_tries += 1
+        raise BrokenPipeError
+
+
+def test_report_of_lost_lines_is_not_reported() -> None:
+    """The thread would write, fail and report without an end, and the other threads would share their lock with it."""
+    target = Broken()
+    writer: LineWriter
+    writer = LineWriter(target, on_dropped=lambda count: writer.write(f"{count}\n"))
+    for number in range(3):
+        writer.write(f"{number}\n")
+    writer.close(1.0)
+    assert not writer._thread.is_alive()
+    assert target.num_tries <= 4, "one for each line, and one for the end"
+    assert writer.num_dropped == 3
+
+
 def test_process_survives_a_closed_standard_error(tmp_path: Path) -> None:
     done = tmp_path / "done"
     script = f"""

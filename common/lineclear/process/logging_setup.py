@@ -87,11 +87,13 @@ class LineWriter:
             while len(lines) < _MAX_LINES_AT_ONCE and not self._lines.empty():
                 lines.append(self._lines.get())
             is_closed = is_closed or None in lines
-            self._write_target([line for line in lines if line is not None])
-            if is_closed or self._lines.qsize() <= self._max_lines // 2:
+            # A report behind a failed write would fail, too, and be reported, again and again.
+            is_written = self._write_target([line for line in lines if line is not None])
+            if is_written and (is_closed or self._lines.qsize() <= self._max_lines // 2):
                 self._report_dropped()
 
-    def _write_target(self, lines: Sequence[Line]) -> None:
+    def _write_target(self, lines: Sequence[Line]) -> bool:
+        """Format and write lines. Return whether they were written."""
         texts = list[str]()
         for line in lines:
             try:
@@ -103,6 +105,8 @@ class LineWriter:
             self._target.flush()
         except (OSError, ValueError):  # disk full, pipe without a reader, stream closed
             self.num_dropped += len(texts)
+            return False
+        return True
 
     def _report_dropped(self) -> None:
         if self.num_dropped > self._num_reported:
