@@ -147,6 +147,30 @@ async def cancel_by_name(s: Serving) -> None:
     assert (await error_of(call)).reason == "CANCELLED"
 
 
+def move_to_the_end(s: Serving, left: float) -> None:
+    """Let the only live request have `left` seconds of its 100."""
+    (live,) = s.service.requests
+    live.deadline = live._services.clock() + left
+    live.arrival = live.deadline - 100.0
+
+
+@way("cancelled")
+async def cancel_by_name_before_the_deadline(s: Serving) -> None:
+    call, _ = await next_key(s, lambda: s.generate(text_request(request_id="late")))
+    move_to_the_end(s, 0.9)
+    assert (await s.stub.Cancel(pb.CancelRequest(request_id="late"))).found
+    assert (await error_of(call)).reason == "CANCELLED"
+
+
+@way("deadline_exceeded")
+async def hang_up_at_the_deadline(s: Serving) -> None:
+    """Of the client, whose timeout gRPC has rounded up."""
+    call, _ = await next_key(s, s.generate)
+    move_to_the_end(s, 0.9)
+    call.cancel()
+    await s.idle()
+
+
 @way("shutdown_interrupted")
 async def shutdown(s: Serving) -> None:
     call, key = await next_key(s, s.generate)

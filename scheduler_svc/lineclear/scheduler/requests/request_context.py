@@ -399,7 +399,7 @@ class RequestContext:
             return
         self.is_closed = True
         services = self._services
-        cancelled = self._cancelled()
+        cancelled = self._cancelled(is_hang_up=True)
         if error is None and self._num_unread == 0:
             error = self.error
         elif not isinstance(error, Exception):  # a hang-up cancels the task of the call
@@ -481,14 +481,14 @@ class RequestContext:
         events: list[Event] = [started, Finished(engine_id, reason, matched_token_id, stats)]
         self._services.streams.dispatch(events, self._services.clock())
 
-    def _cancelled(self) -> LineclearError:
+    def _cancelled(self, *, is_hang_up: bool = False) -> LineclearError:
         """Return the error of a cancellation: at the deadline or later, the request has expired.
 
-        A client cancels the call when its time is up, as this server does, and either may be first: gRPC rounds the
-        timeout up by at most a hundredth before it is sent, and the call may travel slower than its cancellation.
+        A client cancels the call when its time is up, as this server does, and either may be first: the call may travel
+        slower than its cancellation, and gRPC rounds the timeout of a call up by at most a hundredth before it is sent.
         """
         seconds = self.deadline - self.arrival
-        margin = seconds / 100 + min(seconds / 10, _TRAVEL_SECONDS)
+        margin = min(seconds / 10, _TRAVEL_SECONDS) + (seconds / 100 if is_hang_up else 0.0)
         if self._services.clock() >= self.deadline - margin:
             return DeadlineExceeded("the deadline passed before the answer was complete")
         return Cancelled("the caller cancelled the request")
