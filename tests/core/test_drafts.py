@@ -388,3 +388,26 @@ def test_budget_has_a_share_of_the_tokens_and_a_bound() -> None:
     assert budget.tokens - owed == pytest.approx(1.0)
     budget.earn(5000, 64)
     assert budget.tokens == 6.0
+
+
+def test_drafts_beside_more_streams_than_ever_measured() -> None:
+    """A burst of short requests joins while a stream waits for its drafts; no step of their number was measured."""
+    h = always(
+        pipeline_depth=2, max_batch_size=128, worker_num_slots=128, worker_num_blocks=1024, target_batch_tokens=512
+    )
+    h.seconds_per_step, h.seconds_per_token = 0.01, 0.001
+    for length in (2, 4, 1, 3, 2, 1, 4, 3, 2, 1):
+        h.submit(f"teach{h.now}{len(h.plans)}", length, max_tokens=1)
+        h.step()
+    h.submit("drafting", 4, max_tokens=60, seed=RIGHT, max_drafts=4)
+    h.step()
+    assert drafts_of(h.plan()) != [0]
+    requests = [h.submit(f"burst{number}", 1, max_tokens=20) for number in range(60)]
+    h.plan()
+    h.apply()
+    plan = h.plan()
+    assert plan is not None
+    assert len(plan.decodes.slots) == 60
+    assert drafts_of(plan) == [0]
+    h.run()
+    assert all(h.outputs(request.request_id) == answer(request) for request in requests)

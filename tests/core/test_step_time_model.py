@@ -72,6 +72,7 @@ def test_model_is_trusted_to_twice_what_was_measured() -> None:
         assert model.chunk_within(60.0, 1, 0, 0, 0) == 0, "too few observations"
     model.observe(8, 0, machine(8, 0))
     assert model.chunk_within(60.0, 1, 0, 0, 0) == 2 * 8 - 1
+    assert model.chunk_within(60.0, 17, 0, 0, 0) == 0, "the step is larger than that already"
     assert model.chunk_within(60.0, 1, 0, 0, 0, is_scored=True) == 0, "no score was measured"
     model.observe(4, 0, machine(4, 0), 3)
     assert model.chunk_within(60.0, 1, 0, 0, 0, is_scored=True) == 2 * 3

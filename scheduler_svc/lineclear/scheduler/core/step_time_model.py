@@ -88,9 +88,9 @@ class StepTimeModel:
         """
         if self.num_observations < _MIN_OBSERVATIONS:
             return 0.0
-        trusted = _MAX_GROWTH * self._most_tokens - tokens
+        trusted = max(0.0, _MAX_GROWTH * self._most_tokens - tokens)
         if is_scored:
-            trusted = min(trusted, _MAX_GROWTH * self._most_scored - scored)
+            trusted = min(trusted, max(0.0, _MAX_GROWTH * self._most_scored - scored))
         _, token, kv = self.coefficients
         left = seconds - self.predict(tokens, kv_tokens, scored)
         each = token + kv * (context + 0.5) + (self._per_scored if is_scored else 0.0)
