@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.engine_harness import ENVIRONMENT
 from support.time_limits import PATIENCE_SECONDS
 
+_MODEL = str(Path(__file__).parents[2] / "demo" / "model-tiny")
+
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, _MODEL],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -74,7 +77,7 @@ class Imported(types.ModuleType):
         return make_runner if name == "make_runner" else type(name, (Exception,), {})
 for name in ("self_test", "model.loaded_model", "runner_factory"):
     sys.modules[f"lineclear.worker.{name}"] = Imported(name)
-sys.exit(app.serve(["--model", "absent", "--socket-directory", "absent"], False))
+sys.exit(app.serve(["--model", sys.argv[1], "--socket-directory", "absent"], False))
 """)
     assert (done.returncode, done.stdout) == (78, "[0, 0, 0, 0] True True\n"), done.stderr
 
@@ -91,7 +94,7 @@ for name in ("self_test", "model.loaded_model", "runner_factory"):
     sys.modules[f"lineclear.worker.{{name}}"] = types.SimpleNamespace(
         make_runner=make_runner, SelfTestFailed=KeyError, ModelRefused=KeyError, ModelFilesChanged=KeyError
     )
-flags = ["--model", "absent", "--socket-directory", "nowhere", "--log-format", {form!r}]
+flags = ["--model", sys.argv[1], "--socket-directory", "nowhere", "--log-format", {form!r}]
 sys.exit(app.serve(flags, False))
 """)
     assert done.returncode == 78, done.stderr
