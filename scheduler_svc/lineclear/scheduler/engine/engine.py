@@ -21,7 +21,6 @@ import structlog
 
 from lineclear.errors import LineclearError
 from lineclear.process.exception_location import exception_fields
-from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.events import Event
 from lineclear.scheduler.core.inflight_step import BadResult
 from lineclear.scheduler.core.scheduler import Scheduler
@@ -35,6 +34,7 @@ from lineclear.scheduler.engine.engine_stats import (
     StepTime,
     WorkerStatus,
 )
+from lineclear.scheduler.engine.invariant_checks import InvariantChecks
 from lineclear.scheduler.engine.supervisor_interface import Supervisor
 from lineclear.scheduler.engine.worker_changes import WorkerChanges
 from lineclear.scheduler.engine.worker_link import WorkerGone, WorkerLink
@@ -62,8 +62,8 @@ class Engine:
 
     `publish(events)` receives events in order and must not block; the plans of the same iteration are sent before.
     A worker whose Hello has another `text_fingerprint` is rejected, and passed to `on_rejected`; empty: not compared.
-    The core's invariants are checked every `check_every_steps` results and whenever no step is in flight; 0: never.
-    A violation ends the thread, because the core's next decision could be wrong.
+    The core's invariants are checked as `InvariantChecks` says, with `check_every_steps`. A violation ends the thread,
+    because the core's next decision could be wrong.
     `step_history` gets every executed step.
     `on_adapter_failed(key, problem)` is called when a worker that joins cannot load an adapter.
     `on_anomaly(what)` is called when a worker is lost, a step is far too slow or the thread dies.
@@ -104,9 +104,7 @@ class Engine:
             number_of=supervisor.number_of,
         )
         self._supervisor = supervisor
-        self._check_every_steps = check_every_steps
         self._on_anomaly, self._on_fatal = on_anomaly, on_fatal
-        self._num_unchecked_steps = 0
         self._steps = step_history or StepHistory()
         self._adapters = AdapterLoads(core, link, on_adapter_failed)
         parts = core, link, self._workers, self._adapters, supervisor, self._steps
@@ -114,6 +112,7 @@ class Engine:
         self._inbox = CommandInbox(max_inbox, link.wake)
         self._step_times: deque[StepTime] = deque(maxlen=MAX_STEP_TIMES)
         self._counters = EngineCounters()
+        self._checks = InvariantChecks(core, check_every_steps, self._counters, clock)
         self._next_wakeup = math.inf  # latest time at which wait() was to return
         self._snapshot = EngineSnapshot(core.snapshot())
         self._snapshot_at = -math.inf
@@ -265,12 +264,17 @@ class Engine:
             begin = time.perf_counter()
             self._publish(events)
             self._counters.publish_seconds += time.perf_counter() - begin
-        self._check_invariants()
+        # After the plans and events of this iteration are sent.
+        self._checks.check_if_due(now, is_idle=self._workers.is_idle)
         if now - self._snapshot_at >= _SNAPSHOT_SECONDS or self._workers.is_idle:
             self._take_snapshot(now)
         if not self._inbox and not self._stopped:
             deadline = self._core.next_deadline(self._workers.joined_epochs - self._adapters.joining)
-            self._next_wakeup = min(self._workers.next_check(now), math.inf if deadline is None else deadline)
+            self._next_wakeup = min(
+                self._workers.next_check(now),
+                math.inf if deadline is None else deadline,
+                self._checks.next_check() if self._workers.is_idle else math.inf,
+            )
             self._iteration_started_at = None
             self._link.wait(self._next_wakeup)
 
@@ -344,7 +348,7 @@ class Engine:
             return
         events += found
         self._counters.apply_seconds += time.perf_counter() - begin
-        self._num_unchecked_steps += 1
+        self._checks.result_applied()
         timing = worker.result_applied(result, now)
         occupancy = self._core.occupancy(result.epoch)
         self._steps.executed(result.epoch, result.step_seconds, timing.time.total_seconds, occupancy, found)
@@ -352,16 +356,6 @@ class Engine:
         if timing.is_slow:
             self._on_anomaly(f"step {result.step} was slow")
         self._step_times.append(timing.time)
-
-    def _check_invariants(self) -> None:
-        """Check the core now and then, after the plans and events of this iteration are sent."""
-        unchecked, every = self._num_unchecked_steps, self._check_every_steps
-        if every and unchecked and (unchecked >= every or self._workers.is_idle):
-            begin = time.perf_counter()
-            invariants.check(self._core, with_waiting_prompts=False)
-            self._num_unchecked_steps = 0
-            self._counters.checks += 1
-            self._counters.check_seconds += time.perf_counter() - begin
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
