@@ -295,8 +295,8 @@ def _wait(server: Server, condition: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + BOUND_SECONDS
     while not condition():
         code = server.process.poll()
-        assert code is None, f"the server exited with {code} instead of {what}: {server.last_events()}"
-        assert time.monotonic() < end, f"no {what} within {BOUND_SECONDS:g} s: {server.last_events()}"
+        assert code is None, f"the server exited instead of {what}: {server.state()}; {server.last_events()}"
+        assert time.monotonic() < end, f"no {what} within {BOUND_SECONDS:g} s: {server.state()}; {server.last_events()}"
         time.sleep(0.002)
 
 

@@ -71,8 +71,9 @@ class Server:
             return next((e for e in self.events if e[0] >= after and e[1].get("event") == event), None)
 
         with self._changed:
-            assert self._changed.wait_for(lambda: found() is not None, BOUND_SECONDS), f"no {event} was logged"
+            is_found = self._changed.wait_for(lambda: found() is not None, BOUND_SECONDS)
             line = found()
+        assert is_found, f"no {event} was logged within {BOUND_SECONDS:g} s: {self.state()}"
         assert line is not None
         return line
 
@@ -114,6 +115,20 @@ class Server:
         """Return the last log lines, except those of requests."""
         with self._changed:
             return [event for event in self.events if not event[1].get("event", "").startswith("request_")][-count:]
+
+    def state(self) -> str:
+        """Return the state of the scheduler and of each worker process that it started, and the load of the machine."""
+        code, now, joined = self.process.poll(), time.monotonic(), self.joined_pids()
+        with self._changed:
+            started = {line["pid"]: (at, line) for at, line in self.events if line.get("event") == "worker_started"}
+        found = ["the scheduler runs" if code is None else f"the scheduler exited with {code}"]
+        for pid, (at, line) in started.items():
+            place = "joined" if pid in joined else "not joined"
+            state = "runs" if is_running(pid) else "has exited"
+            found.append(f"worker {line.get('worker')} (pid {pid}) started {now - at:.1f} s ago, {state}, {place}")
+        ends = [line for name in ("worker_killed", "worker_not_restarted", "fatal") for line in self.logged(name)]
+        found += [f"{line['event']}: {line.get('reason', '')}" for line in ends[-3:]]
+        return "; ".join([*found, f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors"])
 
     def check_figures(self) -> None:
         """Check the equations between the figures, those of an idle server if no request is live."""

@@ -23,6 +23,7 @@ from support.toy_worker import ToyOptions
 
 from lineclear.errors import WorkerRestartFailed
 from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.engine.worker_process import WorkerProcess
 from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.wire.messages import Hello
@@ -266,6 +267,47 @@ async def test_engine_kills_only_the_supervised_worker() -> None:
     threading.Thread(target=supervisor.worker_broken, args=(hello(pid), "silent")).start()
     await until(lambda: bool(calls.exits))
     await supervisor.stop()
+
+
+@pytest.mark.parametrize("state", ["D", "R"])
+async def test_a_killed_process_is_given_up_once_the_kernel_holds_it(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, a killed process with much memory exits late. Its state is R then."""
+    looked: list[int] = []
+    calls = Calls()
+    supervisor = make(FOR_EVER, calls, reap_timeout_seconds=0.05)
+    supervisor.start()
+    pid = supervisor.pid
+    assert pid is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerProcess, "send", lambda process, number: None)  # as if it did not exit
+        patch.setattr(WorkerProcess, "kernel_state", property(lambda process: looked.append(process.pid) or state))
+        supervisor.worker_broken(hello(pid), "a test")
+        await until(lambda: len(looked) >= (1 if state == "D" else 3))
+        if state == "D":
+            assert calls.give_ups == [f"process {pid} cannot be killed: 0.05 s after SIGKILL it is in state D"]
+            assert supervisor.given_up is GiveUpReason.STUCK
+        else:
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: supervisor.pid not in (None, pid))
+            assert calls.give_ups == []
+    assert await supervisor.stop(kill=True)
+
+
+async def test_a_killed_process_is_waited_for_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls()
+    supervisor = make(FOR_EVER, calls, reap_timeout_seconds=0.05)
+    supervisor.start()
+    pid = supervisor.pid
+    assert pid is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerProcess, "send", lambda process, number: None)
+        patch.setattr(WorkerProcess, "kernel_state", property(lambda process: "R"))
+        supervisor.worker_broken(hello(pid), "a test")
+        await until(lambda: bool(calls.give_ups))
+    assert calls.give_ups == [f"process {pid} cannot be killed: 0.6 s after SIGKILL it is in state R"]
+    assert await supervisor.stop(kill=True)
 
 
 async def test_stop_sends_sigterm_then_sigkill(tmp_path: Path) -> None:

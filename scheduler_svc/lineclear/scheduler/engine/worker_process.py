@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import structlog
 
@@ -91,6 +92,14 @@ class WorkerProcess:
         except TimeoutError:
             return False
         return True
+
+    @property
+    def kernel_state(self) -> str:
+        """The letter of its state in /proc. After SIGKILL: R or Z while it exits, D while the kernel holds it."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
+        except OSError:
+            return "unknown"
 
 
 class StandbyKeeper:

@@ -24,6 +24,7 @@ from lineclear.scheduler.engine.worker_process import StandbyKeeper, WorkerProce
 
 log = structlog.get_logger()
 
+_MAX_REAP_WAITS = 12  # for a killed process to exit: the pages of a large one take long to free beside busy processes
 _PROMOTION_SECONDS = 2.0  # for a standby to acknowledge: it reads and writes a line
 _TRANSIENT_ERRORS = frozenset(
     {
@@ -60,7 +61,8 @@ class SupervisorLimits:
     drain_timeout_seconds: float = 30.0
     """How long a worker may run plans after SIGTERM. A restart waits this long, too, before it kills."""
     reap_timeout_seconds: float = 10.0
-    """From SIGKILL to the exit. After that, the process is stuck in the kernel and still holds its device."""
+    """From SIGKILL to the exit. After that, a process in state D is stuck in the kernel and still holds its device. In
+    another state it gets twelve times as long."""
 
 
 class WorkerSlot:
@@ -132,7 +134,12 @@ class WorkerSlot:
         if not kill:
             return True
         worker.send(signal.SIGKILL)
-        return await worker.ended_within(self._limits.reap_timeout_seconds)
+        for _ in range(_MAX_REAP_WAITS):
+            if await worker.ended_within(self._limits.reap_timeout_seconds):
+                return True
+            if worker.kernel_state == "D":
+                break
+        return False
 
     async def restart(self) -> int:
         """Stop the worker with SIGTERM and start another one; return its pid once it has joined or waits to join.
@@ -156,7 +163,7 @@ class WorkerSlot:
             log.info("worker_restarting", pid=worker.pid)
             worker.send(signal.SIGTERM)
             seconds = self._limits.drain_timeout_seconds + self._limits.stop_timeout_seconds
-            self._set_timer(seconds, self.kill, worker.pid, "it did not stop in time")
+            self._set_timer(seconds, self.kill, worker.pid, f"it did not stop within {seconds:g} s")
         await self._settled.wait()
         if self.given_up is not None or self.pid is None:
             raise WorkerRestartFailed(f"worker {self.number} was not restarted: {self._reason()}")
@@ -188,8 +195,12 @@ class WorkerSlot:
                 self._retry()
             return
         self._watch(worker)
-        self._set_timer(self._limits.start_timeout_seconds, self.kill, worker.pid, "it did not join in time")
+        self._limit_start(worker)
         log.info("worker_started", pid=worker.pid, start=self.num_starts, worker=self.number)
+
+    def _limit_start(self, worker: WorkerProcess) -> None:
+        seconds = self._limits.start_timeout_seconds
+        self._set_timer(seconds, self.kill, worker.pid, f"it did not join within {seconds:g} s")
 
     def _watch(self, worker: WorkerProcess) -> None:
         self.num_starts += 1
@@ -211,7 +222,7 @@ class WorkerSlot:
         assert standby.line is not None
         if standby.line.receive():
             self._close_line(standby)
-            self._set_timer(self._limits.start_timeout_seconds, self.kill, standby.pid, "it did not join in time")
+            self._limit_start(standby)
         else:  # the process has exited: its pidfd becomes readable
             self._loop.remove_reader(standby.line.fileno)
 
@@ -305,8 +316,18 @@ class WorkerSlot:
         log.warning("worker_killed", pid=pid, reason=reason)
         worker.send(signal.SIGKILL)
         # No second worker while this one may still hold the device.
-        seconds = self._limits.reap_timeout_seconds
-        self._set_timer(seconds, self.give_up, GiveUpReason.STUCK, f"process {pid} cannot be killed")
+        self._set_timer(self._limits.reap_timeout_seconds, self._on_not_reaped, worker, 1)
+
+    def _on_not_reaped(self, worker: WorkerProcess, num_waits: int) -> None:
+        """Give up a killed worker that the kernel holds. On a busy machine it may only need more time to exit."""
+        state, seconds = worker.kernel_state, self._limits.reap_timeout_seconds
+        if state != "D" and num_waits < _MAX_REAP_WAITS:
+            self._set_timer(seconds, self._on_not_reaped, worker, num_waits + 1)
+            return
+        self.give_up(
+            GiveUpReason.STUCK,
+            f"process {worker.pid} cannot be killed: {num_waits * seconds:g} s after SIGKILL it is in state {state}",
+        )
 
     def _set_timer(self, seconds: float | None, action: Callable[..., None] | None = None, *args: object) -> None:
         """Replace the only timer: a slot waits for one thing at a time."""
