@@ -80,8 +80,8 @@ def read(directory: Path, max_rank: int, weights: bytes | None = None) -> Adapte
     else:
         header = _header(weights[:8], lambda length: weights[8 : 8 + length], len(weights))
         digest.update(weights)
-    base = (str(config.get(name) or "") for name in ("base_model_name_or_path", "revision"))
-    return AdapterFiles(digest.digest(), rank, scale, *base, _shapes(header, rank))
+    model, revision = (str(config.get(name) or "") for name in ("base_model_name_or_path", "revision"))
+    return AdapterFiles(digest.digest(), rank, scale, model, revision, _shapes(header, rank))
 
 
 def other_base(files: AdapterFiles, served: ModelNames) -> str:

@@ -8,6 +8,7 @@ whose mask is not ready is deferred: the mask goes on, and the row that is plann
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -109,7 +110,11 @@ class MaskThreads:
             if mask.compiled is None:
                 self._slow.submit(self._compute, mask)
             else:
-                mask.compiled.add_done_callback(lambda _, mask=mask: self._slow.submit(self._compute, mask))
+                mask.compiled.add_done_callback(functools.partial(self._submit_slow, mask))
+
+    def _submit_slow(self, mask: Mask, _: Future[Any]) -> None:
+        assert self._slow is not None
+        self._slow.submit(self._compute, mask)
 
     def _compute_all(self, step: int, masks: deque[Mask]) -> None:
         while True:
