@@ -390,8 +390,14 @@ def _with_reported(result: StepResult, plan: StepPlan, reported: ReportedRows) -
     bad_rows = frozenset([*(sampling[i] for i in result.bad_rows), *(others[i] for i in bad)])
     stuck_rows = frozenset(sampling[i] for i in result.stuck_rows)
     deferred_rows = frozenset(sampling[i] for i in result.deferred_rows)
-    named = {"bad_rows": bad_rows, "stuck_rows": stuck_rows, "deferred_rows": deferred_rows}
-    return replace(result, scores=scores, vectors=vectors, **named)
+    return replace(
+        result,
+        bad_rows=bad_rows,
+        stuck_rows=stuck_rows,
+        deferred_rows=deferred_rows,
+        scores=scores,
+        vectors=vectors,
+    )
 
 
 def _reported_to_host(reported: ReportedRows) -> ReportedRows:
@@ -407,8 +413,8 @@ def _rows_where(bad: Tensor | None) -> frozenset[int]:
 def _all_to_host(sampled: Sampled) -> Sampled:
     optional = sampled.bad, sampled.logprobs, sampled.top_ids, sampled.top_logprobs, sampled.id_logprobs, sampled.stuck
     bad, logprobs, top_ids, top_logprobs, ids, stuck = (None if x is None else _to_host(x) for x in optional)
-    rows = {"deferred": sampled.deferred, "void": sampled.void}
-    return Sampled(_to_host(sampled.tokens), bad, logprobs, top_ids, top_logprobs, ids, stuck=stuck, **rows)
+    rows = sampled.deferred, sampled.void
+    return Sampled(_to_host(sampled.tokens), bad, logprobs, top_ids, top_logprobs, ids, None, stuck, *rows)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
