@@ -186,7 +186,9 @@ def test_messages_of_content_alone_are_not_searched_for_calls(monkeypatch: pytes
     monkeypatch.setattr(tool_validation, "_check_message", lambda path, message, violations: searched.append(path))
     conversation = chat()
     conversation.messages.extend([pb.ChatMessage(role="user", content="x")] * 100)
-    tool_validation.check_tools("chat", conversation, Violations())
+    tool_validation.check_tools(
+        "chat", conversation, tool_validation.with_more_than_content(conversation), Violations()
+    )
     with_more = [i for i, m in enumerate(conversation.messages) if len(m.ListFields()) > (2 if m.content else 1)]
     assert with_more
     assert searched == [f"chat.messages[{index}]" for index in with_more]
@@ -315,6 +317,6 @@ def test_tools_of_too_many_values_are_refused_before_they_are_parsed(
     else:
         chat.tools.add(name="a", parameters=text)
     violations = Violations()
-    tool_validation.check_tools("chat", chat, violations)
+    tool_validation.check_tools("chat", chat, tool_validation.with_more_than_content(chat), violations)
     assert any("16384 opening brackets" in v.description for v in violations.violations) == is_refused
     assert bool(parsed) != is_refused

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from lineclear.errors import InvalidRequest
 from lineclear.scheduler.requests.violations import Violations
@@ -21,12 +21,17 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NO_PARAMETERS = '{"type": "object", "properties": {}}'
 
 
-def check_tools(path: str, chat: pb.ChatMessages, violations: Violations) -> None:
-    """Add the violations of the tools, of the choice among them, and of the calls in messages."""
+IndexedMessages: TypeAlias = Sequence[tuple[int, pb.ChatMessage]]
+
+
+def check_tools(path: str, chat: pb.ChatMessages, messages: IndexedMessages, violations: Violations) -> None:
+    """Add the violations of the tools, of the choice among them, and of the calls in messages.
+
+    `messages` are those that `with_more_than_content` returns.
+    """
     if len(chat.tools) > MAX_TOOLS:
         violations.add(f"{path}.tools", f"has {len(chat.tools)} entries, the limit is {MAX_TOOLS}")
         return
-    messages = _with_more_than_content(chat)
     if _has_too_many_values(chat.tools, messages):
         limits = f"{MAX_JSON_BRACKETS} opening brackets or {MAX_JSON_COMMAS} commas"
         violations.add(f"{path}.tools", f"and the calls in messages have more than {limits}; send smaller schemas")
@@ -39,11 +44,23 @@ def check_tools(path: str, chat: pb.ChatMessages, violations: Violations) -> Non
         _check_message(f"{path}.messages[{index}]", message, violations)
 
 
-def texts(chat: pb.ChatMessages) -> Iterator[str]:
-    """Yield all texts of a conversation but roles and ids, for a limit on their size."""
+def with_more_than_content(chat: pb.ChatMessages) -> list[tuple[int, pb.ChatMessage]]:
+    """Return the messages that have more than a role and a content, with their indices."""
+    return [
+        (index, message)
+        for index, message in enumerate(chat.messages)
+        if message.tool_calls
+        or message.HasField("tool_call_id")
+        or message.HasField("name")
+        or message.HasField("reasoning")
+    ]
+
+
+def texts(chat: pb.ChatMessages, messages: IndexedMessages) -> Iterator[str]:
+    """Yield all texts of a conversation but roles and ids, for a limit on their size. `messages` as `check_tools`."""
     for message in chat.messages:
         yield message.content
-    for _, message in _with_more_than_content(chat):
+    for _, message in messages:
         yield message.reasoning
         for call in message.tool_calls:
             yield call.name
@@ -65,7 +82,7 @@ def context(chat: pb.ChatMessages) -> ToolContext:
 
     Schemas and arguments remain JSON texts: the process that renders parses them.
     """
-    fields = {index: _message_fields(message) for index, message in _with_more_than_content(chat)}
+    fields = {index: _message_fields(message) for index, message in with_more_than_content(chat)}
     tools = [] if chat.tool_choice.mode == pb.TOOL_CHOICE_MODE_NONE else list(map(_tool, chat.tools))
     return ToolContext(tools, fields)
 
@@ -76,19 +93,7 @@ def check_template_support(chat: pb.ChatMessages, *, takes_tools: bool) -> None:
         raise InvalidRequest.at("chat.tools", "must be empty: the model's chat template takes no tools")
 
 
-def _with_more_than_content(chat: pb.ChatMessages) -> list[tuple[int, pb.ChatMessage]]:
-    """Return the messages that have more than a role and a content, with their indices."""
-    return [
-        (index, message)
-        for index, message in enumerate(chat.messages)
-        if message.tool_calls
-        or message.HasField("tool_call_id")
-        or message.HasField("name")
-        or message.HasField("reasoning")
-    ]
-
-
-def _has_too_many_values(tools: Iterable[pb.Tool], messages: Iterable[tuple[int, pb.ChatMessage]]) -> bool:
+def _has_too_many_values(tools: Iterable[pb.Tool], messages: IndexedMessages) -> bool:
     """Count at least the values of all JSON texts, without parsing them."""
     brackets = commas = 0
     for text in (*(tool.parameters for tool in tools), *(c.arguments for _, m in messages for c in m.tool_calls)):

@@ -365,8 +365,9 @@ def _check_chat(path: str, chat: pb.ChatMessages, max_bytes: int, max_messages: 
     for index, role in enumerate(roles) if invalid else ():
         if role in invalid:
             violations.add(f"{path}.messages[{index}].role", f"must be 1 to {MAX_ROLE} of [A-Za-z0-9_.-]")
-    check_text_size(f"{path}.messages", tool_validation.texts(chat), max_bytes, violations)
-    tool_validation.check_tools(path, chat, violations)
+    messages = tool_validation.with_more_than_content(chat)
+    check_text_size(f"{path}.messages", tool_validation.texts(chat, messages), max_bytes, violations)
+    tool_validation.check_tools(path, chat, messages, violations)
 
 
 def check_truncation(request: pb.GenerateRequest | pb.ScoreRequest | pb.EmbedRequest, violations: Violations) -> None:
