@@ -205,6 +205,22 @@ def test_submitted_request_is_running_before_its_outputs_arrive(service: ToyServ
         submitted.cancel()
 
 
+def test_beams_are_running_in_between_two_steps_of_a_search(service: ToyService) -> None:
+    """The core has no request of a search then, and an idle engine publishes its figures at once."""
+    seen: list[tuple[int, int]] = []
+    with Client(service.target) as client:
+        future = client.submit_future(PROMPT, num_beams=4, max_tokens=200, ignore_eos=True)
+        until(lambda: client.stats().gauges.num_requests_running == 4)
+        while not future.done():
+            gauges = client.stats().gauges
+            seen.append((gauges.num_requests_running, gauges.num_requests_waiting))
+        assert len(future.result().token_ids) == 200
+    while seen[-1] == (0, 0):  # the search has ended, and its future is not done yet
+        seen.pop()
+    assert len(seen) > 20
+    assert set(seen) == {(4, 0)}
+
+
 @pytest.mark.parametrize("kind", [{"num_beams": 4}, {"best_of": 4}], ids=["beams", "best_of"])
 def test_a_full_queue_rejects_the_request(tmp_path: Path, kind: dict[str, int]) -> None:
     flags = ("--max-batch-size", "1", "--max-queue-size", "1")

@@ -2844,7 +2844,9 @@ class Gauges(_message.Message):
     num_tokens_waiting: _builtins.int
     """Prompt tokens of the requests in the queue."""
     num_requests_running: _builtins.int
-    """Requests that hold a slot of the batch, or whose last token is being computed."""
+    """Requests that hold a slot of the batch, or whose last token is being computed.
+    A beam search counts once for each beam, from its start to its end.
+    """
     steps_in_flight: _builtins.int
     """Steps sent to the worker without a result yet."""
     num_blocks: _builtins.int

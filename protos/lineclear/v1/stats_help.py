@@ -54,7 +54,7 @@ HELP = {
     "Counters.spec_decode_num_accepted_tokens": "Draft tokens that were accepted: each saves a row.",
     "Gauges.num_requests_waiting": "Requests in the queue.",
     "Gauges.num_tokens_waiting": "Prompt tokens of the requests in the queue.",
-    "Gauges.num_requests_running": "Requests that hold a slot of the batch, or whose last token is being computed.",
+    "Gauges.num_requests_running": "Requests that hold a slot of the batch, or whose last token is being computed. A beam search counts once for each beam, from its start to its end.",  # noqa: E501
     "Gauges.steps_in_flight": "Steps sent to the worker without a result yet.",
     "Gauges.num_blocks": "KV blocks of the whole pool.",
     "Gauges.blocks_used": "KV blocks held by running requests.",

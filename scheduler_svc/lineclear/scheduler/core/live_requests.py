@@ -19,6 +19,7 @@ class LiveRequests:
         self._state = state
         self._by_id: dict[str, Sequence] = {}
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
+        self._num_search_steps = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -34,6 +35,10 @@ class LiveRequests:
         """Deadlines that are kept, those of some requests that have ended included."""
         return len(self._deadlines)
 
+    def search_steps(self) -> list[Sequence]:
+        """Return the requests that are steps of beam searches."""
+        return [s for s in self._by_id.values() if s.request.is_search_step] if self._num_search_steps else []
+
     def get(self, request_id: str) -> Sequence | None:
         """Return the live request with this id."""
         return self._by_id.get(request_id)
@@ -41,6 +46,7 @@ class LiveRequests:
     def add(self, sequence: Sequence) -> None:
         """Add an admitted request."""
         self._by_id[sequence.request.request_id] = sequence
+        self._num_search_steps += sequence.request.is_search_step
         self._state.adapters.acquire(sequence.request.adapter)
         if sequence.request.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.request.deadline, sequence.number, sequence))
@@ -86,6 +92,7 @@ class LiveRequests:
             (state.fresh if sequence in state.fresh else state.resuming).remove(sequence)
             sequence.state = State.FINISHED
         del self._by_id[sequence.request.request_id]
+        self._num_search_steps -= sequence.request.is_search_step
         state.adapters.release(sequence.request.adapter)
         if len(self._deadlines) > 2 * len(self._by_id) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2].state is not State.FINISHED]
@@ -103,5 +110,6 @@ class LiveRequests:
     def load(self, state: dict[str, Any], sequences: Mapping[int, Sequence]) -> None:
         """Restore a dump."""
         self._by_id = {str(number): sequences[number] for number in state["live"]}
+        self._num_search_steps = sum(s.request.is_search_step for s in self._by_id.values())
         self._deadlines = [(at, number, sequences[number]) for at, number in state["deadlines"]]
         heapq.heapify(self._deadlines)

@@ -397,13 +397,17 @@ class Scheduler:
 
     def snapshot(self, now: float | None = None) -> CoreSnapshot:
         """Return a copy of counters and gauges. Without `now`, no wait is predicted."""
-        state = self._state
+        state, steps = self._state, self._live.search_steps()
+        num_running = sum(s.state is State.RUNNING for s in steps)
+        num_begun = sum(s.request.is_sibling or s.started_at is not None for s in steps)
         return CoreSnapshot(
             counters=state.counters.copy(),
             num_requests_waiting=len(state.fresh) + len(state.resuming),
             num_tokens_waiting=state.fresh.num_tokens + state.resuming.num_tokens,
             draining=state.draining,
             workers=tuple(worker.snapshot() for worker in state.workers.values()),
+            num_search_steps_waiting=num_begun - num_running,
+            num_search_steps_running=num_running,
             predicted_wait_seconds=None if now is None else queue_position(state, LAST, now).seconds,
         )
 

@@ -69,6 +69,10 @@ class CoreSnapshot:
     draining: bool
     workers: tuple[WorkerSnapshot, ...] = ()
     """The joined workers, oldest first."""
+    num_search_steps_waiting: int = 0
+    """Requests in the queue that are steps of beam searches which have started."""
+    num_search_steps_running: int = 0
+    """Requests with a slot that are steps of beam searches."""
     predicted_wait_seconds: float | None = None
     """Of a request at the end of the queue; None if unknown."""
 

@@ -469,6 +469,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             num_admitted=self.quota.num_admitted,
             wanted=self.wanted_workers(),
             shares=self.requests.fairness.shares(),
+            num_beams_running=sum(request.num_beams_running for request in self.requests),
             open_streams=len(self.requests),
             asyncio_tasks=len(asyncio.all_tasks()),
             num_adapters=len(self.adapters.all()),

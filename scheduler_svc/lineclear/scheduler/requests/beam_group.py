@@ -51,6 +51,11 @@ class BeamGroup:
         self._started: Started | None = None
         self._first: RequestStats | None = None
 
+    @property
+    def num_running(self) -> int:
+        """Number of beams from the start of the search to its end, also between two steps."""
+        return 0 if self._is_over or self._started is None else len(self._search.running)
+
     def start(self) -> None:
         """Submit the first step."""
         self._submit(is_first=True)

@@ -161,6 +161,11 @@ class RequestContext:
         return any(output.started is not None for output in (*self.outputs, *self._candidates))
 
     @property
+    def num_beams_running(self) -> int:
+        """Number of beams of a search that has started; 0 of other requests."""
+        return self._group.num_running if isinstance(self._group, BeamGroup) else 0
+
+    @property
     def has_ended(self) -> bool:
         """Whether all outputs have their end or their error, which may be unread."""
         return all(output.has_ended for output in self.outputs)

@@ -83,6 +83,7 @@ def stats(
     num_admitted: int,
     wanted: Sequence[WantedWorker],
     shares: Shares,
+    num_beams_running: int,
     open_streams: int,
     asyncio_tasks: int,
     num_adapters: int,
@@ -90,7 +91,7 @@ def stats(
 ) -> pb.GetStatsResponse:
     """Build GetStatsResponse. Requests are counted as their callers see them, tokens and steps as the core does."""
     counters = snapshot.core.counters
-    gauges = _gauges(snapshot.core, shares, open_streams, asyncio_tasks)
+    gauges = _gauges(snapshot.core, shares, num_beams_running, open_streams, asyncio_tasks)
     gauges.num_lora_adapters = num_adapters
     workers = _workers(snapshot) + _absent_workers(snapshot, wanted)
     gauges.num_workers_wanted = len(wanted)
@@ -149,11 +150,14 @@ def _counters(core: CoreSnapshot, figures: ServerStats, num_admitted: int) -> pb
     return counters
 
 
-def _gauges(core: CoreSnapshot, shares: Shares, open_streams: int, asyncio_tasks: int) -> pb.Gauges:
+def _gauges(
+    core: CoreSnapshot, shares: Shares, num_beams_running: int, open_streams: int, asyncio_tasks: int
+) -> pb.Gauges:
+    # Between two steps a beam search has no request in the core, so its beams are counted where the search is.
     return pb.Gauges(
-        num_requests_waiting=core.num_requests_waiting,
+        num_requests_waiting=core.num_requests_waiting - core.num_search_steps_waiting,
         num_tokens_waiting=core.num_tokens_waiting,
-        num_requests_running=core.num_requests_running,
+        num_requests_running=core.num_requests_running - core.num_search_steps_running + num_beams_running,
         steps_in_flight=core.steps_in_flight,
         num_blocks=core.num_blocks,
         blocks_used=core.blocks_used,
