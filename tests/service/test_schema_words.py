@@ -67,6 +67,14 @@ def test_names_of_properties_and_constants_are_no_words(tokens: LLTokenizer) -> 
     assert accepts(tokens, schema, '{"minimun":{"foo":1}}')
 
 
+def test_words_that_exclude_nothing_are_taken(tokens: LLTokenizer) -> None:
+    """As zod writes a record, and OpenAPI a property that is not nullable."""
+    values = {"type": "array", "uniqueItems": False, "items": {"type": "integer", "nullable": False}}
+    schema = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": values}
+    assert accepts(tokens, schema, '{"a":[1,1]}')
+    assert not accepts(tokens, schema, '{"a":[null]}')
+
+
 def test_property_of_a_discriminator_is_required(tokens: LLTokenizer) -> None:
     """As pydantic writes a union by `kind`, which has a default."""
     cat = {"properties": {"kind": {"const": "cat", "default": "cat"}, "lives": {"type": "integer"}}, "type": "object"}

@@ -18,6 +18,12 @@ ANNOTATIONS = frozenset(
 """`discriminator` is OpenAPI's: the schemas of its oneOf say the same, but for its property being required."""
 _OPTIONS = "x-guidance"
 """llguidance's. Other words with x- are annotations, as in OpenAPI."""
+_NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    "propertyNames": ({"type": "string"}, {}, True),
+    "uniqueItems": (False,),
+    "nullable": (False,),
+}
+"""Words that llguidance does not have, and their values that exclude nothing. zod writes the first for each record."""
 _ADVICE = {"nullable": 'add "null" to the types'}
 _LIKENESS = 0.8
 """Of a word and its misspelling: `minimun` has 0.86. `propertyNames` and `properties`, two words, have 0.78."""
@@ -58,6 +64,8 @@ def check(schema: Any) -> None:
         for word, value in node.items():
             if word in ENFORCED:
                 _check_value(f"{path}/{word}", word, value)
+            elif value in _NO_EFFECT.get(word, ()):
+                continue
             elif word not in ANNOTATIONS and (not word.startswith("x-") or word == _OPTIONS):
                 raise ValueError(f"has {path}/{_cut(word)}, which is not enforced{_advice(word)}")
 
@@ -65,10 +73,15 @@ def check(schema: Any) -> None:
 def make_exact(schema: Any) -> None:
     """Add what llguidance's formats leave out to a schema, in place, and require the property of a discriminator.
 
+    Words that have no effect are removed, because llguidance does not have them.
+
     OpenAPI wants it required. pydantic leaves that out if it has a default, and then an object without it matches
     several schemas of a oneOf.
     """
     for _, node in list(_schemas("#", schema)):
+        for word, values in _NO_EFFECT.items():
+            if word in node and node[word] in values:
+                del node[word]
         name = node["discriminator"].get("propertyName") if isinstance(node.get("discriminator"), dict) else None
         if isinstance(name, str) and isinstance(node.get("oneOf"), list):
             node["oneOf"] = [{"allOf": [one, {"required": [name]}]} for one in node["oneOf"]]
