@@ -126,7 +126,7 @@ class Server:
             place = "joined" if pid in joined else "not joined"
             state = "runs" if is_running(pid) else "has exited"
             found.append(f"worker {line.get('worker')} (pid {pid}) started {now - at:.1f} s ago, {state}, {place}")
-        ends = [line for name in ("worker_killed", "worker_not_restarted", "fatal") for line in self.logged(name)]
+        ends = [line for name in ("worker_killed", "worker_not_restarted") for line in self.logged(name)]
         found += [f"{line['event']}: {line.get('reason', '')}" for line in ends[-3:]]
         return "; ".join([*found, f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors"])
 
