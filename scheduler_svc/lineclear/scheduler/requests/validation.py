@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary, Violation
 from lineclear.scheduler.core.sequence import Scoring
-from lineclear.scheduler.requests import branching, stop_validation, tool_validation
+from lineclear.scheduler.requests import branching, resume_validation, stop_validation, tool_validation
 from lineclear.scheduler.requests.beam_search import BeamSettings
 from lineclear.scheduler.requests.forced_calls import is_forced
 from lineclear.scheduler.requests.form_validation import check_forced, check_form
@@ -42,9 +42,6 @@ MAX_ROLE = 32
 _MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration: about 10,000 years
 
 _PROMPT_PATHS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
-MAX_FINGERPRINT = 64
-_MAX_CHAT_TIME_US = 253_402_300_800_000_000  # the year 10000
-_FINGERPRINT = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_FINGERPRINT}}}")
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID}}}")
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 
@@ -174,7 +171,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         best_of = branching.best_of(request, len(received), bounds.max_outputs, violations)
         beams = branching.beams(request, len(received), ends, violations)
     has_model = "model_fingerprint" in fields or "resume" in fields
-    model_fingerprint = _model_fingerprint(request, violations) if has_model else ""
+    model_fingerprint = resume_validation.model_fingerprint(request, violations) if has_model else ""
     priority = fields.get("priority", 128)
     if priority > MAX_PRIORITY:
         violations.add("priority", f"must be in [0, {MAX_PRIORITY}]")
@@ -397,47 +394,9 @@ def _received(
         num_outputs = 1
     if not request.HasField("resume"):
         return ((),) * num_outputs
-    if sampling.temperature != 0 and not request.sampling.HasField("seed"):
-        violations.add("sampling.seed", "is required with resume; send the seed from Started")
-
-    def checked(path: str, ids: Sequence[int]) -> tuple[int, ...]:
-        received = checked_ids(path, ids, bounds.context_length, bounds.vocab_size, violations)
-        if not ends.isdisjoint(received[sampling.min_tokens : -1]):
-            violations.add(path, "has tokens after a token that ends the answer")
-        return received
-
-    resume = request.resume
-    if num_outputs == 1:
-        if resume.outputs:
-            violations.add("resume.outputs", "must be empty, because sampling.n is 1")
-        return (checked("resume.token_ids", resume.token_ids),)
-    if resume.token_ids:
-        violations.add("resume.token_ids", "must be empty, because sampling.n is above 1; send resume.outputs")
-    if len(resume.outputs) != num_outputs:
-        violations.add("resume.outputs", f"has {len(resume.outputs)} entries; send sampling.n, which is {num_outputs}")
-    elif all(output.is_complete for output in resume.outputs):
-        violations.add("resume.outputs", "are all complete; nothing is left to resume")
-    return tuple(
-        None if output.is_complete else checked(f"resume.outputs[{index}].token_ids", output.token_ids)
-        for index, output in enumerate(resume.outputs)
+    return resume_validation.received(
+        request, num_outputs, sampling, ends, bounds.context_length, bounds.vocab_size, violations
     )
-
-
-def _model_fingerprint(request: pb.GenerateRequest, violations: Violations) -> str:
-    named = [("model_fingerprint", request.model_fingerprint)] if request.HasField("model_fingerprint") else []
-    if request.HasField("resume"):
-        named.append(("resume.model_fingerprint", request.resume.model_fingerprint))
-        if len(request.resume.prompt_digest) > MAX_FINGERPRINT or not request.resume.prompt_digest.isascii():
-            violations.add("resume.prompt_digest", "must be the value from Started")
-        if not 0 <= request.resume.chat_time_us < _MAX_CHAT_TIME_US:
-            violations.add("resume.chat_time_us", "must be the value from Started")
-    for path, value in named:
-        if not _FINGERPRINT.fullmatch(value):
-            missing = "is required with resume; send the fingerprint from Started"
-            violations.add(path, "must be the fingerprint from GetModel or Started" if value else missing)
-    if len({value for _, value in named}) > 1:
-        violations.add("model_fingerprint", "differs from resume.model_fingerprint")
-    return named[-1][1] if named else ""
 
 
 def _logprobs(output: pb.OutputOptions, vocab_size: int, violations: Violations) -> tuple[int, tuple[int, ...]]:
