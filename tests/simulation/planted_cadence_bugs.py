@@ -56,6 +56,6 @@ CADENCE_BUGS = (
     Bug(
         "a step may have any number of scores",
         StepTimeModel.chunk_within,
-        drop("trusted = min(trusted, _MAX_GROWTH * self._most_scored - scored)"),
+        drop("trusted = min(trusted, max(0.0, _MAX_GROWTH * self._most_scored - scored))"),
     ),
 )

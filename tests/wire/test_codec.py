@@ -206,7 +206,7 @@ def test_a_mutated_frame_is_refused_or_read_and_never_worse(example: Message) ->
             with contextlib.suppress(DecodeError):
                 read.append(decode(mutated))
 
-        assert count_calls(attempt) < 200
+        assert count_calls(attempt) < 220
         refused += not read
         for message in read:
             encode(message)

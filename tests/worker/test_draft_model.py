@@ -70,7 +70,7 @@ def test_tokens_are_those_of_plain_decoding(depth: int) -> None:
 
 
 def test_answers_survive_a_lost_worker_and_few_blocks() -> None:
-    plain, drafting = runners(num_blocks=60)
+    plain, drafting = runners(num_blocks=42)
     requests = requests_of(7, max_tokens=30)
     server = InProcess(drafting, LIMITS)
     assert server.serve(requests, lose_worker_after_steps=9) == InProcess(plain, LIMITS).serve(plainly(requests))
