@@ -92,9 +92,10 @@ chaos: $(STAMP) ## Kill workers and schedulers under load, and update the model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --mix --of scheduler --kills $(or $(KILLS),30) --model ../demo/model --streams 8
 	@cd tests && ../$(BIN)/python -m campaigns.rolling --updates $(or $(UPDATES),100) --seed $(or $(SEED),1)
 
-mutants: $(STAMP) ## Plant each listed bug in the core and for rows of tests/faults.yaml, and check that tests fail
+mutants: $(STAMP) ## Plant each listed bug, and COUNT (100) mutants drawn at random, and check that tests fail
 	@cd tests && ../$(BIN)/python -m simulation.test_mutations
 	@cd tests && ../$(BIN)/python -m support.mutants
+	@cd tests && ../$(BIN)/python -m campaigns.mutation --count $(or $(COUNT),100) --seed $(or $(SEED),1)
 
 privacy: $(STAMP) ## Test whether response times reveal another tenant's prompts; TRIALS (800) with each worker
 	@cd tests && ../$(BIN)/python -m campaigns.privacy --trials $(or $(TRIALS),800) --seed $(or $(SEED),1)

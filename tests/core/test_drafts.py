@@ -11,7 +11,7 @@ from core.harness import CoreHarness, answer
 from lineclear.scheduler.core.draft_costs import DraftCosts, DraftTimes, TrialBudget
 from lineclear.scheduler.core.draft_history import DraftHistory
 from lineclear.scheduler.core.events import Finished, FinishReason, TokensReady
-from lineclear.scheduler.core.inflight_step import BadResult
+from lineclear.scheduler.core.inflight_step import BadResult, kv_of_drafts
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 from lineclear.wire.messages import StepPlan
 
@@ -88,6 +88,10 @@ def test_one_row_in_flight_beside_others_that_decode_ahead() -> None:
         assert len(rows) <= 1
         assert len(h.flights) == 2, "the other request is planned ahead"
         h.apply()
+
+
+def test_drafts_attend_to_all_positions_up_to_their_own() -> None:
+    assert kv_of_drafts(5, 3) == 6 + 7 + 8
 
 
 def test_drafts_preempt_nobody() -> None:
