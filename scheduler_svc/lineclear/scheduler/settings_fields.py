@@ -264,7 +264,7 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Where flight recordings are written. They are written on anomalies, SIGUSR2 and the admin call. Empty: a private
     directory in /tmp."""
     invariant_check_interval_steps: int = DIAGNOSIS.field(64, ge=0, le=2**20)
-    """Least steps between checks of the core's invariants; 0: none. The invariants are checked whenever the core
+    """Least steps between checks of the core; 0: none. The invariants are checked whenever the core
     becomes idle, too. Checks take at most 2 % of the time: with a large pool there are more steps between them. A
     violation stops the server with exit code 70 instead of wrong answers."""
     step_history: int = DIAGNOSIS.field(512, ge=1, le=65_536)
