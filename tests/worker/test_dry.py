@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sampling import all_logprobs, random_logits, run
+from support.tensor_work import count_elements
 
 from lineclear.wire.sampling import Sampling
+from lineclear.worker.repetitions import MAX_REPEAT
 
 VOCABULARY = 6
 tokens = st.integers(0, VOCABULARY - 1)
@@ -47,7 +51,7 @@ def by_llama_cpp(said: list[int], s: Sampling) -> dict[int, float]:
     longest: dict[int, int] = {}
     for lag in range(1, window):
         length = 0
-        while length + lag < window and at(length) == at(length + lag):
+        while length + lag < window and length < MAX_REPEAT and at(length) == at(length + lag):
             length += 1
         length = min(length, limit)
         if length >= s.dry_allowed_length:
@@ -75,6 +79,45 @@ def test_penalty_equals_llama_cpp(data: st.DataObject) -> None:
             wanted[token] -= penalty
         probabilities = torch.softmax(wanted, dim=-1).float()
         torch.testing.assert_close(all_logprobs(found, row, VOCABULARY).exp(), probabilities, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 127, 128, 129, 130, 200, 400])
+@pytest.mark.parametrize("period", [1, 2, 63, 64, 65, 127, 128, 129])
+def test_long_repetitions_equal_llama_cpp(period: int, length: int) -> None:
+    rng = random.Random(1000 * period + length)
+    pattern = [rng.randrange(VOCABULARY) for _ in range(period)]
+    said = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(20))] + (pattern * length)[:length]
+    said[-1 - rng.randrange(len(said))] = rng.randrange(VOCABULARY)
+    breakers = ((), (tuple(said[:20]),), (tuple(said[-130:-110]), tuple(said[-140:-130])))[length % 3]
+    sampling = Sampling(
+        dry_multiplier=0.5,
+        dry_base=1.02,
+        dry_allowed_length=1,
+        dry_breaker_sequences=tuple(breaker for breaker in breakers if len(breaker) > 1),
+        logprobs=VOCABULARY,
+    )
+    logits = random_logits(2, VOCABULARY)
+    found = run(logits, [sampling] * 2, [(said, 1), (said + said[:7], 1)])
+    for row, text in enumerate((said, said + said[:7])):
+        wanted = logits[row].double()
+        for token, penalty in by_llama_cpp(text, sampling).items():
+            wanted[token] -= penalty
+        probabilities = torch.softmax(wanted, dim=-1).float()
+        torch.testing.assert_close(all_logprobs(found, row, VOCABULARY).exp(), probabilities, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_breakers", [0, 16])
+def test_work_does_not_depend_on_the_tokens(num_breakers: int) -> None:
+    sequences = tuple((1,) * 19 + (2 + number,) for number in range(num_breakers))
+    sampling = Sampling(dry_multiplier=1.0, dry_allowed_length=1, dry_breaker_sequences=sequences)
+    size = 8192
+    rng = random.Random(1)
+    repeated, mixed = [1] * size, [rng.randrange(32) for _ in range(size)]
+    work = [
+        count_elements(lambda said=said: run(torch.zeros(1, 32), [sampling], [(said, 1)])) for said in (repeated, mixed)
+    ]
+    assert work[0] == work[1]
+    assert work[0] < 120 * size  # about as many passes over the context, however long the repetitions are
 
 
 def test_example_by_hand() -> None:

@@ -14,6 +14,7 @@ import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sampling import History, all_logprobs, random_logits, run
+from support.tensor_work import count_elements
 from torch import Tensor
 
 from lineclear.wire.sampling import Sampling
@@ -67,6 +68,28 @@ def test_no_repeat_ngram_equals_transformers(history: History, sizes: list[int])
         history,
         lambda s, _: [tf.NoRepeatNGramLogitsProcessor(s.no_repeat_ngram_size)] if s.no_repeat_ngram_size else [],
     )
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 40), (17, 18, 3), (64, 65, 66), (99, 100, 1)])
+def test_long_ngrams_equal_transformers(sizes: tuple[int, ...]) -> None:
+    rng = random.Random(sum(sizes))
+    history: History = []
+    for size in sizes:
+        pattern = [rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 5, size + 3)))]
+        said = (pattern * 150)[: size + rng.randrange(150)] or [1]
+        said[rng.randrange(len(said) // 2 + 1)] = rng.randrange(VOCABULARY)
+        history.append((said, 1))
+    agree(
+        [Sampling(no_repeat_ngram_size=size) for size in sizes],
+        history,
+        lambda s, _: [tf.NoRepeatNGramLogitsProcessor(s.no_repeat_ngram_size)],
+    )
+
+
+def test_work_of_ngrams_is_bounded() -> None:
+    sampling, said = Sampling(no_repeat_ngram_size=100), [1] * 8192
+    work = count_elements(lambda: run(torch.zeros(1, VOCABULARY), [sampling], [(said, 1)]))
+    assert work < 120 * len(said)  # about as many passes over the context, not several for each token of an n-gram
 
 
 @settings(deadline=None, max_examples=150)

@@ -9,8 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .repetitions import repeat_lengths, window_of
 from .sampling_metadata import BadWords, Context
 
+_FEW_PASSES = 16
+"""Longest n-grams that are compared token by token, which is quicker than `repeat_lengths` for short ones."""
 _MINUS_INFINITY = float("-inf")
 
 
@@ -33,6 +36,10 @@ def penalize(logits: Tensor, context: Context, token_table: Tensor) -> Tensor:
 def ban_ngrams(logits: Tensor, context: Context, token_table: Tensor) -> Tensor:
     """Ban each token that would complete an n-gram of the sequence a second time (transformers' NoRepeatNGram)."""
     size = context.parameters["no_repeat_ngram_size"]
+    if context.max_values["no_repeat_ngram_size"] > _FEW_PASSES:
+        window = window_of(context, token_table, context.lengths)
+        is_repeated = repeat_lengths(window, logits.shape[1]) >= size - 1
+        return logits.scatter_add_(1, window.tokens[:, :-1], _minus_infinity_where(is_repeated))
     history, ends = _history(context, token_table)
     # [num_rows, length]: the n-gram that ends here begins with the last n - 1 tokens.
     matches = (ends >= size - 1) & (ends < context.lengths)
