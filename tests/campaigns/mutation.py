@@ -3,7 +3,8 @@
     cd tests && python -m campaigns.mutation --count 100 --seed 1              draw from all areas
     cd tests && python -m campaigns.mutation --count 20 --only core/planner    modules whose path contains this
 
-The test files that name the module run first, then the other tests of its area, and for the core simulated histories.
+All tests of an area run once to see what each executes. A mutant then runs those that execute its block: first those
+of files that name the module, for the core simulated histories next, then the others. A failure counts if it repeats.
 A mutant that changes no behaviour survives, so survivors are read by a person.
 """
 
@@ -19,15 +20,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from campaigns.reach import Reach, executed, loaded, missing, place_of, plant_probes
 from support.sources import REPOSITORY, ROOTS
 
 _SCHEDULER = "scheduler_svc/lineclear/scheduler"
 _WORKER = "gpu_worker/lineclear/worker"
 _SECONDS = 900.0  # for the tests of one stage
+_ALL_SECONDS = 7200.0  # for all tests of the areas, once
+_TEST_SECONDS = 60  # for a test that a mutant may have made wait forever
+_FIRST_SECONDS = 10.0
 _HISTORIES = "from simulation.sweep import sweep; sweep(range(300))"
 
 
@@ -36,12 +41,11 @@ class Area(NamedTuple):
 
     modules: tuple[str, ...]
     tests: tuple[str, ...]
-    """Of the first stage, those that name the module; of the second, those of the first folder."""
     is_simulated: bool = False
 
 
 AREAS = (
-    Area((f"{_SCHEDULER}/core/*.py",), ("tests/core",), is_simulated=True),
+    Area((f"{_SCHEDULER}/core/*.py",), ("tests/core", "tests/steps", "tests/embedded"), is_simulated=True),
     Area((f"{_SCHEDULER}/requests/*.py",), ("tests/service", "tests/process", "tests/client")),
     Area((f"{_SCHEDULER}/text/*.py",), ("tests/service", "tests/e2e")),
     Area((f"{_SCHEDULER}/engine/*.py",), ("tests/process",)),
@@ -155,7 +159,7 @@ def drawn(count: int, seed: int, only: str) -> list[tuple[Area, Mutant]]:
 
 
 class Copy:
-    """A copy of the sources in which mutants are planted."""
+    """A copy of the sources in which mutants and probes are planted."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -169,31 +173,76 @@ class Copy:
         limits = folder / "tests/support/time_limits.py"
         limits.write_text("PATIENCE_SECONDS = SOON_SECONDS = 20.0\n", encoding="utf-8")
 
-    def noticed_by(self, area: Area, mutant: Mutant) -> str:
+    def complete(self, reach: Reach, folders: Iterable[str]) -> None:
+        """Run the test files below `folders` that `reach` lacks, with probes, and leave out tests that fail without."""
+        files = missing(reach, folders)
+        if not files:
+            return
+        print(f"{len(files)} test files run once, to see what each test executes", flush=True)
+        product = {file for area in AREAS for pattern in area.modules for file in REPOSITORY.glob(pattern)}
+        plant_probes(self._folder, product)
+        self._fails(["-p", "probe_plugin", *files], _ALL_SECONDS)
+        failed = executed(reach, self._folder, files)
+        (self._folder / "sitecustomize.py").unlink()
+        for file in product:
+            shutil.copyfile(file, self._folder / file.relative_to(REPOSITORY))
+        for test in failed:
+            if self._fails([test], _SECONDS):
+                print(f"left out, it fails without a mutant: {test}", flush=True)
+                del reach.seconds[test]
+
+    def noticed_by(self, area: Area, mutant: Mutant, reach: Reach, wide: bool) -> str:
         """Return which tests fail with the mutant, or "" if none do."""
         target = self._folder / mutant.file.relative_to(REPOSITORY)
         intact = target.read_bytes()
         target.write_bytes(mutant.applied()[0])
         try:
-            return self._noticed(area, mutant)
+            return self._noticed(area, mutant, reach, wide)
         finally:
             target.write_bytes(intact)
 
-    def _noticed(self, area: Area, mutant: Mutant) -> str:
-        files = [file for folder in area.tests for file in sorted((self._folder / folder).glob("test_*.py"))]
+    def _noticed(self, area: Area, mutant: Mutant, reach: Reach, wide: bool) -> str:
+        module = str(mutant.file.relative_to(REPOSITORY))
+        place = place_of(mutant.file.read_text(encoding="utf-8"), module, mutant.line)
+        tests = reach.tests(place, area.tests)
         name = re.compile(rf"\b{mutant.file.stem}\b")
-        near = [file for file in files if name.search(file.read_text(encoding="utf-8"))]
-        far = [file for file in files if file not in near and file.parent == self._folder / area.tests[0]]
-        pytest = ["-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--timeout=90"]
-        for stage, tests in (("near", near), ("area", far)):
-            if tests and (failed := self._fails([*pytest, *map(str, tests)])):
-                return f"{stage}: {failed}"
-        if area.is_simulated and self._fails(["-c", _HISTORIES]):
+        near = [file for file in tests if name.search((REPOSITORY / file).read_text(encoding="utf-8"))]
+        far = [file for file in tests if file not in near]
+        if failed := self._confirmed([test for file in near for test in tests[file]], reach):
+            return failed
+        if area.is_simulated and self._fails_of(["-c", _HISTORIES], _SECONDS):
             return "simulation"
+        if failed := self._confirmed([test for file in far for test in tests[file]], reach):
+            return failed
+        if wide:
+            wider = reach.tests(place, sorted({folder for each in AREAS for folder in each.tests} - set(area.tests)))
+            return self._confirmed([test for file in wider for test in wider[file]], reach)
         return ""
 
-    def _fails(self, arguments: list[str]) -> str:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(self._folder / root) for root in self._roots)}
+    def _confirmed(self, tests: list[str], reach: Reach) -> str:
+        """Return a test that fails twice, or "". The first ones run by themselves: most mutants fail there."""
+        while tests:
+            soon = _within(_FIRST_SECONDS, tests, reach)
+            for some in (tests[:soon], tests[soon:]):
+                failed = self._fails(some, _SECONDS) if some else ""
+                if failed:
+                    break
+            if not failed:
+                return ""
+            # A failure before the first test is one of all tests.
+            if failed not in tests or self._fails([failed], _SECONDS):
+                return failed
+            tests = tests[tests.index(failed) + 1 :]
+        return ""
+
+    def _fails(self, tests: list[str], seconds: float) -> str:
+        stop = [] if "probe_plugin" in tests else ["-x"]
+        pytest = ["-m", "pytest", *stop, "-q", "--tb=no", "-p", "no:cacheprovider", f"--timeout={_TEST_SECONDS}"]
+        return self._fails_of([*pytest, *tests], seconds)
+
+    def _fails_of(self, arguments: list[str], seconds: float) -> str:
+        roots = [self._folder, *(self._folder / root for root in self._roots)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, roots))}
         command = [sys.executable, *arguments]
         try:
             done = subprocess.run(  # the exit code is read below
@@ -202,13 +251,23 @@ class Copy:
                 env=environment,
                 capture_output=True,
                 text=True,
-                timeout=_SECONDS,
+                timeout=seconds,
                 check=False,
             )
         except subprocess.TimeoutExpired:
             return "no end within the time"
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
         return "" if done.returncode in (0, 5) else failed[1] if failed else "error"
+
+
+def _within(seconds: float, tests: list[str], reach: Reach) -> int:
+    """Return how many leading tests run in this time, at least one."""
+    total = 0.0
+    for index, test in enumerate(tests):
+        total += reach.seconds[test]
+        if total > seconds and index:
+            return index
+    return len(tests)
 
 
 def main() -> int:
@@ -216,14 +275,22 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="a part of the path of the modules")
+    parser.add_argument("--reach", type=Path, help="file that keeps what each test executes, for the next run")
+    parser.add_argument("--wide", action="store_true", help="run the tests of all areas before a mutant survives")
     options = parser.parse_args()
     caught, tried = 0, 0
+    chosen = drawn(options.count, options.seed, options.only)
+    reach = loaded(options.reach)
     with tempfile.TemporaryDirectory(prefix="lc") as folder:
         copy = Copy(Path(folder))
-        for area, mutant in drawn(options.count, options.seed, options.only):
+        areas = AREAS if options.wide else [area for area, _ in chosen]
+        copy.complete(reach, sorted({tests for area in areas for tests in area.tests}))
+        if options.reach is not None:
+            reach.save(options.reach)
+        for area, mutant in chosen:
             began = time.monotonic()
-            by = copy.noticed_by(area, mutant)
+            by = copy.noticed_by(area, mutant, reach, options.wide)
             tried += 1
             caught += bool(by)
             result = f"caught by {by}" if by else "SURVIVED"
