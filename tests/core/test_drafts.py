@@ -195,6 +195,15 @@ def test_history_follows_results() -> None:
     assert history.best_length(8, FREE._replace(per_position=0.2)) == 0
 
 
+def test_accepted_share_moves_a_tenth_of_the_way_with_each_draft() -> None:
+    history = DraftHistory(found=0.5, accepted=0.6)
+    observe(history, 3, 2)
+    assert history.accepted == pytest.approx((0.9 * (0.9 * 0.6 + 0.1) + 0.1) * 0.9), "two were accepted, one was not"
+    assert history.found == pytest.approx(0.55)
+    observe(history, 0, 0)
+    assert history.found == pytest.approx(0.495)
+
+
 def test_length_ends_where_the_next_draft_costs_more_than_its_chance() -> None:
     history = DraftHistory()
     history.accepted, history.found = 0.8, 1.0
