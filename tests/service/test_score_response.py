@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from lineclear.scheduler.requests import prompt_requests, responses
+from lineclear.scheduler.grpc_api.error_interceptor import _serializer
+from lineclear.scheduler.requests import loop_pacer, prompt_requests, responses
+from lineclear.scheduler.requests.loop_pacer import LoopPacer
+from lineclear.scheduler.requests.score_response import encoded_score
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Scores
 
@@ -38,9 +45,63 @@ async def test_no_slice_has_many_entries(monkeypatch: pytest.MonkeyPatch, num_to
     monkeypatch.setattr(responses, "token_logprobs", counted)
     ticker = asyncio.ensure_future(free())
     rows = [scores(90, num_top), scores(1, num_top), scores(2000, num_top)]
-    score = pb.ContinuationScore()
-    await prompt_requests.add_scores(score, rows)
+    encoded = await encoded_score([7, 8], rows, LoopPacer(time.monotonic))
     ticker.cancel()
-    assert list(score.logprobs) == make(rows)
-    assert score.total_logprob == sum(logprob for row in rows for logprob in row.logprobs)
+    total = sum(logprob for row in rows for logprob in row.logprobs)
+    score = pb.ContinuationScore(token_ids=[7, 8], logprobs=make(rows), total_logprob=total)
+    assert pb.ScoreResponse.FromString(encoded) == pb.ScoreResponse(scores=[score])
     assert largest <= most_entries
+
+
+async def test_the_loop_is_free_half_of_the_time() -> None:
+    """However many responses are made at once."""
+    now = [0.0]
+    busy = [0.0]
+
+    class Pacer(LoopPacer):
+        async def wait(self) -> None:
+            await super().wait()
+            assert now[0] >= 2 * busy[0]
+
+        @contextmanager
+        def measured(self) -> Iterator[None]:
+            with super().measured():
+                yield
+                now[0] += 1.0
+                busy[0] += 1.0
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    pacer = Pacer(lambda: now[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop_pacer.asyncio, "sleep", sleep)
+        await asyncio.gather(*(encoded_score([7], [scores(2000, 20)], pacer) for _ in range(4)))
+    assert busy[0] == 4 * math.ceil(2000 / (512 // 21))
+
+
+def test_an_encoded_response_is_sent_as_it_is() -> None:
+    assert _serializer(pb.ScoreResponse.SerializeToString)(b"encoded") == b"encoded"
+
+
+async def test_the_loop_is_free_between_texts() -> None:
+    """Short texts are tokenized on the event loop: 128 of them take it 13 ms."""
+    done = [0]
+    most = 0
+
+    async def encode(text: str) -> list[int]:
+        nonlocal most
+        done[0] += 1
+        most = max(most, done[0])
+        return [len(text)]
+
+    async def free() -> None:
+        while True:
+            done[0] = 0
+            await asyncio.sleep(0)
+
+    ticker = asyncio.ensure_future(free())
+    entries = [pb.Continuation(text="a" * (1 + number)) for number in range(128)]
+    assert [list(await prompt_requests.tokens_of(entry, encode)) for entry in entries] == [[n + 1] for n in range(128)]
+    ticker.cancel()
+    assert most == 1

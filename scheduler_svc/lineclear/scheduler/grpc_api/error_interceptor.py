@@ -87,7 +87,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(
             self._map_errors(method, self._reader(handler, is_long=method.rpartition("/")[2] in LONG)),
             request_deserializer=_deserializer(handler.request_deserializer),
-            response_serializer=handler.response_serializer,
+            response_serializer=_serializer(handler.response_serializer),
         )
 
     def _reader(self, handler: Any, is_long: bool) -> Behavior:
@@ -164,6 +164,12 @@ def _deserializer(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes
             return MALFORMED
 
     return total
+
+
+def _serializer(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
+    """Return a serializer that takes encoded messages, too."""
+    assert serialize is not None
+    return lambda message: message if isinstance(message, bytes) else serialize(message)
 
 
 async def _each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -376,7 +376,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     # --- scores and vectors ------------------------------------------------------------------------------------------
 
-    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+    async def Score(  # type: ignore[override]  # returns the encoded response
+        self, request: pb.ScoreRequest, context: Context
+    ) -> bytes:
         """Return the log-probabilities of continuations of a prompt. A hang-up cancels their requests."""
         call = await self._prompt_call(request, context)
         return await prompt_requests.score(request, self.requests, self.tokenizers, call)

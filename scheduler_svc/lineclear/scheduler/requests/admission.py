@@ -67,7 +67,8 @@ class Admission:
         self._parsers = parsers
         self._settings = settings
         self._quota = quota
-        self._pacer = pacer
+        self.pacer = pacer
+        """Spaces large pieces of work on the event loop."""
         self._adapters = adapters
         max_drafts = settings.num_speculative_tokens if settings.speculative_method != "none" else 0
         self._services = RequestServices(
@@ -109,7 +110,7 @@ class Admission:
         place = self._quota.reserve(tenant)
         try:
             if validated is None:
-                with self._pacer.measured():
+                with self.pacer.measured():
                     validated = validation.check(message, bounds)
             adapter = self._adapters.acquire(message.adapter) if message.HasField("adapter") else None
             try:
@@ -132,7 +133,7 @@ class Admission:
         if not _has_request.get():
             _has_request.set(False)
         if message.ByteSize() > SMALL_BYTES:
-            await self._pacer.wait()
+            await self.pacer.wait()
         return arrival
 
     def cancel(self, caller: Identity, request_id: str, index: int | None = None) -> bool:

@@ -13,23 +13,21 @@ from typing import Any, NamedTuple
 
 from lineclear.errors import InvalidRequest, PromptTooLong, Violation
 from lineclear.scheduler.core.sequence import Scoring
-from lineclear.scheduler.requests import responses, validation
+from lineclear.scheduler.requests import validation
 from lineclear.scheduler.requests.admission import Admission
 from lineclear.scheduler.requests.forced_calls import is_forced
 from lineclear.scheduler.requests.output_stream import OutputStream
 from lineclear.scheduler.requests.request_context import Asks, RequestContext
+from lineclear.scheduler.requests.score_response import encoded_score
 from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
 from lineclear.scheduler.requests.validation import MAX_TOP_LOGPROBS, ModelBounds, check_truncation
 from lineclear.scheduler.requests.violations import Violations, check_vocabulary
 from lineclear.scheduler.security.identity import Identity
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.messages import Pooling, PoolingKind, Scores
+from lineclear.wire.messages import Pooling, PoolingKind
 
 MAX_PARTS = 128
 """Continuations or inputs of one call."""
-_SLICE = 512
-"""Entries of a response that are made at once: about half a millisecond of the event loop."""
-_PAUSE_SECONDS = 0.001  # between slices, so that the engine's thread gets the interpreter lock
 _POOLING = {
     pb.POOLING_UNSPECIFIED: PoolingKind.LAST,
     pb.POOLING_LAST_TOKEN: PoolingKind.LAST,
@@ -55,10 +53,8 @@ class _Part(NamedTuple):
     path: str
 
 
-async def score(
-    request: pb.ScoreRequest, admission: Admission, tokenizers: TokenizerPool, call: Call
-) -> pb.ScoreResponse:
-    """Return the scores of the continuations of a prompt."""
+async def score(request: pb.ScoreRequest, admission: Admission, tokenizers: TokenizerPool, call: Call) -> bytes:
+    """Return the scores of the continuations of a prompt, as an encoded ScoreResponse."""
     _check_score(request, call.bounds)
     prompt = _truncated(list(await tokenizers.ids(_prompt_of(request))), request)
     if not prompt:
@@ -66,19 +62,19 @@ async def score(
     num_top = request.top_logprobs
     parts = []
     for index, continuation in enumerate(request.continuations):
-        tokens = await _tokens(continuation, tokenizers.encode_continuation)
+        tokens = await tokens_of(continuation, tokenizers.encode_continuation)
         asks = Asks(scoring=Scoring(len(prompt) - 1, num_top))
         parts.append(_Part([*prompt, *tokens], asks, f"continuations[{index}]"))
         if not tokens:
             raise InvalidRequest.at(f"continuations[{index}]", "has no tokens")
     response = pb.ScoreResponse(prompt_tokens=len(prompt))
+    scores = []
     for part, (output, model) in zip(parts, await _run(parts, request, admission, call), strict=True):
-        score = response.scores.add(token_ids=part.tokens[len(prompt) :])
-        await add_scores(score, output.scores)
+        scores.append(await encoded_score(part.tokens[len(prompt) :], output.scores, admission.pacer))
         assert output.started is not None
         response.cached_tokens += output.started.cached_tokens
         response.model_fingerprint = model
-    return response
+    return b"".join((*scores, response.SerializeToString()))
 
 
 async def embed(
@@ -90,7 +86,7 @@ async def embed(
     asks = Asks(pooling=Pooling(_POOLING[request.pooling], request.dimensions, normalize))
     parts = []
     for index, entry in enumerate(request.inputs):
-        tokens = _truncated(await _tokens(entry, tokenizers.encode), request)
+        tokens = _truncated(await tokens_of(entry, tokenizers.encode), request)
         parts.append(_Part(tokens, asks, f"inputs[{index}]"))
         if not tokens:
             raise InvalidRequest.at(f"inputs[{index}]", "has no tokens")
@@ -103,19 +99,6 @@ async def embed(
         response.prompt_tokens += len(part.tokens)
         response.model_fingerprint = model
     return response
-
-
-async def add_scores(score: pb.ContinuationScore, rows: Sequence[Scores]) -> None:
-    """Add the entries of scored positions, and their total. Between slices, the event loop serves streams."""
-    total = 0.0
-    for row in rows:
-        count = max(1, _SLICE // (1 + row.num_top))
-        for start in range(0, len(row.logprobs), count):
-            part = row.part(start, start + count)
-            score.logprobs.extend(responses.token_logprobs([part]))
-            total += sum(part.logprobs)
-            await asyncio.sleep(_PAUSE_SECONDS if len(part.logprobs) == count else 0)
-    score.total_logprob = total
 
 
 async def _run(
@@ -190,10 +173,14 @@ def _truncated(tokens: Sequence[int], request: pb.ScoreRequest | pb.EmbedRequest
     return tokens[-request.truncate_prompt_tokens :] if request.truncate_prompt_tokens else tokens
 
 
-async def _tokens(
+async def tokens_of(
     entry: pb.Continuation | pb.EmbedInput, encode: Callable[[str], Awaitable[list[int]]]
 ) -> Sequence[int]:
-    return entry.token_ids.ids if entry.HasField("token_ids") else await encode(entry.text)
+    """Return the tokens of a continuation or input."""
+    if entry.HasField("token_ids"):
+        return entry.token_ids.ids
+    await asyncio.sleep(0)  # `encode` tokenizes a short text at once, and a call may have 128
+    return await encode(entry.text)
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
