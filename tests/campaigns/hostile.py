@@ -161,17 +161,24 @@ def faults(found: dict[str, Any]) -> list[str]:
 
 
 class Campaign:
-    """A server on free ports."""
+    """A server on free ports.
+
+    `model` is a directory with at least 512 tokens: its weights are served with the tokenizer and template of the
+    campaign, so that no kind is refused.
+    """
 
     def __init__(self, folder: Path, model: str = "") -> None:
         data, health, metrics, status = self.ports = free_ports(4)
         self.target = f"127.0.0.1:{data}"
         flags = ["--health-listen", f"127.0.0.1:{health}", "--metrics-listen", f"127.0.0.1:{metrics}"]
         flags += ["--status-listen", f"127.0.0.1:{status}"]
+        directory = save(folder, byte_level(), template=_TEMPLATE)
         if model:
-            self._server = Server(self.target, ["--model", model, *flags, "--", "--dtype", "float32"])
+            for file in Path(model).resolve().iterdir():
+                if not (directory / file.name).exists():
+                    (directory / file.name).symlink_to(file)
+            self._server = Server(self.target, ["--model", str(directory), *flags, "--", "--dtype", "float32"])
         else:
-            directory = save(folder, byte_level(), template=_TEMPLATE)
             self._server = Server(self.target, ["--model", str(directory), *flags], toy=_TOY)
         self._server.wait_for("serving")
         self.right = expected(_PROMPT, Sampling(seed=_SEED), _TOKENS, _TOY["vocab_size"]) if not model else self._ask()

@@ -16,6 +16,8 @@ from campaigns import hostile_frames, hostile_requests, hostile_services, hostil
 from campaigns.hostile_target import Target, outcomes
 
 SERVED = (
+    "ambiguous_grammars",
+    "lexer_heavy_forms",
     "slow_forms",
     "embed_flood",
     "score_flood",
