@@ -28,7 +28,8 @@ from typing import Any
 
 import grpc
 from campaigns.growth import look
-from campaigns.hostile_callers import KINDS, SERVED, SLOW
+from campaigns.hostile_callers import KINDS, SERVED
+from campaigns.hostile_target import SLOW
 from campaigns.server import BOUND_SECONDS, Server
 from service.small_tokenizers import byte_level, save
 from support.sockets import free_ports
