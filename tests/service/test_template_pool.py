@@ -22,6 +22,7 @@ from structlog.testing import capture_logs
 
 from lineclear.scheduler.requests import limited_processes
 from lineclear.scheduler.requests.limited_processes import num_processes
+from lineclear.scheduler.requests.loop_pacer import LoopPacer
 from lineclear.scheduler.requests.validation import check_detokenize
 from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.detokenizer import decode
@@ -365,3 +366,20 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+async def test_a_large_conversation_is_converted_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop serves streams between the check and the parts of the conversion."""
+    large = [0]
+    wait = LoopPacer.wait
+
+    async def counted(self: LoopPacer) -> None:
+        large[0] += 1
+        await wait(self)
+
+    monkeypatch.setattr(LoopPacer, "wait", counted)
+    async with serving(tmp_path) as s:
+        await tokenize(s, "quick")
+        assert large[0] == 0
+        await tokenize(s, *[""] * 1024)
+        assert large[0] == 4

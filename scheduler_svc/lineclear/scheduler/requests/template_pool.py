@@ -5,7 +5,6 @@ from __future__ import annotations
 from lineclear.scheduler.requests.limited_processes import LimitedProcesses, ProcessKilled, Work
 from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.limited_child import ANSWERED
-from lineclear.scheduler.text.template_process import Conversation, pack_conversation
 from lineclear.scheduler.text.template_renderer import not_taken
 
 
@@ -23,13 +22,13 @@ class TemplatePool(LimitedProcesses):
         )
         self._cpu_seconds = cpu_seconds
 
-    async def render(self, conversation: Conversation, cost: float) -> str:
-        """Return the conversation as text with sealed special tokens.
+    async def render(self, frame: bytes, cost: float) -> str:
+        """Return a packed conversation as text with sealed special tokens.
 
         Raises InvalidRequest if the template rejects the conversation or takes too long, and QueueFull as `ask`.
         """
         try:
-            answer = await self.ask(pack_conversation(conversation), cost)
+            answer = await self.ask(frame, cost)
         except ProcessKilled:
             raise not_taken(
                 f"the model's chat template takes more than {self._cpu_seconds:g} s of CPU time for this conversation; "

@@ -22,7 +22,7 @@ from lineclear.scheduler.security import identity
 from lineclear.scheduler.text.chat_template import ChatTemplate, no_chat_template
 from lineclear.scheduler.text.detokenizer import AnswerText, IncrementalDecoder
 from lineclear.scheduler.text.sampling_texts import BreakerIndex, Breakers, bad_words_ids
-from lineclear.scheduler.text.template_process import Conversation
+from lineclear.scheduler.text.template_process import Conversation, pack_conversation
 from lineclear.scheduler.text.template_renderer import ChatMessage
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.v1 import inference_pb2 as pb
@@ -115,15 +115,26 @@ class TokenizerPool:
         template, pool = self._chat, self._pool
         if template is None or pool is None:
             raise no_chat_template()
-        if chat.ByteSize() > SMALL_BYTES:
-            await self._pacer.wait()
+        await self._turn(chat)
         with self._pacer.measured():
             validation.check_roles(chat, template.knows_role)
             tool_validation.check_template_support(chat, takes_tools=template.takes_tools)
-            conversation = _conversation(chat, time_us)
+            messages = [ChatMessage(message.role, message.content) for message in chat.messages]
+        await self._turn(chat)
+        with self._pacer.measured():
+            context = tool_validation.context(chat)
+        await self._turn(chat)
+        with self._pacer.measured():
+            opens_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+            frame = pack_conversation(Conversation(messages, opens_answer, time_us, context))
         cost = chat.ByteSize() + _MESSAGE_BYTES * (len(chat.messages) + len(chat.tools))
-        text = await pool.render(conversation, cost)
+        text = await pool.render(frame, cost)
         return await self._encode(self.tokenizer.encode_sealed, text)
+
+    async def _turn(self, chat: pb.ChatMessages) -> None:
+        """Wait until the next piece of the work on a conversation may be done, if it is large."""
+        if chat.ByteSize() > SMALL_BYTES:
+            await self._pacer.wait()
 
     async def decode(self, ids: Sequence[int], *, keep_special: bool, vocab_size: int) -> str:
         """Return the text of tokens. Raises TokenOutOfVocabulary."""
@@ -194,12 +205,6 @@ class TokenizerPool:
         future.add_done_callback(done)
         # A hang-up stops neither thread nor process, so the slot is held until they finish.
         return await asyncio.shield(future)
-
-
-def _conversation(chat: pb.ChatMessages, time_us: int) -> Conversation:
-    opens_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    messages = [ChatMessage(message.role, message.content) for message in chat.messages]
-    return Conversation(messages, opens_answer, time_us, tool_validation.context(chat))
 
 
 def _semaphore(places: int, max_busy: int, what: str) -> FairSemaphore:
