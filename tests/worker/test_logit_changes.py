@@ -92,6 +92,28 @@ def test_work_of_ngrams_is_bounded() -> None:
     assert work < 120 * len(said)  # about as many passes over the context, not several for each token of an n-gram
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1},
+        {"no_repeat_ngram_size": 16},
+        {"bad_words": tuple((number,) * 64 for number in range(256))},
+        {"logit_bias": tuple((number, 1.0) for number in range(300))},
+        {"allowed_ids": tuple(range(4096))},
+        {"banned_ids": tuple(range(4096))},
+        {"logprobs": 20, "logprob_ids": tuple(range(128))},
+        {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.05},
+        {"temperature": 1.0, "typical_p": 0.5, "top_n_sigma": 1.0, "xtc_probability": 1.0},
+    ],
+    ids=lambda parameters: "-".join(parameters),
+)
+def test_work_at_the_bounds_is_a_few_passes(parameters: dict[str, Any]) -> None:
+    size, said = 4096, [1] * 4096
+    work = count_elements(lambda: run(torch.zeros(1, size), [Sampling(**parameters)], [(said, 1)]))
+    passes = work / (size + len(said) + sum(map(len, parameters.get("bad_words", ()))))
+    assert passes < 50, f"{passes:.0f} passes over the vocabulary, the context and the bad words"
+
+
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), history=histories)
 def test_bad_words_equal_transformers_over_the_output(data: st.DataObject, history: History) -> None:
