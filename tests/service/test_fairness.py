@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -127,6 +128,35 @@ def test_the_figures_expire_while_nothing_is_served() -> None:
     assert seconds.window.shares() == Shares(0.5, 400.0)
     seconds.now += 3.5
     assert seconds.window.shares() == Shares(1.0, 0.0)
+
+
+async def test_a_second_ends_by_itself_while_requests_are_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[tuple[float, Any]] = []
+
+    def call_later(seconds: float, callback: Any) -> object:
+        timers.append((seconds, callback))
+        return timers
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call_later)
+    live = [Request("a", 30), Request("b", 10)]
+    requests = cast("list[RequestContext]", live)
+    window = FairnessWindow(lambda: ["a", "b"], lambda: requests, {}, lambda: 100.0)
+
+    def seconds_end() -> float:
+        seconds, callback = timers.pop()
+        assert timers == []
+        callback()
+        return seconds
+
+    window.start()
+    window.start()
+    assert [seconds_end() for _ in range(3)] == [1.0] * 3
+    assert window.shares() == Shares(40**2 / (2 * (30**2 + 10**2)), 40.0), "of two seconds in which both waited"
+    live.clear()
+    seconds_end()
+    assert timers == [], "no request is live"
+    window.start()
+    assert len(timers) == 1
 
 
 async def test_stats_have_the_index_without_names(tmp_path: Path) -> None:

@@ -293,6 +293,16 @@ def test_valid_tools_pass() -> None:
     assert check(pb.GenerateRequest(chat=choice(mode=pb.TOOL_CHOICE_MODE_NONE)), BOUNDS)
 
 
+@pytest.mark.parametrize("levels", [40, 64, 65])
+def test_wide_values_may_be_as_deep_as_narrow_ones(levels: int) -> None:
+    wide = '{"default": [' + "[], " * 100 + "[" * (levels - 2) + "]" * (levels - 2) + "]}"
+    for each in (tools(parameters=wide), calls(arguments=wide)):
+        violations = Violations()
+        tool_validation.check_tools("chat", each, tool_validation.with_more_than_content(each), violations)
+        problems = [violation.description for violation in violations.violations]
+        assert problems == (["is nested deeper than 64 levels"] if levels == 65 else [])
+
+
 @pytest.mark.parametrize(
     ("text", "is_refused"),
     [
