@@ -60,7 +60,7 @@ class Caller:
             return False
         self.messages.append(message)
         assert len(message.handles) == len(message.indexes) == len(message.token_ids)
-        assert len(message.texts) in (0, len(message.handles))
+        assert {len(message.texts), len(message.outputs)} <= {0, len(message.handles)}
         assert not set(message.handles) & {event.handle for event in message.events}, (
             "rows and an event for one request"
         )

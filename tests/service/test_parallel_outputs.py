@@ -93,17 +93,18 @@ async def test_session_rows_name_the_output(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         call = inference_pb2_grpc.InferenceServiceStub(s.channel).Session()
         await call.write(submit(5, several(3)))
-        await s.engine.next_request(3)
+        await call.write(submit(6))
+        await s.engine.next_request(4)
         keys = [request.request_id for request in s.engine.submitted]
         for key in keys:
             s.engine.start(key)
-        started: set[int] = set()
-        while len(started) < 3:
-            started |= {event.response.index for event in (await call.read()).events}
+        started: set[tuple[int, int]] = set()
+        while len(started) < 4:
+            started |= {(event.handle, event.response.index) for event in (await call.read()).events}
         s.engine.step({key: [HELLO_IDS[0]] for key in keys})
         message = await call.read()
-        assert list(message.handles) == [5, 5, 5]
-        assert sorted(message.outputs) == [0, 1, 2]
+        rows = sorted(zip(message.handles, message.outputs, strict=True))
+        assert rows == [(5, 0), (5, 1), (5, 2), (6, 0)], "also the row behind those of other outputs"
         only = cancel(5)
         only.cancels[0].index = 1
         await call.write(only)
@@ -112,7 +113,7 @@ async def test_session_rows_name_the_output(tmp_path: Path) -> None:
         assert [(e.response.index, e.response.finished.finish_reason) for e in message.events] == [
             (1, pb.FINISH_REASON_CANCELLED)
         ]
-        for key in (keys[0], keys[2]):
+        for key in (keys[0], *keys[2:]):
             s.engine.finish_by(key, FinishReason.LENGTH)
         await call.done_writing()
         while (message := await call.read()) is not grpc.aio.EOF:

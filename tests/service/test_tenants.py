@@ -142,6 +142,16 @@ async def test_submitted_requests_per_tenant_are_limited(tmp_path: Path, token_f
         await submit(s, "alice")
 
 
+async def test_answer_beyond_a_tenants_limit_evicts_its_own(tmp_path: Path, token_file: str) -> None:
+    """Also where another tenant keeps more tokens."""
+    async with serving(tmp_path, token_file=token_file, max_submitted_tokens=300, max_submitted_per_tenant=2) as s:
+        bobs = [await submit_to_the_end(s, "bob", LONG, [5] * 100) for _ in range(2)]
+        short = text_request(sampling={"max_tokens": 10})
+        alices = [await submit_to_the_end(s, "alice", short, [5] * 10) for _ in range(3)]
+        assert await num_kept(s, "bob", bobs) == 2
+        assert await num_kept(s, "alice", alices[1:]) == 2
+
+
 async def test_kept_answers_are_limited_in_bytes(tmp_path: Path) -> None:
     """Log probabilities take far more memory than tokens, so a limit in tokens does not suffice."""
     heavy = text_request(output=pb.OutputOptions(logprobs=True, top_logprobs=20), sampling={"max_tokens": 100})
