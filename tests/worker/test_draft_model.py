@@ -19,6 +19,8 @@ from lineclear.worker.draft_model import check_vocabulary
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import build_fused, wrap_model
 from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.runner_factory import make_runner
+from lineclear.worker.settings import WorkerSettings
 
 LIMITS = CoreLimits(max_batch_size=8, adaptive_drafts=False)
 
@@ -148,3 +150,17 @@ def test_draft_model_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     check_vocabulary(replace(served, directory=same), replace(served, directory=same))
     with pytest.raises(ModelRefused, match="other ids for 2 tokens"):
         check_vocabulary(replace(served, directory=same), replace(served, directory=other))
+
+
+def test_worker_refuses_a_draft_model_with_another_vocabulary(tmp_path: Path) -> None:
+    """A worker that is started by hand, too: no scheduler has compared the files."""
+    tiny_model("llama", **WIDE).save_pretrained(tmp_path / "served")
+    tiny_model("llama").save_pretrained(tmp_path / "draft")
+    settings = WorkerSettings(
+        model=str(tmp_path / "served"),
+        draft_model=str(tmp_path / "draft"),
+        socket_directory="unused",
+        num_blocks=64,
+    )
+    with pytest.raises(ModelRefused, match="211 token ids and the served model 256"):
+        make_runner(settings)

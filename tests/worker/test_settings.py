@@ -53,6 +53,13 @@ def test_wrong_worker_setting_is_named(flags: list[str], problem: str) -> None:
         load(flags)
 
 
+def test_ngrams_of_one_size_are_allowed() -> None:
+    sizes = ["--prompt-lookup-min", "3", "--prompt-lookup-max"]
+    assert load([*REQUIRED, *sizes, "3"]).prompt_lookup_max == 3
+    with pytest.raises(ConfigurationError, match=r"--prompt-lookup-min \(3\) is larger than --prompt-lookup-max \(2\)"):
+        load([*REQUIRED, *sizes, "2"])
+
+
 def test_every_worker_setting_is_described_and_bounded() -> None:
     for name, field in WorkerSettings.model_fields.items():
         assert field.description, name
