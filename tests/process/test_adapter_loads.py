@@ -5,8 +5,13 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any, cast
 
+import pytest
+
+from lineclear.errors import AdapterRefused
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.adapter_loads import AdapterLoads
-from lineclear.wire.messages import AdapterLoaded, LoadAdapter
+from lineclear.wire.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 
 NUM_ADAPTERS, SPACE = 40, 8
 
@@ -70,3 +75,22 @@ def test_what_waits_for_a_lost_worker_is_not_sent() -> None:
     loads.worker_lost(1)
     assert all(done.done() for done in futures)
     assert len(answer_all(loads, link)) < NUM_ADAPTERS
+
+
+def test_adapter_that_a_worker_cannot_load_frees_its_place() -> None:
+    core, link = Scheduler(CoreLimits(max_loras=1)), FewMessages()
+    loads = AdapterLoads(core, cast("Any", link), lambda key, problem: None)
+    loads.worker_joined(1)
+    refused: Future[None] = Future()
+    loads.load(b"first", "folder", refused, [1], 0.0)
+    message = link.unanswered.pop()
+    loads.answered(AdapterLoaded(1, message.index, message.key, "rank 512 is too large"), 0.0)
+    with pytest.raises(AdapterRefused, match="rank 512 is too large"):
+        refused.result(0)
+    assert core.adapters == {}
+    other: Future[None] = Future()
+    loads.load(b"second", "folder", other, [1], 0.0)
+    dropped, message = link.unanswered
+    assert (dropped, message.index, message.key) == (UnloadAdapter(1, 1), 1, b"second")
+    loads.answered(AdapterLoaded(1, message.index, message.key), 0.0)
+    assert other.result(0) is None

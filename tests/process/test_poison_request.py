@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from support.engine_harness import EngineHarness, request, supervised
 from support.toy_worker import ToyOptions
 
@@ -35,17 +36,20 @@ def test_poison_request_fails_after_three_crashes() -> None:
         supervised(harness, body)
 
 
-def test_poison_requests_do_not_spend_the_crash_budget() -> None:
+@pytest.mark.parametrize("others", [True, False], ids=["beside-others", "alone"])
+def test_poison_requests_do_not_spend_the_crash_budget(others: bool) -> None:
+    """Also if no other request makes progress, which would forget the crashes as well."""
     with EngineHarness(options=ToyOptions(poison_token=POISON)) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
             for turn in range(3):
                 poison = harness.submit(replace(request(100 + turn), prompt=(POISON, turn)))
-                innocent = harness.submit(request(turn, max_tokens=10))
-                harness.wait_ended([poison, innocent])
+                innocents = [harness.submit(request(turn, max_tokens=10))] if others else []
+                harness.wait_ended([poison, *innocents])
                 assert isinstance(poison.end, Failed)
                 assert isinstance(poison.end.error, PoisonRequest)
-                innocent.check(harness.options.vocab_size)
+                for innocent in innocents:
+                    innocent.check(harness.options.vocab_size)
             assert harness.num_explained == 3
             assert supervisor.num_starts >= 6  # more crashes than the limit, all explained
             assert harness.give_ups == []

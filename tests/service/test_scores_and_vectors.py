@@ -117,6 +117,8 @@ def test_prompt_logprobs_in_session(service: ToyService) -> None:
         submitted = client.submit(PROMPT, **options)
         assert plain(submitted.result().prompt_logprobs) == right(PROMPT, 0)
         assert plain(submitted.attach().read_all().prompt_logprobs) == right(PROMPT, 0), "each reader gets them"
+        with submitted.attach(from_index=1) as rest:
+            assert [delta.prompt_logprobs for delta in rest if delta.token_ids] == [()], "they come with index 0"
 
 
 def of_tokens(generation: Generation, given: list[int]) -> list[list[tuple[int, float]]]:

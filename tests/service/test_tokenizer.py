@@ -46,6 +46,15 @@ def test_ids_equal_the_librarys(kind: str, text: str) -> None:
     assert ours.encode(text) == library.encode(text).ids
 
 
+def test_padding_and_truncation_of_the_file_are_not_used() -> None:
+    """They are settings of a training run."""
+    library = KINDS["byte_level"]()
+    wanted = library.encode("The quick brown fox").ids
+    library.enable_padding(length=64)
+    library.enable_truncation(2)
+    assert Tokenizer(definition(library)).encode("The quick brown fox") == wanted
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "text", ["<s>a</s>", "<|im_start|>user\nHi<|im_end|>", "[INST] x [/INST]", "a <s>  b", "<unk>"]
