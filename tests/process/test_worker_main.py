@@ -100,3 +100,16 @@ sys.exit(app.serve(flags, False))
     assert done.returncode == 78, done.stderr
     assert "nowhere" in done.stderr
     assert ("max_batch_size" in done.stderr) == (form == "json")
+
+
+def test_a_standby_imports_the_class_of_its_model() -> None:
+    done = run("""
+import sys
+from lineclear.worker import app
+from lineclear.worker.settings import WorkerSettings
+name = "transformers.models.llama.modeling_llama"
+before = name in sys.modules
+app._prepare(WorkerSettings(model=sys.argv[1], socket_directory="unused"))
+print(before, name in sys.modules)
+""")
+    assert (done.returncode, done.stdout) == (0, "False True\n"), done.stderr

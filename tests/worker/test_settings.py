@@ -10,7 +10,8 @@ import torch
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker.attention.registry import BACKENDS
 from lineclear.worker.memory_budget import _cgroup_bytes, blocks_that_fit
-from lineclear.worker.runner_factory import choose_device
+from lineclear.worker.placement import MachineShare
+from lineclear.worker.runner_factory import _num_sharing, choose_device
 from lineclear.worker.settings import WorkerSettings, load
 
 REQUIRED = ["--model", "a-model", "--socket-directory", "/run/sockets"]
@@ -80,6 +81,14 @@ def test_missing_device_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch
         choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("auto").type == "cuda"
+
+
+@pytest.mark.parametrize(("num_devices", "most"), [(1, 4), (2, 2), (3, 2), (4, 1), (8, 1)])
+def test_workers_of_a_gpu_divide_its_memory(num_devices: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    share = MachineShare.parse("0/4")
+    assert _num_sharing(torch.device("cuda"), share) == most
+    assert _num_sharing(torch.device("cpu"), share) == 4
 
 
 def test_num_blocks_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
