@@ -4,7 +4,8 @@
     cd tests && python -m campaigns.mutation --count 20 --only core/planner    modules whose path contains this
 
 All tests of an area run once to see what each executes. A mutant then runs those that execute its block: first those
-of files that name the module, for the core simulated histories next, then the others. A failure counts if it repeats.
+of files that name the module, for the core simulated histories next, then the others. A failure counts if the test
+passes without the mutant and fails with it again.
 A mutant that changes no behaviour survives, so survivors are read by a person.
 """
 
@@ -196,13 +197,24 @@ class Copy:
 
     def noticed_by(self, area: Area, mutant: Mutant, reach: Reach, wide: bool) -> str:
         """Return which tests fail with the mutant, or "" if none do."""
-        target = self._folder / mutant.file.relative_to(REPOSITORY)
-        intact = target.read_bytes()
-        target.write_bytes(mutant.applied()[0])
+        self._plant(mutant)
         try:
             return self._noticed(area, mutant, reach, wide)
         finally:
-            target.write_bytes(intact)
+            self._remove(mutant)
+
+    def _plant(self, mutant: Mutant) -> None:
+        (self._folder / mutant.file.relative_to(REPOSITORY)).write_bytes(mutant.applied()[0])
+
+    def _remove(self, mutant: Mutant) -> None:
+        shutil.copyfile(mutant.file, self._folder / mutant.file.relative_to(REPOSITORY))
+
+    def _repeats(self, test: str, mutant: Mutant, reach: Reach) -> bool:
+        """Return whether a test passes without the mutant and fails with it, however busy the machine is."""
+        self._remove(mutant)
+        passes = not self._fails([test], _limit([test], reach))
+        self._plant(mutant)
+        return passes and bool(self._fails([test], _limit([test], reach)))
 
     def _noticed(self, area: Area, mutant: Mutant, reach: Reach, wide: bool) -> str:
         module = str(mutant.file.relative_to(REPOSITORY))
@@ -211,19 +223,19 @@ class Copy:
         name = re.compile(rf"\b{mutant.file.stem}\b")
         near = [file for file in tests if name.search((REPOSITORY / file).read_text(encoding="utf-8"))]
         far = [file for file in tests if file not in near]
-        if failed := self._confirmed([test for file in near for test in tests[file]], reach):
+        if failed := self._confirmed([test for file in near for test in tests[file]], mutant, reach):
             return failed
         if area.is_simulated and self._fails_of(["-c", _HISTORIES], _SECONDS):
             return "simulation"
-        if failed := self._confirmed([test for file in far for test in tests[file]], reach):
+        if failed := self._confirmed([test for file in far for test in tests[file]], mutant, reach):
             return failed
         if wide:
             wider = reach.tests(place, sorted({folder for each in AREAS for folder in each.tests} - set(area.tests)))
-            return self._confirmed([test for file in wider for test in wider[file]], reach)
+            return self._confirmed([test for file in wider for test in wider[file]], mutant, reach)
         return ""
 
-    def _confirmed(self, tests: list[str], reach: Reach) -> str:
-        """Return a test that fails twice, or "". The first ones run by themselves: most mutants fail there."""
+    def _confirmed(self, tests: list[str], mutant: Mutant, reach: Reach) -> str:
+        """Return a test that fails because of the mutant, or "". The first ones run by themselves: most fail there."""
         while tests:
             soon = _within(_FIRST_SECONDS, tests, reach)
             for some in (tests[:soon], tests[soon:]):
@@ -233,7 +245,7 @@ class Copy:
             if not failed:
                 return ""
             # A failure before the first test is one of all tests.
-            if failed not in tests or self._fails([failed], _limit([failed], reach)):
+            if failed not in tests or self._repeats(failed, mutant, reach):
                 return failed
             tests = tests[tests.index(failed) + 1 :]
         return ""
