@@ -72,8 +72,9 @@ def test_tokens_are_those_of_plain_decoding(depth: int) -> None:
 
 
 def test_answers_survive_a_lost_worker_and_few_blocks() -> None:
-    plain, drafting = runners(num_blocks=42)
-    requests = requests_of(7, max_tokens=30)
+    """Prompts enter a few tokens a step beside decodes. Answers of 30 tokens end before 60 blocks are in use."""
+    plain, drafting = runners(num_blocks=60)
+    requests = requests_of(7, max_tokens=60)
     server = InProcess(drafting, LIMITS)
     assert server.serve(requests, lose_worker_after_steps=9) == InProcess(plain, LIMITS).serve(plainly(requests))
     assert server.counters.preemptions > 0
