@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import trustme
 from service.processes import BOUND_SECONDS, RUN, WITHOUT_TORCH, Process, Running, endless, error_of
 
 from lineclear.v1 import inference_pb2 as pb
@@ -124,6 +125,19 @@ def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied:
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "weights" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")  # no tensors
+    (tmp_path / "tokens").write_text("# none\n")
+    (tmp_path / "tokens").chmod(0o400)
+    file, chain, key, other = (str(tmp_path / name) for name in ("file", "chain", "key", "other"))
+    authority = trustme.CA()
+    leaves = {name: authority.issue_cert("localhost") for name in (key, other)}
+    for name, leaf in leaves.items():
+        leaf.private_key_pem.write_to_path(name)
+    leaves[key].cert_chain_pems[0].write_to_path(chain)
+
+    def tls(*files: str) -> list[str]:
+        flags = ("--tls-cert-file", "--tls-key-file", "--tls-client-ca-file")
+        return [word for pair in zip(flags, files, strict=False) for word in pair]
+
     spawn = ["--spawn-worker", "--listen", "127.0.0.1:0"]
     cases: list[tuple[list[str], str]] = [
         (["--no-such-flag"], "no-such-flag"),
@@ -141,8 +155,13 @@ def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied:
         ([*spawn, "--model", str(model), "--recording-directory", str(tmp_path / "file")], "the recording directory"),
         ([*spawn, "--model", str(model), "--recording-directory", str(tmp_path / "open")], "it must be 0700"),
         ([*spawn, "--model", str(model), "--lora-dir", "/absent"], "--lora-dir /absent is not a directory"),
-        ([*spawn, "--model", str(model), "--token-file", "/absent"], "--token-file /absent: No such file"),
-        ([*spawn, "--model", str(model), "--tls-cert-file", "/absent", "--tls-key-file", "/absent"], "--tls-cert-file"),
+        ([*spawn, "--model", str(model), "--token-file", "/absent"], "--token-file: token file /absent: No such file"),
+        ([*spawn, "--model", str(model), "--token-file", str(tmp_path / "tokens")], "contains no token; write a name"),
+        ([*spawn, "--model", str(model), *tls("/absent", key)], "--tls-cert-file /absent: No such file"),
+        ([*spawn, "--model", str(model), *tls(file, key)], "contains no valid certificate in PEM form; write the"),
+        ([*spawn, "--model", str(model), *tls(chain, file)], "contains no private key in PEM form"),
+        ([*spawn, "--model", str(model), *tls(chain, other)], "give the key that this certificate was made with"),
+        ([*spawn, "--model", str(model), *tls(chain, key, file)], f"--tls-client-ca-file {file} contains no valid"),
         (["--listen", "10.0.0.1:1", "--model", str(model)], "--insecure-allow-remote"),
         ([*spawn, "--model", str(model), "--socket-directory", "/absent/parent/x"], "parent"),
     ]

@@ -243,6 +243,16 @@ def test_valid_certificate_is_accepted(tmp_path: Path) -> None:
     read(**pem_files(tmp_path, AUTHORITY.issue_cert("localhost")))
 
 
+def test_comments_of_an_authority_need_not_be_ascii(tmp_path: Path) -> None:
+    """OpenSSL writes the subject above a certificate, in UTF-8."""
+    files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
+    (tmp_path / "authority").write_bytes("Subject: O=Käse\n".encode() + AUTHORITY.cert_pem.bytes())
+    certificates = ServerCertificates(
+        SchedulerSettings(listen="127.0.0.1:0", **files, tls_client_ca_file=str(tmp_path / "authority"))
+    )
+    assert len(certificates.context().get_ca_certs()) == 1
+
+
 def test_certificate_of_an_intermediate_authority_is_accepted(tmp_path: Path) -> None:
     read(**pem_files(tmp_path, AUTHORITY.create_child_ca().issue_cert("localhost")))
 
@@ -252,15 +262,35 @@ def test_unusable_certificate_is_rejected_with_file_and_reason(tmp_path: Path) -
     other = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"), "other")
     yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
     expired = pem_files(tmp_path, AUTHORITY.issue_cert("localhost", not_after=yesterday), "expired")
-    (tmp_path / "rubbish").write_text("rubbish")
-    rubbish = {"tls_cert_file": str(tmp_path / "rubbish")}
+    chain = Path(good["tls_cert_file"]).read_bytes()
+    for name, data in {
+        "empty": b"",
+        "rubbish": b"rubbish",
+        "binary": bytes(range(256)),
+        "cut": chain[: len(chain) // 3],
+        "damaged": chain.replace(b"MII", b"AAA"),
+    }.items():
+        (tmp_path / name).write_bytes(data)
+        for setting, says in (
+            ("tls_cert_file", f"^--tls-cert-file .*/{name} contains no valid certificate in PEM form; write the "),
+            (
+                "tls_key_file",
+                f"^--tls-key-file .*/{name} contains no private key in PEM form for .*; write the key of ",
+            ),
+            ("tls_client_ca_file", f"^--tls-client-ca-file .*/{name} contains no valid certificate in PEM form; write"),
+        ):
+            with pytest.raises(ConfigurationError, match=says):
+                read(**good | {setting: str(tmp_path / name)})
     for files, says in (
-        (good | {"tls_key_file": other["tls_key_file"]}, "key values mismatch"),
-        (expired, "expired"),
-        (good | rubbish, "rubbish"),
+        (
+            good | {"tls_key_file": other["tls_key_file"]},
+            "other.key is not the key of --tls-cert-file .*; give the key",
+        ),
+        (good | {"tls_cert_file": good["tls_key_file"]}, "server.key contains no valid certificate"),
+        (good | {"tls_key_file": good["tls_cert_file"]}, "server.pem contains no private key"),
+        (expired, "expired; give a certificate that is valid now"),
         (good | {"tls_cert_file": str(tmp_path / "absent")}, "absent: No such file"),
         (good | {"tls_key_file": str(tmp_path)}, "Is a directory"),
-        (good | {"tls_client_ca_file": str(tmp_path / "rubbish")}, "rubbish contains no PEM certificate"),
     ):
         with pytest.raises(ConfigurationError, match=says):
             read(**files)
@@ -294,7 +324,7 @@ def test_files_replaced_during_the_read_stay_a_pair(tmp_path: Path, monkeypatch:
         return data
 
     monkeypatch.setattr(tls, "_read", read_and_exchange)
-    with pytest.raises(ConfigurationError, match="key values mismatch"):
+    with pytest.raises(ConfigurationError, match="is not the key of"):
         read(**files)
     monkeypatch.undo()
     read(**files)

@@ -1,7 +1,8 @@
 """The scheduler process: settings, worker process, exit code.
 
 The worker takes longest to start, because it imports torch. So this module imports only what starting it needs, and
-imports `app` while the worker imports. Wrong settings and addresses in use are reported before the worker starts.
+imports `app` while the worker imports. Wrong settings, unusable files and addresses in use are reported before the
+worker starts.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.model_dir import demo_directory
+from lineclear.scheduler.security.token_file import read_tokens
 from lineclear.scheduler.settings import SchedulerSettings, load
 from lineclear.scheduler.shutdown import ExitGuard, ShutdownController
 
@@ -147,13 +149,16 @@ def _check_files(settings: SchedulerSettings) -> None:
         raise ConfigurationError(f"--lora-dir {settings.lora_dir} is not a directory")
     if settings.recording_directory:
         private_directory(Path(settings.recording_directory), "recording directory", parents=True)
-    for setting in ("tls_cert_file", "tls_key_file", "tls_client_ca_file", "token_file", "admin_token_file"):
+    if settings.tls_cert_file:
+        from lineclear.scheduler.security import tls  # imports grpc
+
+        tls.read_certificates(settings)
+    for setting in ("token_file", "admin_token_file"):
         if path := getattr(settings, setting):
             try:
-                with open(path, "rb"):
-                    pass
-            except OSError as error:
-                raise ConfigurationError(f"{flag_of(setting)} {path}: {error.strerror}") from None
+                read_tokens(Path(path))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{flag_of(setting)}: {error}") from None
 
 
 @contextlib.contextmanager

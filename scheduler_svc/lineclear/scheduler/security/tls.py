@@ -43,7 +43,7 @@ class Certificates:
             context.load_cert_chain(chain, key)
         if self.client_authority is not None:
             context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(cadata=self.client_authority.decode("ascii", "replace"))
+            context.load_verify_locations(cadata=_pem(self.client_authority))
         return context
 
 
@@ -52,7 +52,7 @@ class ServerCertificates:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         names = [settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file]
-        self._file = ReloadingFile([Path(name) for name in names if name], lambda: _read_as_named(settings))
+        self._file = ReloadingFile([Path(name) for name in names if name], lambda: _read_and_log(settings))
         self._sent_version = self._file.version
         self._logged: tuple[datetime, int] | None = None
         self._context: tuple[Certificates, ssl.SSLContext] | None = None
@@ -96,11 +96,15 @@ class ServerCertificates:
         return certificates.configuration()
 
 
-def _read_as_named(settings: SchedulerSettings) -> Certificates:
+def _read_and_log(settings: SchedulerSettings) -> Certificates:
     try:
-        return read_certificates(settings)
+        certificates = read_certificates(settings)
     except ConfigurationError as error:
         raise ConfigurationError(settings.named(str(error))) from None
+    left, asks_for_client = certificates.expires_at - datetime.now(UTC), certificates.client_authority is not None
+    write = log.warning if left < _SOON else log.info
+    write("certificate_read", file=settings.tls_cert_file, days_left=left.days, asks_for_client=asks_for_client)
+    return certificates
 
 
 def read_certificates(settings: SchedulerSettings) -> Certificates:
@@ -110,15 +114,13 @@ def read_certificates(settings: SchedulerSettings) -> Certificates:
     """
     chain_file = settings.tls_cert_file
     chain, key = _read("--tls-cert-file", chain_file), _read("--tls-key-file", settings.tls_key_file)
+    _check_certificates("--tls-cert-file", chain_file, chain, "the certificate of this server and its chain")
     authority = None
     if settings.tls_client_ca_file:
         authority = _read("--tls-client-ca-file", settings.tls_client_ca_file)
-        _check_authority(settings.tls_client_ca_file, authority)
-    expires_at = _verify(chain_file, chain, settings.tls_key_file, key)
-    left = expires_at - datetime.now(UTC)
-    write = log.warning if left < _SOON else log.info
-    write("certificate_read", file=chain_file, days_left=left.days, asks_for_client=authority is not None)
-    return Certificates(chain, key, authority, expires_at)
+        what = "the certificates of the authorities that sign client certificates"
+        _check_certificates("--tls-client-ca-file", settings.tls_client_ca_file, authority, what)
+    return Certificates(chain, key, authority, _verify(chain_file, chain, settings.tls_key_file, key))
 
 
 def _read(setting: str, path: str) -> bytes:
@@ -128,12 +130,19 @@ def _read(setting: str, path: str) -> bytes:
         raise ConfigurationError(f"{setting} {path}: {error.strerror}") from None
 
 
-def _check_authority(path: str, authority: bytes) -> None:
+def _check_certificates(setting: str, path: str, data: bytes, what: str) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
-        context.load_verify_locations(cadata=authority.decode("ascii", "replace"))
+        context.load_verify_locations(cadata=_pem(data))
     except (ssl.SSLError, ValueError):
-        raise ConfigurationError(f"--tls-client-ca-file {path} contains no PEM certificate") from None
+        raise ConfigurationError(
+            f"{setting} {path} contains no valid certificate in PEM form; write {what} into it"
+        ) from None
+
+
+def _pem(data: bytes) -> str:
+    """Return the text of a PEM file. Bytes that are not ASCII can only be comments."""
+    return data.decode("ascii", "ignore")
 
 
 def _verify(chain_file: str, chain: bytes, key_file: str, key: bytes) -> datetime:
@@ -147,9 +156,16 @@ def _verify(chain_file: str, chain: bytes, key_file: str, key: bytes) -> datetim
             server.load_cert_chain(chain_copy, key_copy, password=_no_password)
             client.load_verify_locations(chain_copy)
     except ssl.SSLError as error:
-        what = error.reason or "not a certificate and its key in PEM form"
-        problem = what.replace("_", " ").lower()
-        raise ConfigurationError(f"--tls-cert-file {chain_file} and --tls-key-file {key_file}: {problem}") from None
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigurationError(
+                f"--tls-key-file {key_file} is not the key of --tls-cert-file {chain_file}; give the key that this"
+                " certificate was made with"
+            ) from None
+        problem = f" ({error.reason.replace('_', ' ').lower()})" if error.reason else ""
+        raise ConfigurationError(
+            f"--tls-key-file {key_file} contains no private key in PEM form for --tls-cert-file {chain_file}{problem};"
+            " write the key of this certificate into it"
+        ) from None
     except OSError as error:  # no descriptor or memory is left; SSLError is an OSError too and comes first
         raise ConfigurationError(f"--tls-cert-file {chain_file} cannot be verified: {error.strerror}") from None
     except ValueError:
@@ -157,7 +173,9 @@ def _verify(chain_file: str, chain: bytes, key_file: str, key: bytes) -> datetim
     try:
         found = _handshake(server, client)
     except ssl.SSLCertVerificationError as error:
-        raise ConfigurationError(f"--tls-cert-file {chain_file}: {error.verify_message}") from None
+        raise ConfigurationError(
+            f"--tls-cert-file {chain_file}: {error.verify_message}; give a certificate that is valid now, for servers"
+        ) from None
     except ssl.SSLError as error:
         raise ConfigurationError(f"--tls-cert-file {chain_file}: {error.reason}") from None
     return datetime.fromtimestamp(ssl.cert_time_to_seconds(str(found["notAfter"])), UTC)
