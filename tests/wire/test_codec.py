@@ -196,8 +196,8 @@ def test_columns_that_disagree_are_refused(example: Message, payload: typing.Any
 def test_a_mutated_frame_is_refused_or_read_and_never_worse(example: Message) -> None:
     """20,000 mutations over all kinds; three of four get a right checksum, or none would reach the payload.
 
-    What decodes must encode again: the decoder never makes a message that the types do not allow. No mutation costs more
-    than the frame itself and the error.
+    What decodes must encode again: the decoder never makes a message that the types do not allow. No mutation costs
+    more than the frame itself and the error.
     """
     dice = random.Random(repr(example))
     frame = encode(example)
