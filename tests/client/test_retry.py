@@ -127,10 +127,10 @@ def test_submit_waits_thirty_seconds_for_a_starting_server() -> None:
     assert left is not None
     assert 29.0 < left <= 30.0
     clock = Clock()
-    calls = RetryState(RetryPolicy(), 30.0, clock)
-    waits_through(calls, clock, STARTING, 27.0)
+    calls = RetryState(RetryPolicy(), 30.0, clock, lambda: 0.5)
+    waits_through(calls, clock, STARTING, 25.0)
     with pytest.raises(ServerStarting):
-        waits_through(calls, clock, STARTING, 5.0)
+        waits_through(calls, clock, STARTING, 7.0)
 
 
 def test_starting_server_counts_as_no_resume() -> None:
