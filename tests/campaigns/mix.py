@@ -151,7 +151,9 @@ def _question(rng: random.Random, texts: Sequence[tuple[int, ...]], number: int)
     for name, changes in (("penalties", _PENALTIES), ("repetition", _REPETITION), ("ends", _ENDS)):
         fields |= rng.choice(changes) if has(name, 0.15) else {}
     fields |= rng.choice(_TRUNCATION) if "sampled" in features and has("truncation", 0.4) else {}
-    if has("constraint", 0.4):
+    if "forced_first_token_id" in fields:
+        pass  # refused with a form
+    elif has("constraint", 0.4):
         fields |= _form(rng) | {"ignore_eos": False}
     elif has("tools", 0.12):
         return _tool_question(rng, fields, more, features)
