@@ -294,7 +294,7 @@ def test_invariant_violation_ends_the_engine(every: int, max_tokens: int) -> Non
         harness.start_worker()
         harness.wait_joined()
         harness.wait_ended([harness.submit(request(0, max_tokens=100))])
-        checks = harness.engine.snapshot().counters.checks
+        checks = harness.engine.fresh_snapshot().result(PATIENCE_SECONDS).counters.checks
         assert checks == 1 if every > 100 else checks >= 1
         spoil(harness)
         stream = harness.submit(request(1, max_tokens=max_tokens))

@@ -163,6 +163,11 @@ class FakeEngine:
         core = replace(self._core.snapshot(), predicted_wait_seconds=self.predicted_wait)
         return EngineSnapshot(core, self.worker_status)
 
+    def fresh_snapshot(self) -> Future[EngineSnapshot]:
+        taken: Future[EngineSnapshot] = Future()
+        taken.set_result(self.snapshot())
+        return taken
+
     # --- called by the test ---
 
     async def next_request(self, number: int = 1) -> str:

@@ -116,6 +116,7 @@ class Engine:
         self._next_wakeup = math.inf  # latest time at which wait() was to return
         self._snapshot = EngineSnapshot(core.snapshot())
         self._snapshot_at = -math.inf
+        self._is_snapshot_current = True
         self._iteration_started_at: float | None = None  # None while waiting
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -209,8 +210,20 @@ class Engine:
         self._inbox.add(command)
 
     def snapshot(self) -> EngineSnapshot:
-        """Return counters and gauges of a moment ago. Never waits for the engine."""
+        """Return counters and gauges of at most 50 ms ago. Never waits for the engine."""
         return self._snapshot
+
+    def fresh_snapshot(self) -> Future[EngineSnapshot]:
+        """Return counters and gauges that include every event published before this call."""
+        taken: Future[EngineSnapshot] = Future()
+
+        def command(now: float) -> None:
+            self._take_snapshot(now)
+            if taken.set_running_or_notify_cancel():
+                taken.set_result(self._snapshot)
+
+        self._inbox.add(command)
+        return taken
 
     def busy_seconds(self) -> float:
         """Return how long the current iteration has taken; 0 while the engine waits. Any thread."""
@@ -237,6 +250,7 @@ class Engine:
     def _run_once(self) -> None:
         now = self._iteration_started_at = self._clock()
         self._counters.iterations += 1
+        self._is_snapshot_current = False
         if now > self._next_wakeup + _SUSPENDED_SECONDS:
             # Messages that the worker sent in the meantime are still to be received.
             log.warning("process_was_suspended", seconds=round(now - self._next_wakeup, 3))
@@ -266,7 +280,7 @@ class Engine:
             self._counters.publish_seconds += time.perf_counter() - begin
         # After the plans and events of this iteration are sent.
         self._checks.check_if_due(now, is_idle=self._workers.is_idle)
-        if now - self._snapshot_at >= _SNAPSHOT_SECONDS or self._workers.is_idle:
+        if now >= self._snapshot_at + _SNAPSHOT_SECONDS:
             self._take_snapshot(now)
         if not self._inbox and not self._stopped:
             deadline = self._core.next_deadline(self._workers.joined_epochs - self._adapters.joining)
@@ -274,6 +288,7 @@ class Engine:
                 self._workers.next_check(now),
                 math.inf if deadline is None else deadline,
                 self._checks.next_check() if self._workers.is_idle else math.inf,
+                math.inf if self._is_snapshot_current else self._snapshot_at + _SNAPSHOT_SECONDS,
             )
             self._iteration_started_at = None
             self._link.wait(self._next_wakeup)
@@ -376,7 +391,7 @@ class Engine:
         return self._snapshot.predicted_seconds(epoch, num_tokens)
 
     def _take_snapshot(self, now: float) -> None:
-        self._snapshot_at = now
+        self._snapshot_at, self._is_snapshot_current = now, True
         self._snapshot = EngineSnapshot(
             core=self._core.snapshot(now),
             worker=self._workers.status,

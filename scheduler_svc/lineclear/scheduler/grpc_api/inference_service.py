@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -61,6 +62,7 @@ NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 VERSION = version("lineclear")
 _BYTES_PER_TOKEN = 8  # bounds Detokenize by max_prompt_bytes, also without a worker
 _SLICE_TOKENS = 16_384  # of a response of Tokenize: converted in 0.3 ms
+_FRESH_SECONDS = 0.5
 _NEVER_SECONDS = 10 * 365 * 86_400.0
 
 
@@ -72,7 +74,11 @@ class EngineApi(Submitter, Canceller, AdapterEngine, Protocol):
         ...
 
     def snapshot(self) -> EngineSnapshot:
-        """Return counters and gauges."""
+        """Return counters and gauges of a moment ago."""
+        ...
+
+    def fresh_snapshot(self) -> Future[EngineSnapshot]:
+        """Return counters and gauges of this moment."""
         ...
 
     @property
@@ -445,7 +451,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """Return counters and gauges; for one tenant of several, without figures about the other tenants."""
-        stats = self._status()
+        stats = await self._status()
         sees_all = self._settings.admin_listen or self._settings.share_stats_across_tenants
         return (
             stats if sees_all or identity.caller(context) == identity.ANONYMOUS else status_messages.for_tenant(stats)
@@ -460,12 +466,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Return the figures of GetStats as Prometheus metrics."""
         expires_at = self.certificate.expires_at.timestamp() if self.certificate is not None else None
         adapters = adapter_use(self._settings.max_loras, self.requests)
-        return list(families(self._status(), self._stats, certificate_expires_at=expires_at, adapters=adapters))
+        return list(families(await self._status(), self._stats, certificate_expires_at=expires_at, adapters=adapters))
 
-    def _status(self) -> pb.GetStatsResponse:
+    async def _status(self) -> pb.GetStatsResponse:
+        fresh = asyncio.wrap_future(self._engine.fresh_snapshot())
+        await asyncio.wait((fresh,), timeout=_FRESH_SECONDS)  # an engine that is stuck has figures of earlier
         return status_messages.stats(
             self._settings,
-            self._engine.snapshot(),
+            fresh.result() if fresh.done() else self._engine.snapshot(),
             self._stats,
             self._clock(),
             num_admitted=self.quota.num_admitted,
