@@ -334,7 +334,7 @@ async def hang_up_while_paced(s: Serving) -> None:
         await asyncio.Event().wait()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(s.service.requests._pacer, "wait", wait)
+        patch.setattr(s.service._pacer, "wait", wait)
         call = s.generate(text_request("a " * 50_000))
         await is_waiting.wait()
         call.cancel()
