@@ -1,12 +1,14 @@
 """The scheduler's core and a runner in one process, connected by the wire codec without sockets.
 
-A step is launched as soon as the core plans it; its result is applied when the core has no further plan.
+A step is launched as soon as the core plans it; its result is applied when the core has no further plan. The result
+says that the step took a time that depends on its positions alone, so that a busy machine changes no plan.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -36,7 +38,7 @@ class InProcess:
         self.events: list[Event] = []
         self.plans: list[StepPlan] = []
         self.runner = runner
-        self._flights: deque[InflightStep] = deque()
+        self._flights: deque[tuple[InflightStep, float]] = deque()
         self._clock = count()
         self._epochs = count(1)
         self._adapters: dict[bytes, Path] = {}
@@ -104,13 +106,15 @@ class InProcess:
             received = decode(encode(plan))
             assert isinstance(received, StepPlan)
             self.plans.append(plan)
-            self._flights.append(self.runner.launch(received))
+            self._flights.append((self.runner.launch(received), 1e-3 + 1e-5 * plan.num_tokens))
         self.events += self.core.drain_events()
 
     def _apply(self) -> None:
         assert self._flights, "requests wait and nothing can be planned"
-        result = decode(encode(self._flights.popleft().result()))
+        step, seconds = self._flights.popleft()
+        result = decode(encode(step.result()))
         assert isinstance(result, StepResult)
+        result = replace(result, step_seconds=seconds, draft_seconds=0.0)
         self.events += flat(self.core.apply(result, next(self._clock)))
 
     def _apply_rest(self) -> None:
