@@ -25,6 +25,7 @@ from lineclear.scheduler.core.events import (
     FinishReason,
     QueuePosition,
     RequestStats,
+    Scored,
     Started,
     StepTokens,
     WorkerJoined,
@@ -46,7 +47,7 @@ from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.status_codec import TRAILER, from_trailer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
-from lineclear.wire.messages import Hello, Logprobs
+from lineclear.wire.messages import Hello, Logprobs, Scores
 
 BOUND_SECONDS = 60.0
 """How long a test waits for an event that must happen."""
@@ -191,6 +192,9 @@ class FakeEngine:
 
     def tokens(self, key: str, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> None:
         self._publish([self._ready(key, tokens, logprobs)])
+
+    def scored(self, key: str, first_position: int, scores: Scores) -> None:
+        self._publish([Scored(key, first_position, scores)])
 
     def step(self, tokens: dict[str, list[int]]) -> None:
         """Emit tokens of several requests in one step."""

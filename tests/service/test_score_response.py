@@ -1,4 +1,4 @@
-"""The response of Score is made in slices: the event loop serves streams meanwhile."""
+"""Score and prompt_logprobs in slices: the event loop serves streams meanwhile."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+from service.serving import serving, text_request
 
+from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.grpc_api.error_interceptor import _serializer
 from lineclear.scheduler.requests import loop_pacer, prompt_requests, responses
 from lineclear.scheduler.requests.loop_pacer import LoopPacer
@@ -78,6 +81,31 @@ async def test_the_loop_is_free_half_of_the_time() -> None:
         patch.setattr(loop_pacer.asyncio, "sleep", sleep)
         await asyncio.gather(*(encoded_score([7], [scores(2000, 20)], pacer) for _ in range(4)))
     assert busy[0] == 4 * math.ceil(2000 / (512 // 21))
+
+
+async def test_prompt_logprobs_are_encoded_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a long prompt are short where streams run beside it."""
+    made: list[int] = []
+    make = responses.token_logprobs
+
+    def counted(rows: list[Scores]) -> list[pb.TokenLogprobs]:
+        made.append(sum(len(row.logprobs) for row in rows))
+        return make(rows)
+
+    monkeypatch.setattr(responses, "token_logprobs", counted)
+    async with serving(tmp_path) as s:
+        call, key = await s.start_call(text_request(output={"prompt_logprobs": 2}))
+        steps = [scores(count, 2) for count in (100, 7, 300)]
+        for first, step in zip((0, 100, 107), steps, strict=True):
+            s.engine.scored(key, first, step)
+        s.engine.tokens(key, [5])
+        s.engine.tokens(key, [6])
+        s.engine.finish_by(key, FinishReason.LENGTH)
+        messages = [message async for message in call]
+    having = [message for message in messages if message.prompt_logprobs]
+    assert [(message.first_index, message.token_ids[:1]) for message in having] == [(0, [5])]
+    assert list(having[0].prompt_logprobs) == make(steps)
+    assert made == [100, 7, 300]
 
 
 def test_an_encoded_response_is_sent_as_it_is() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from lineclear.errors import DuplicateRequest, LineclearError, RequestTooLarge
-from lineclear.scheduler.requests import model_identity, validation
+from lineclear.scheduler.requests import model_identity, responses, validation
 from lineclear.scheduler.requests.adapters import Adapters, LoadedAdapter
 from lineclear.scheduler.requests.fairness import FairnessWindow
 from lineclear.scheduler.requests.grammar_pool import GrammarPool
@@ -220,6 +220,7 @@ class Admission:
                 wants_times=validated.token_timings,
                 num_received=len(received),
                 index=index,
+                encode_scores=None if validated.prompt_logprobs < 0 else responses.encoded_prompt_logprobs,
             )
             for (index, received), share in zip(wanted, shares, strict=True)
         )

@@ -24,6 +24,7 @@ from lineclear.scheduler.core.events import (
 from lineclear.scheduler.requests.output_stream import Canceller, OutputStream
 from lineclear.scheduler.requests.queue_limits import PlaceShare, QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText
+from lineclear.wire.messages import Scores
 
 
 class OutputRouter:
@@ -62,6 +63,7 @@ class OutputRouter:
         wants_times: bool = False,
         num_received: int = 0,
         index: int = 0,
+        encode_scores: Callable[[Scores], bytes] | None = None,
     ) -> OutputStream:
         """Open the stream of an output that is about to be submitted to the engine under `stream.engine_id`."""
         # A client may reuse a request_id at once, while events of its first request are still under way.
@@ -71,6 +73,7 @@ class OutputRouter:
             wants_times=wants_times,
             num_received=num_received,
             index=index,
+            encode_scores=encode_scores,
         )
         self._streams[engine_id] = stream
         self._idle.clear()

@@ -75,7 +75,8 @@ class OutputChunk(NamedTuple):
     end: Completion | None
     queued: QueuePosition | None = None
     error: LineclearError | None = None
-    prompt_scores: Sequence[Scores] = ()
+    prompt_logprobs: bytes = b""
+    """By the stream's `encode_scores`."""
 
     @property
     def text(self) -> str:
@@ -96,10 +97,13 @@ class OutputStream:
     `engine_id` is the output's name in the engine, `index` its number among those of its request. `text` is None for
     answers without text. The first `num_received` tokens reached the client from another server. `queue_place` is
     released when the output starts or fails. `siblings` are all outputs of the request; limits hold for them together.
+    `encode_scores` encodes the scores of each step as they arrive, since those of a long prompt are 65,536 entries. The
+    reader gets the encodings one behind the other. Without it `scores` has the scores.
     """
 
     __slots__ = (
         "_admission",
+        "_encode_scores",
         "_end",
         "_engine",
         "_error",
@@ -111,6 +115,7 @@ class OutputStream:
         "_logprobs_bytes",
         "_max_unread_bytes",
         "_max_unread_tokens",
+        "_prompt_logprobs",
         "_queue_place",
         "_subscriber",
         "_text",
@@ -118,7 +123,6 @@ class OutputStream:
         "_times",
         "_tokens",
         "_unsent_position",
-        "_unsent_scores",
         "_unsent_start",
         "_waiter",
         "_wants_times",
@@ -151,6 +155,7 @@ class OutputStream:
         wants_times: bool,
         num_received: int,
         index: int = 0,
+        encode_scores: Callable[[Scores], bytes] | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.index = self.seed_index = index
@@ -163,7 +168,8 @@ class OutputStream:
         self.scores: list[Scores] = []
         """Scores of the prompt's positions, in order."""
         self.vector = b""
-        self._unsent_scores = False
+        self._encode_scores = encode_scores
+        self._prompt_logprobs: list[bytes] = []
         self.is_engine_done = False
         """The engine has sent its last event of the request."""
         self.is_notified = False
@@ -243,8 +249,9 @@ class OutputStream:
             self._end if is_all else None,
             self._unsent_position,
         )
-        if self._unsent_scores and (count or chunk.end is not None):
-            chunk, self._unsent_scores = chunk._replace(prompt_scores=self.scores), False
+        if self._prompt_logprobs and (count or chunk.end is not None):
+            chunk = chunk._replace(prompt_logprobs=b"".join(self._prompt_logprobs))
+            self._prompt_logprobs = []
         self._first_unread += count
         self._tokens = [] if is_all else tokens[count:]
         self._texts = [] if is_all else self._texts[count:]
@@ -262,7 +269,7 @@ class OutputStream:
         tokens = self._tokens
         if self._unsent_start or self._end or self._error or self._logprobs or self._times or not tokens:
             return None
-        if self._unsent_scores or self.is_parsed:  # scores, reasoning and calls have no columns
+        if self._prompt_logprobs or self.is_parsed:  # log probabilities, reasoning and calls have no columns
             return None
         first_index, texts, count = self._first_unread, self._texts, self._num_fitting(max_bytes)
         self._first_unread = first_index + count
@@ -394,9 +401,12 @@ class OutputStream:
             self._wake()
 
     def on_scored(self, event: Scored) -> None:
-        if self._error is None:
+        if self._error is not None:
+            return
+        if self._encode_scores is None:
             self.scores.append(event.scores)
-            self._unsent_scores = True
+        else:
+            self._prompt_logprobs.append(self._encode_scores(event.scores))
 
     def on_pooled(self, event: Pooled) -> None:
         self.vector = event.vector

@@ -40,8 +40,8 @@ def response(
     if chunk.logprobs:
         num_ids = len(validated.sampling.logprob_ids)
         message.logprobs.extend(_logprobs(entry, num_ids) for entry in chunk.logprobs)
-    if chunk.prompt_scores:
-        message.prompt_logprobs.extend(token_logprobs(chunk.prompt_scores))
+    if chunk.prompt_logprobs:
+        message.MergeFromString(chunk.prompt_logprobs)
     if validated.token_timings:
         message.token_times_us.extend(max(0, round((at - request.arrival) * 1e6)) for at in chunk.times)
     if chunk.queued is not None:
@@ -67,6 +67,11 @@ def response(
         assert timings is not None
         message.finished.CopyFrom(_finished(chunk.end, timings, output))
     return message
+
+
+def encoded_prompt_logprobs(scores: Scores) -> bytes:
+    """Return the encoding of a response that has the entries of some positions, and nothing else."""
+    return pb.GenerateResponse(prompt_logprobs=token_logprobs([scores])).SerializeToString()
 
 
 def token_logprobs(scores: Iterable[Scores]) -> list[pb.TokenLogprobs]:
