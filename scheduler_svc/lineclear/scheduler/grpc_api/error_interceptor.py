@@ -167,9 +167,8 @@ def _deserializer(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes
 
 
 def _serializer(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
-    """Return a serializer that takes encoded messages, too."""
-    assert serialize is not None
-    return lambda message: message if isinstance(message, bytes) else serialize(message)
+    """Return a serializer that takes encoded messages, too. None takes nothing else."""
+    return lambda message: message if isinstance(message, bytes) or serialize is None else serialize(message)
 
 
 async def _each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
