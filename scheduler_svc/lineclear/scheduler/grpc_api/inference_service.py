@@ -469,11 +469,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return list(families(await self._status(), self._stats, certificate_expires_at=expires_at, adapters=adapters))
 
     async def _status(self) -> pb.GetStatsResponse:
-        fresh = asyncio.wrap_future(self._engine.fresh_snapshot())
-        await asyncio.wait((fresh,), timeout=_FRESH_SECONDS)  # an engine that is stuck has figures of earlier
+        try:
+            snapshot = await asyncio.wait_for(asyncio.wrap_future(self._engine.fresh_snapshot()), _FRESH_SECONDS)
+        except TimeoutError:  # the engine is stuck
+            snapshot = self._engine.snapshot()
         return status_messages.stats(
             self._settings,
-            fresh.result() if fresh.done() else self._engine.snapshot(),
+            snapshot,
             self._stats,
             self._clock(),
             num_admitted=self.quota.num_admitted,
