@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from service.serving import serving, text_request
+from service.serving import serving, text_request, until
 
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.grpc_api.error_interceptor import _serializer
@@ -98,6 +98,7 @@ async def test_prompt_logprobs_are_encoded_step_by_step(tmp_path: Path, monkeypa
         steps = [scores(count, 2) for count in (100, 7, 300)]
         for first, step in zip((0, 100, 107), steps, strict=True):
             s.engine.scored(key, first, step)
+        await until(lambda: made == [100, 7, 300])
         s.engine.tokens(key, [5])
         s.engine.tokens(key, [6])
         s.engine.finish_by(key, FinishReason.LENGTH)
