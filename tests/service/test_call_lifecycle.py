@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +31,7 @@ from service.session_driver import Caller, submit
 from support.blackhole import BlackHole
 
 from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.engine.engine_stats import EngineSnapshot
 from lineclear.scheduler.grpc_api.error_interceptor import ErrorInterceptor
 from lineclear.scheduler.grpc_api.response_writer import ResponseWriter, write_only
 from lineclear.v1 import inference_pb2 as pb
@@ -232,6 +234,17 @@ async def test_many_streams_while_a_fifth_hangs_up(tmp_path: Path) -> None:
         assert cancelled <= leavers
         stats = await s.stub.GetStats(pb.GetStatsRequest())
         assert stats.gauges.open_streams == 0
+
+
+async def test_statistics_of_a_stuck_engine_are_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of the metrics page. Neither waits for the engine without end."""
+    async with serving(tmp_path) as s:
+        s.engine.predicted_wait = 7.5
+        monkeypatch.setattr(s.engine, "fresh_snapshot", Future[EngineSnapshot])
+        both = asyncio.gather(s.stub.GetStats(pb.GetStatsRequest()), s.service.metrics())
+        stats, metrics = await asyncio.wait_for(both, BOUND_SECONDS)
+        assert stats.gauges.predicted_wait_seconds == 7.5
+        assert 7.5 in {sample.value for family in metrics for sample in family.samples}
 
 
 async def test_large_request_does_not_delay_a_small_one(tmp_path: Path) -> None:
