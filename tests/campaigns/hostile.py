@@ -104,7 +104,8 @@ def canary(target: str) -> None:
             ended = time.monotonic()
             longest = max([first or 0.0, *gaps, ended - (before or asked)])
             asked = ended  # a pause between two answers counts as well
-            print(json.dumps({"tokens": tokens, "gaps": gaps, "longest": longest, "error": error}), flush=True)
+            answer = {"tokens": tokens, "first": first, "gaps": gaps, "longest": longest, "error": error}
+            print(json.dumps(answer), flush=True)
 
 
 class Canary:
@@ -141,7 +142,9 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 def judge(answers: Sequence[dict[str, Any]], right: Sequence[int]) -> dict[str, Any]:
     """Return the figures of the canary's answers."""
     gaps = sorted(gap for answer in answers for gap in answer["gaps"])
+    firsts = sorted(answer["first"] for answer in answers if answer["first"] is not None)
     return {
+        "first_ms": {"p50": quantile(firsts, 0.5), "max": quantile(firsts, 1.0)},
         "gap_ms": {"p50": quantile(gaps, 0.5), "p99": quantile(gaps, 0.99), "max": quantile(gaps, 1.0)},
         "answers": len(answers),
         "errors": sorted({answer["error"] for answer in answers if answer["error"]}),

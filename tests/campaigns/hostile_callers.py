@@ -37,6 +37,8 @@ SERVED = (
 KINDS: dict[str, Callable[[Target], int]] = {
     kind.__name__: kind
     for kind in (
+        hostile_services.busy_neighbours,
+        hostile_services.ordinary_streams,
         hostile_frames.unfinished_requests,
         hostile_requests.cancel_storm,
         hostile_texts.template_flood,

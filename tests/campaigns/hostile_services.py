@@ -1,19 +1,54 @@
-"""Hostile callers of statistics, health, idle sessions, metrics and the status page."""
+"""Hostile callers of statistics, health, idle sessions, metrics and the status page, and two kinds to compare with."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import socket
 import time
 
 import grpc
 import grpc.aio
-from campaigns.hostile_target import Target, in_threads
+from campaigns.hostile_target import Target, counted, in_threads
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
+
+_STREAMS = 31  # of each of two processes; with the canary, as many as run at a time by default
+
+
+def busy_neighbours(target: Target) -> int:
+    """Call nothing and keep the processors busy: what any kind costs a server on the same machine."""
+    count = 0
+    while not target.is_over:
+        hashlib.sha256(bytes(1 << 16)).digest()
+        count += 1
+    return count
+
+
+def ordinary_streams(target: Target) -> int:
+    """Read ordinary answers, as many at a time as other kinds have requests in flight."""
+    return asyncio.run(_ordinary_streams(target))
+
+
+async def _ordinary_streams(target: Target) -> int:
+    count = 0
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6]), sampling={"max_tokens": 100, "ignore_eos": True})
+    async with target.channel(aio=True) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+        async def read() -> None:
+            nonlocal count
+            while not target.is_over:
+                with counted():
+                    async for _ in stub.Generate(request):
+                        pass
+                count += 1
+
+        await asyncio.gather(*(read() for _ in range(_STREAMS)))
+    return count
 
 
 def stats_flood(target: Target) -> int:

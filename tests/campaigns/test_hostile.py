@@ -52,8 +52,9 @@ def test_canary_output_fills_no_pipe(folder: Path, monkeypatch: pytest.MonkeyPat
 
 def test_lost_and_altered_answers_are_counted() -> None:
     right = [1, 2, 3]
-    good = {"tokens": right, "gaps": [0.01, 0.02], "longest": 0.02, "error": ""}
+    good = {"tokens": right, "first": 0.03, "gaps": [0.01, 0.02], "longest": 0.02, "error": ""}
     assert hostile.judge([good, good], right) == {
+        "first_ms": {"p50": 30.0, "max": 30.0},
         "gap_ms": {"p50": 20.0, "p99": 20.0, "max": 20.0},
         "answers": 2,
         "errors": [],
