@@ -28,7 +28,8 @@ import runs
 import story
 from runs import Run
 
-from lineclear.client import AsyncAdminClient, AsyncClient, Generation, LocalServer, ServerStartError, StepRecord
+from lineclear.client import AsyncAdminClient, AsyncClient, Generation, LocalServer, ServerStartError
+from lineclear.v1 import steps_pb2
 
 PROMPTS = (
     ("The capital of France is", 6),
@@ -94,10 +95,10 @@ async def stream_one(client: AsyncClient, index: int, printer: Printer | None) -
     return stream.result
 
 
-async def executed_steps(admin: str) -> tuple[StepRecord, ...]:
+async def executed_steps(admin: str) -> tuple[steps_pb2.StepRecord, ...]:
     """Return the steps that the service keeps."""
     async with AsyncClient(admin) as client, aclosing(AsyncAdminClient(client).watch_steps(history=4096)) as watched:
-        return (await anext(watched)).steps
+        return tuple((await anext(watched)).steps)
 
 
 async def run(target: str, admin: str, printer: Printer) -> Run:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lineclear.client import Generation, RowKind, StepRecord, StepRow
+from lineclear.client import Generation
 from lineclear.render.timeline import Barrier, Mark, Panel, Segment, Tick, panels
+from lineclear.v1 import steps_pb2 as pb
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Run:
     slots: int
     batches: tuple[Batch, ...] = ()
     is_padded: bool = False
-    records: tuple[StepRecord, ...] = ()
+    records: tuple[pb.StepRecord, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -79,9 +80,9 @@ class Run:
             return 0
         return sum(batch.left_padding + sum(map(batch.waited, batch.entries)) for batch in self.batches)
 
-    def mixed_step(self) -> StepRecord:
+    def mixed_step(self) -> pb.StepRecord:
         """Return the first step with a prompt beside the most decodes."""
-        return max(self.records, key=lambda step: _decodes(step) if _decodes(step) < len(step.rows) else -1)
+        return max(self.records, key=lambda step: _decodes(step) if _decodes(step) < len(step.rows.kind) else -1)
 
     def panel(self) -> Panel:
         """Return the lanes of the timeline: those of the executed steps, or of the padded waves."""
@@ -103,12 +104,12 @@ class Run:
         return Panel("", "", lanes, self.steps, tuple(segments), tuple(ticks), barriers, first_step=1)
 
 
-def _decodes(step: StepRecord) -> int:
-    return sum(row.kind is RowKind.DECODE for row in step.rows)
+def _decodes(step: pb.StepRecord) -> int:
+    return list(step.rows.kind).count(pb.ROW_KIND_DECODE)
 
 
 def of_answers(
-    name: str, what: str, answers: Sequence[Generation], seconds: float, records: Sequence[StepRecord], static: bool
+    name: str, what: str, answers: Sequence[Generation], seconds: float, records: Sequence[pb.StepRecord], static: bool
 ) -> Run:
     """Return the run of a lineclear service. `records` are its steps, those before the run included."""
     base = min(answer.started.first_step for answer in answers) - 1
@@ -124,20 +125,23 @@ def of_answers(
         for request, answer in enumerate(answers, 1)
     )
     slots = records[0].num_slots
-    steps = tuple(_named(replace(r, step=r.step - base), entries) for r in records if r.step > base)
+    steps = tuple(_named(record, record.step - base, entries) for record in records if record.step > base)
     return Run(name, what, entries, seconds, slots, _batches(entries, slots) if static else (), records=steps)
 
 
-def _named(record: StepRecord, entries: Sequence[Entry]) -> StepRecord:
-    """Return the step with the numbers of the prompts instead of those of arrival."""
-    rows = tuple(replace(row, request=_entry_at(record.step, row, entries).request) for row in record.rows)
-    numbers = {old.request: new.request for old, new in zip(record.rows, rows, strict=True)}
-    ended = tuple(numbers[request] for request in record.ended if request in numbers)
-    return replace(record, rows=rows, ended=ended)
+def _named(record: pb.StepRecord, step: int, entries: Sequence[Entry]) -> pb.StepRecord:
+    """Return the step with its number in the run, and the numbers of the prompts instead of those of arrival."""
+    named = pb.StepRecord()
+    named.CopyFrom(record)
+    named.step = step
+    named.rows.request[:] = (_entry_at(step, slot, entries).request for slot in record.rows.slot)
+    numbers = dict(zip(record.rows.request, named.rows.request, strict=True))
+    named.ended[:] = (numbers[request] for request in record.ended if request in numbers)
+    return named
 
 
-def _entry_at(step: int, row: StepRow, entries: Sequence[Entry]) -> Entry:
-    return next(entry for entry in entries if entry.slot == row.slot and entry.first <= step <= entry.last)
+def _entry_at(step: int, slot: int, entries: Sequence[Entry]) -> Entry:
+    return next(entry for entry in entries if entry.slot == slot and entry.first <= step <= entry.last)
 
 
 def _batches(entries: Sequence[Entry], slots: int) -> tuple[Batch, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from runs import Batch, Entry, Run
 
+from lineclear.client import step_rows
 from lineclear.render.attention_mask import mask_svg, mask_text
 from lineclear.render.timeline_svg import timeline_svg
 
@@ -82,9 +83,9 @@ def tokens_are_equal(runs: Sequence[Run]) -> bool:
 def mask(run: Run, width: int) -> str:
     """Return an executed step with prompts and decodes, and its mask."""
     step = run.mixed_step()
-    queries = sum(row.num_tokens for row in step.rows)
-    counts = f"{queries} queries of {len(step.rows)} requests in one packed row, no padding"
-    return f"Step {step.step} of continuous batching: {counts}\n\n" + mask_text(step.rows, width)
+    rows = step_rows(step)
+    counts = f"{sum(step.rows.num_tokens)} queries of {len(rows)} requests in one packed row, no padding"
+    return f"Step {step.step} of continuous batching: {counts}\n\n" + mask_text(rows, width)
 
 
 def pictures(runs: Sequence[Run]) -> dict[str, str]:
@@ -93,5 +94,5 @@ def pictures(runs: Sequence[Run]) -> dict[str, str]:
     step = continuous.mixed_step()
     return {
         "timeline.svg": timeline_svg([padded.panel(), continuous.panel()]),
-        "mask.svg": mask_svg(step.rows, f"Attention mask of step {step.step}: one packed row, no padding"),
+        "mask.svg": mask_svg(step_rows(step), f"Attention mask of step {step.step}: one packed row, no padding"),
     }

@@ -3,46 +3,61 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from rich.console import Console
+from support.steps import decode, record
 
-from lineclear.cli.top_history import WINDOW_SECONDS, TopHistory
-from lineclear.cli.top_view import view
-from lineclear.client import (
-    RowKind,
-    RunningRequest,
-    SchedulerState,
-    StepRecord,
-    StepRow,
-    WaitingRequest,
-    WatchedSteps,
-    WatchedWorker,
-)
+from lineclear.cli.top_view import WINDOW_SECONDS, TopHistory, view
+from lineclear.client import StepRow
+from lineclear.v1 import steps_pb2 as pb
 
-WORKER = WatchedWorker(
+WORKER = pb.WatchedWorker(
     worker=0, epoch=7, device="cpu", num_slots=4, num_running=1, steps_in_flight=2, steps=12, num_blocks=8,
     block_size=16, blocks_used=3, blocks_shared=1, blocks_cached=2, block_map=bytes([2, 2, 3, 1, 1, 0, 0, 0]),
 )  # fmt: skip
-RUNNING = RunningRequest(
+RUNNING = pb.RunningRequest(
     request=5, worker=0, slot=1, prompt_tokens=10, max_tokens=30, position=19, cached_tokens=4, preemptions=2
 )
-STATE = SchedulerState(
-    time_seconds=100.0, draining=False, num_waiting=3, num_tokens_waiting=44,
-    waiting=(WaitingRequest(6, 12, 20, 1.5, False), WaitingRequest(2, 9, 20, 0.25, True)),
+
+
+def waiting(request: int, prompt: int, waited: float, *, is_resuming: bool = False) -> pb.WaitingRequest:
+    return pb.WaitingRequest(
+        request=request, prompt_tokens=prompt, max_tokens=20, waited=timedelta(seconds=waited), is_resuming=is_resuming
+    )
+
+
+STATE = pb.SchedulerState(
+    taken_at=timedelta(seconds=100), num_waiting=3, num_tokens_waiting=44,
+    waiting=(waiting(6, 12, 1.5), waiting(2, 9, 0.25, is_resuming=True)),
     running=(RUNNING,), workers=(WORKER,), generation_tokens=50,
     prefix_cache_queries=200, prefix_cache_hits=50, preemptions=2,
 )  # fmt: skip
 
 
-def steps(*times: float, **fields: Any) -> tuple[StepRecord, ...]:
+def changed(message: Any, **fields: Any) -> Any:
+    """Return a copy of a message with other fields."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for name in fields:
+        copy.ClearField(name)
+    copy.MergeFrom(type(message)(**fields))
+    return copy
+
+
+def at(seconds: float) -> pb.SchedulerState:
+    return changed(STATE, taken_at=timedelta(seconds=seconds))  # type: ignore[no-any-return]
+
+
+def steps(*times: float, worker: int = 0, seconds: float = 0.01) -> list[pb.StepRecord]:
     """Return steps of two sampling rows, and one that samples nothing, that end at these times."""
-    rows = tuple(StepRow(slot, slot, 9, 1, RowKind.DECODE) for slot in range(2))
-    rows += (StepRow(2, 2, 0, 8, RowKind.PREFILL, samples=False),)
-    fields = {"worker": 0, "epoch": 7, "seconds": 0.01, "total_seconds": 0.0} | fields
-    return tuple(StepRecord(step=n, time_seconds=at, rows=rows, **fields) for n, at in enumerate(times))
+    rows = decode(0, 0, 9), decode(1, 1, 9), StepRow(2, 2, 0, 8, 0, "prefill", False)
+    return [
+        record(n, *rows, at=end, seconds=seconds, total_time=timedelta(), worker=worker) for n, end in enumerate(times)
+    ]
 
 
 def text(history: TopHistory, notice: str = "", width: int = 100, height: int | None = 40) -> list[str]:
@@ -51,9 +66,9 @@ def text(history: TopHistory, notice: str = "", width: int = 100, height: int | 
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
-def history(state: SchedulerState | None = STATE, records: tuple[StepRecord, ...] = ()) -> TopHistory:
+def history(state: pb.SchedulerState | None = STATE, records: Sequence[pb.StepRecord] = ()) -> TopHistory:
     found = TopHistory()
-    found.add(WatchedSteps(records, 0, state))
+    found.add(pb.WatchStepsResponse(steps=records, state=state))
     return found
 
 
@@ -69,8 +84,8 @@ def test_view_of_a_state() -> None:
 
 
 def test_bar_shows_shares_of_prompt_and_answer() -> None:
-    running = replace(RUNNING, prompt_tokens=10, max_tokens=30, position=20)
-    (line,) = (line for line in text(history(replace(STATE, running=(running,))), width=120) if "[5]" in line)
+    running = changed(RUNNING, prompt_tokens=10, max_tokens=30, position=20)
+    (line,) = (line for line in text(history(changed(STATE, running=(running,))), width=120) if "[5]" in line)
     bar = re.search(r"[▒█·]+", line)
     assert bar is not None
     length = len(bar[0])
@@ -82,30 +97,30 @@ def test_bar_shows_shares_of_prompt_and_answer() -> None:
 @pytest.mark.parametrize("height", [1, 3, 9, 24])
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_view_fits(width: int, height: int, workers: int) -> None:
-    many = tuple(replace(RUNNING, request=n, slot=n) for n in range(300))
-    map_of_many = replace(WORKER, block_map=bytes([0, 1, 2, 3] * 1000), num_blocks=4000)
-    state = replace(STATE, running=many, workers=tuple(replace(map_of_many, worker=n) for n in range(workers)))
+    many = tuple(changed(RUNNING, request=n, slot=n) for n in range(300))
+    map_of_many = changed(WORKER, block_map=bytes([0, 1, 2, 3] * 1000), num_blocks=4000)
+    state = changed(STATE, running=many, workers=tuple(changed(map_of_many, worker=n) for n in range(workers)))
     lines = text(history(state), width=width, height=height)
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
 
 
 def test_slots_that_do_not_fit_are_counted() -> None:
-    many = tuple(replace(RUNNING, request=n, slot=n) for n in range(300))
-    lines = text(history(replace(STATE, running=many)), height=24)
+    many = tuple(changed(RUNNING, request=n, slot=n) for n in range(300))
+    lines = text(history(changed(STATE, running=many)), height=24)
     shown = sum("  slot" in line for line in lines)
     assert f"  and {300 - shown} more" in lines
     assert any("KV blocks" in line for line in lines)
 
 
 def test_without_a_height_all_slots_are_shown() -> None:
-    many = tuple(replace(RUNNING, request=n, slot=n) for n in range(300))
-    assert sum("  slot" in line for line in text(history(replace(STATE, running=many)), height=None)) == 300
+    many = tuple(changed(RUNNING, request=n, slot=n) for n in range(300))
+    assert sum("  slot" in line for line in text(history(changed(STATE, running=many)), height=None)) == 300
 
 
 def test_cell_of_several_blocks_shows_use_before_free() -> None:
-    worker = replace(WORKER, block_map=bytes([0, 0, 0, 2] * 500), num_blocks=2000)
-    lines = text(history(replace(STATE, workers=(worker,))), width=44)
+    worker = changed(WORKER, block_map=bytes([0, 0, 0, 2] * 500), num_blocks=2000)
+    lines = text(history(changed(STATE, workers=(worker,))), width=44)
     assert any(re.fullmatch(r"  \d+ blocks in a cell", line) for line in lines)
     cells = "".join(line.strip() for line in lines if re.fullmatch(r"  [█·]+", line))
     assert set(cells) == {"█"}
@@ -113,7 +128,7 @@ def test_cell_of_several_blocks_shows_use_before_free() -> None:
 
 def test_rates_are_of_sampling_rows_in_the_window() -> None:
     found = history(None, steps(90.0, 96.0, 97.0, 99.0))
-    found.add(WatchedSteps((), 0, STATE))
+    found.add(pb.WatchStepsResponse(state=STATE))
     assert found.tokens_per_second == 3 * 2 / WINDOW_SECONDS
     assert found.rows_per_step == 3
     assert found.step_seconds() == pytest.approx(0.01)
@@ -124,13 +139,13 @@ def test_rates_are_of_sampling_rows_in_the_window() -> None:
 
 def test_curve_has_a_value_for_each_second() -> None:
     found = history(None, steps(10.2, 10.9, 12.5))
-    found.add(WatchedSteps((), 0, replace(STATE, time_seconds=14.1)))
+    found.add(pb.WatchStepsResponse(state=at(14.1)))
     assert list(found.curve) == [4, 0, 2, 0]
 
 
 def test_server_with_another_clock_begins_again() -> None:
     found = history(STATE, steps(99.0))
-    found.add(WatchedSteps(steps(3.0), 0, replace(STATE, time_seconds=3.1)))
+    found.add(pb.WatchStepsResponse(steps=steps(3.0), state=at(3.1)))
     assert found.tokens_per_second == pytest.approx(2 / 0.1)
     assert list(found.curve) == []
 
@@ -147,6 +162,6 @@ def test_notice_replaces_the_rates() -> None:
 
 
 def test_draining_and_missing_workers_are_said() -> None:
-    lines = text(history(replace(STATE, draining=True, workers=(), running=())))
+    lines = text(history(changed(STATE, draining=True, workers=(), running=())))
     assert "draining" in lines[0]
     assert "no worker has joined" in lines

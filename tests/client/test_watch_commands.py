@@ -25,6 +25,7 @@ from support.toy_service import ToyService
 
 from lineclear.client import AdminClient, Client
 from lineclear.errors import LineclearError
+from lineclear.v1 import steps_pb2 as pb
 
 SLOW = {"min_step_seconds": 0.03, "max_step_seconds": 0.03, "num_blocks": 90, "block_size": 64, "max_model_len": 2000}
 PROMPT = [5, 6, 7, 8, 9]
@@ -189,11 +190,13 @@ def test_trace_has_a_slice_for_each_row(service: Watched, load: Any, tmp_path: P
         assert all(a + d <= b for (a, d), (b, _) in itertools.pairwise(lane)), "slices of a slot overlap"
 
 
-def test_ctrl_c_keeps_the_trace(service: Watched, load: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_keeps_the_trace(service: Watched, load: Any, tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C, and `timeout 60 lineclear trace ...`."""
     file = tmp_path / "trace.json"
     process = spawn("trace", "--target", service.admin, "--output", str(file))
     wait_for(lambda: file.exists() and file.stat().st_size > 10_000, "the trace grows")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, err) == (0, b"")
     steps = int(out.split()[0])
@@ -207,18 +210,6 @@ def test_timeline_of_the_history(service: Watched, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     marks = [rect.get("class") for rect in ET.parse(file).getroot().iter(f"{SVG}rect")]
     assert {"prefill", "decode", "end", "idle"} <= set(marks)
-
-
-def test_sigterm_keeps_the_trace(service: Watched, load: Any, tmp_path: Path) -> None:
-    """As `timeout 60 lineclear trace ...` sends it."""
-    file = tmp_path / "trace.json"
-    process = spawn("trace", "--target", service.admin, "--output", str(file))
-    wait_for(lambda: file.exists() and file.stat().st_size > 10_000, "the trace grows")
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (process.returncode, err) == (0, b"")
-    steps = int(out.split()[0])
-    assert sum(event["ph"] == "X" and event["tid"] == 0 for event in json.loads(file.read_text())) == steps
 
 
 def test_server_that_stops_ends_the_trace(service: Watched, load: Any, tmp_path: Path) -> None:
@@ -260,15 +251,10 @@ def test_suffix_decides_the_format(service: Watched, tmp_path: Path) -> None:
 # --- explain ---
 
 
-def records(service: Watched) -> list[dict[str, Any]]:
-    """Return the steps that the server keeps, as explain shows them."""
+def records(service: Watched) -> list[pb.StepRecord]:
+    """Return the steps that the server keeps."""
     with Client(service.admin) as client:
-        for watched in AdminClient(client).watch_steps(history=1000, include_state=True):
-            return [
-                {"step": s.step, "rows": len(s.rows), "tokens": sum(r.num_tokens for r in s.rows)}
-                for s in watched.steps
-            ]
-    raise AssertionError
+        return [*next(AdminClient(client).watch_steps(history=1000)).steps]
 
 
 def test_explain_shows_the_last_step(service: Watched) -> None:
@@ -276,7 +262,7 @@ def test_explain_shows_the_last_step(service: Watched) -> None:
     (*_, last) = records(service)
     done = run("explain", "--target", service.admin)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"Step {last['step']} of worker 0")
+    assert done.stdout.startswith(f"Step {last.step} of worker 0")
     assert "1 queries of 1 requests in one packed row, no padding" in done.stdout
     assert re.search(r"^0 +0  \[\d+\] +decode +7 +0 +1  a token$", done.stdout, re.M), done.stdout
     assert re.search(r"decode +pos 7 +▒{7}█$", done.stdout, re.M)
@@ -284,9 +270,9 @@ def test_explain_shows_the_last_step(service: Watched) -> None:
 
 def test_explain_shows_a_prompt_with_its_mask(service: Watched, tmp_path: Path) -> None:
     generate(service, PROMPT, max_tokens=4)
-    first = next(record for record in records(service) if record["tokens"] == len(PROMPT))
+    first = next(record for record in records(service) if sum(record.rows.num_tokens) == len(PROMPT))
     image = tmp_path / "mask.svg"
-    done = run("explain", str(first["step"]), "--target", service.admin, "--svg", str(image))
+    done = run("explain", str(first.step), "--target", service.admin, "--svg", str(image))
     assert re.search(r"^0-4 +0  \[\d+\] +prefill +0-4 +0 +1  a token$", done.stdout, re.M), done.stdout
     assert [re.sub("[^█▒·]", "", line) for line in done.stdout.splitlines() if " pos " in line] == [
         "█····", "██···", "███··", "████·", "█████"
@@ -299,7 +285,7 @@ def test_explain_as_json(service: Watched) -> None:
     generate(service, PROMPT, max_tokens=2)
     done = run("explain", "--json", "--target", service.admin)
     found = json.loads(done.stdout)
-    assert found["rows"][0]["kind"] == "decode"
+    assert found["rows"]["kind"] == ["ROW_KIND_DECODE"]
     assert found["num_slots"] == 3
 
 
@@ -308,7 +294,7 @@ def test_explain_names_the_steps_that_are_kept(service: Watched) -> None:
     assert done.returncode == 1
     assert "no step yet" in done.stderr
     generate(service, PROMPT, max_tokens=2)
-    steps = [record["step"] for record in records(service)]
+    steps = [record.step for record in records(service)]
     done = run("explain", "--worker", "7", "--target", service.admin)
     assert done.returncode == 1
     assert "no step of worker 7 is kept; there are steps of worker 0" in done.stderr

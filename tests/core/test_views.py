@@ -6,6 +6,7 @@ import pytest
 from core.harness import CoreHarness
 
 from lineclear.scheduler.core import invariants
+from lineclear.scheduler.observe.scheduler_state import take_state
 
 
 @pytest.mark.parametrize("pipeline_depth", [1, 2])
@@ -16,7 +17,8 @@ def test_position_of_a_running_request_is_the_end_of_its_last_row(pipeline_depth
     for _ in range(10):
         plan = h.plan()
         ends = {slot: end for slot, _, end in h.rows(plan)}
-        seen = {running.slot: running.position for running in h.core.view().workers[0].running}
+        message = take_state(h.core.state, dict.fromkeys(h.core.workers, 0), 0.0, 1).message
+        seen = {running.slot: running.position for running in message.running}
         assert ends.items() <= seen.items()
         if len(h.flights) == pipeline_depth:
             h.apply()

@@ -6,13 +6,14 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+from support.steps import decode, prefill
 
-from lineclear.client import RowKind, StepRow
+from lineclear.client import StepRow
 from lineclear.render.attention_mask import CACHED, MASKED, NEW, mask_svg, mask_text
 
-DECODE = StepRow(0, 1, 5, 1, RowKind.DECODE)
-PREFILL = StepRow(1, 2, 0, 3, RowKind.PREFILL)
-CHUNK = StepRow(2, 3, 4, 2, RowKind.PREFILL, cached_tokens=4)
+DECODE = decode(0, 1, 5)
+PREFILL = prefill(1, 2, 0, 3)
+CHUNK = prefill(2, 3, 4, 2, cached=4)
 
 
 def cells(line: str) -> list[str]:
@@ -35,7 +36,7 @@ def test_mask_is_block_diagonal() -> None:
 
 
 def test_keys_of_long_requests_share_columns() -> None:
-    long = StepRow(3, 4, 900, 1, RowKind.DECODE)
+    long = decode(3, 4, 900)
     text = mask_text([DECODE, long, PREFILL], width=100)
     lines = text.splitlines()
     assert all(len(line) <= 100 for line in lines)
@@ -46,7 +47,7 @@ def test_keys_of_long_requests_share_columns() -> None:
 
 
 def test_long_prompts_are_shortened_and_counted() -> None:
-    text = mask_text([StepRow(0, 7, 0, 500, RowKind.PREFILL)])
+    text = mask_text([prefill(0, 7, 0, 500)])
     shown = [line for line in text.splitlines() if line.startswith("[7]")]
     skipped = int(re.search(r"(\d+) more queries of \[7\]", text)[1])  # type: ignore[index]
     assert len(shown) + skipped == 500
@@ -54,14 +55,14 @@ def test_long_prompts_are_shortened_and_counted() -> None:
 
 
 def test_rows_that_do_not_fit_are_counted() -> None:
-    rows = [StepRow(slot, slot + 1, 30, 1, RowKind.DECODE) for slot in range(64)]
+    rows = [decode(slot, slot + 1, 30) for slot in range(64)]
     text = mask_text(rows, width=80)
     assert all(len(line) <= 100 for line in text.splitlines())
     shown = sum(line.startswith("[") for line in text.splitlines())
     assert f"{64 - shown} more rows of this step are not shown" in text
 
 
-@pytest.mark.parametrize("rows", [[DECODE], [DECODE, PREFILL, CHUNK], [StepRow(0, 1, 5000, 900, RowKind.PREFILL)]])
+@pytest.mark.parametrize("rows", [[DECODE], [DECODE, PREFILL, CHUNK], [prefill(0, 1, 5000, 900)]])
 def test_svg_has_a_square_for_each_cell(rows: list[StepRow]) -> None:
     root = ET.fromstring(mask_svg(rows, "a <title> & more"))
     text = mask_text(rows, width=106)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
-from render.test_timeline import HISTORY, decode, record
+from render.test_timeline import HISTORY
+from support.steps import decode, record
 
 from lineclear.render.chrome_trace import json_chunks
 
@@ -61,10 +63,10 @@ def test_no_steps_are_an_empty_trace() -> None:
 
 def test_steps_are_placed_by_their_end_and_do_not_overlap() -> None:
     """Two plans in flight: the second waits behind the first, which its total time includes."""
-    first = record(1, decode(0, 1, 4), time_seconds=1.0, seconds=0.2, total_seconds=0.2)
-    second = record(2, decode(0, 1, 5), time_seconds=1.05, seconds=0.1, total_seconds=0.25)
-    early = record(3, decode(0, 1, 6), time_seconds=1.2, seconds=0.15, total_seconds=0.15)
-    other = record(1, decode(0, 2, 4), time_seconds=1.1, seconds=0.1, total_seconds=0.1, worker=1)
+    first = record(1, decode(0, 1, 4), at=1.0, seconds=0.2)
+    second = record(2, decode(0, 1, 5), at=1.05, total_time=timedelta(seconds=0.25))
+    early = record(3, decode(0, 1, 6), at=1.2, seconds=0.15)
+    other = record(1, decode(0, 2, 4), at=1.1, worker=1)
     slices = [e for e in of_phase(events(first, second, early, other), "X") if e["tid"] == 1]
     assert [(e["ts"], e["dur"]) for e in slices] == [
         (0, 200_000),

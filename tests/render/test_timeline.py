@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from typing import Any
 
 import pytest
+from support.steps import decode, prefill, record
 
-from lineclear.client import RowKind, StepRecord, StepRow
+from lineclear.client import StepRow
 from lineclear.render.timeline import Barrier, Mark, Panel, Segment, Tick, panels
 from lineclear.render.timeline_svg import timeline_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def record(step: int, *rows: StepRow, **fields: Any) -> StepRecord:
-    fields = {"worker": 0, "epoch": 9, "time_seconds": step / 10, "seconds": 0.1, "num_slots": 2} | fields
-    return StepRecord(step=step, rows=rows, **fields)
-
-
-def prefill(slot: int, request: int, start: int, count: int, cached: int = 0) -> StepRow:
-    return StepRow(slot, request, start, count, RowKind.PREFILL, cached)
-
-
-def decode(slot: int, request: int, start: int) -> StepRow:
-    return StepRow(slot, request, start, 1, RowKind.DECODE)
 
 
 HISTORY = [
@@ -47,7 +34,6 @@ def test_consecutive_rows_are_one_segment() -> None:
         Segment(1, 2, 4, Mark.DECODE, 2),
     )
     assert panel.ticks == (Tick(0, 2, Mark.END), Tick(1, 3, Mark.PREEMPTED))
-    assert panel.used_share == 6 / 8
     assert panel.marks == {Mark.PREFILL, Mark.CACHED, Mark.DECODE, Mark.END, Mark.PREEMPTED, Mark.IDLE}
 
 
@@ -67,7 +53,7 @@ def test_each_worker_and_epoch_has_a_panel() -> None:
 
 
 def test_recompute_has_its_own_mark() -> None:
-    (panel,) = panels([record(1, StepRow(0, 1, 0, 9, RowKind.RECOMPUTE))])
+    (panel,) = panels([record(1, StepRow(0, 1, 0, 9, 0, "recompute", True))])
     assert panel.segments[0].mark is Mark.RECOMPUTE
 
 

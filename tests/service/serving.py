@@ -38,15 +38,15 @@ from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerStatus
 from lineclear.scheduler.grpc_api.admin_service import AdminService
 from lineclear.scheduler.grpc_api.inference_service import InferenceService
 from lineclear.scheduler.grpc_api.server import Server
+from lineclear.scheduler.observe.scheduler_state import TakenState
+from lineclear.scheduler.observe.step_feed import StepFeed
+from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.scheduler.steps.scheduler_state import SchedulerState
-from lineclear.scheduler.steps.step_feed import StepFeed
-from lineclear.scheduler.steps.step_history import StepHistory
 from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.status_codec import TRAILER, from_trailer
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.v1 import inference_pb2_grpc
+from lineclear.v1 import inference_pb2_grpc, steps_pb2
 from lineclear.wire.messages import Hello, Logprobs, Scores
 
 BOUND_SECONDS = 60.0
@@ -239,8 +239,8 @@ class FakeOperations:
         self.history = StepHistory()
         self.steps = StepFeed(self.history, lambda call: call(), self._state, max_watchers=2)
 
-    def _state(self) -> SchedulerState:
-        return SchedulerState(0.0, Scheduler(CoreLimits()).view(), ())
+    def _state(self) -> TakenState:
+        return TakenState(steps_pb2.SchedulerState())
 
     def shut_down(self) -> None:
         self.calls.append("shut_down")

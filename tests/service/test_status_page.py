@@ -23,13 +23,12 @@ from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler import settings
-from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.observe.scheduler_state import TakenState
+from lineclear.scheduler.observe.step_feed import REPLACE_SECONDS, StepFeed
+from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.scheduler.status_page.status_server import StatusServer
-from lineclear.scheduler.steps.scheduler_state import SchedulerState
-from lineclear.scheduler.steps.step_feed import REPLACE_SECONDS, StepFeed
-from lineclear.scheduler.steps.step_history import StepHistory
 from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import steps_pb2
 
 TOKEN = "watcher-0123456789abcdef"
 TLS = ["--tls-cert-file", "c", "--tls-key-file", "k"]
@@ -100,16 +99,16 @@ def test_the_stream_has_steps_and_state_without_content(start: Callable[..., Run
     assert get(server, "/favicon.ico").status == 204
     stream = events(get(server, "/status/steps?history=100"))
     data = next(stream)
-    assert sum(step["samples"] for step in data["steps"]) == 20
-    assert {number for step in data["steps"] for number in step["request"]} == {1}
+    assert sum(sum(step["rows"]["samples"]) for step in data["steps"]) == 20
+    assert {number for step in data["steps"] for number in step["rows"]["request"]} == {1}
     (worker,) = data["state"]["workers"]
-    assert worker["used"] == 0
+    assert worker["blocks_used"] == 0
     text = json.dumps(data)
     assert "invoice" not in text
     assert "confidential" not in text
     list(server.stub.Generate(request))
     later = [step for data in islice(stream, 1) for step in data.get("steps", ())]
-    assert {number for step in later for number in step["request"]} == {2}
+    assert {number for step in later for number in step["rows"]["request"]} == {2}
 
 
 def test_the_stream_needs_the_token_and_the_log_has_none(start: Callable[..., Running], tokens: Path) -> None:
@@ -170,11 +169,9 @@ def test_streams_beyond_the_limit_are_refused_and_places_are_freed(start: Callab
 
 def test_unread_streams_make_room_after_a_minute() -> None:
     now = [100.0]
-    core = Scheduler(CoreLimits())
-    feed = StepFeed(
-        StepHistory(8), lambda call: call(), lambda: SchedulerState(now[0], core.view(), ()), 16, lambda: now[0]
-    )
-    server = StatusServer("127.0.0.1:0", feed, None, 16, 8)
+    state = TakenState(steps_pb2.SchedulerState())
+    feed = StepFeed(StepHistory(8), lambda call: call(), lambda: state, 16, lambda: now[0])
+    server = StatusServer("127.0.0.1:0", feed, None, 16)
     host, port = server.server_address[0], server.server_port
 
     def ask() -> http.client.HTTPResponse:

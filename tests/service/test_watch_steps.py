@@ -18,13 +18,14 @@ from service.processes import Running, endless, starting, until
 from service.serving import error_of, serving
 from support.time_limits import PATIENCE_SECONDS
 
-from lineclear.client import AdminClient, AsyncAdminClient, AsyncClient, Client, RowKind, StepRecord, WatchedSteps
+from lineclear.client import AdminClient, AsyncAdminClient, AsyncClient, Client, step_rows
 from lineclear.errors import TooManyWatchers, Unauthenticated
-from lineclear.scheduler.grpc_api.step_stream import StepStream
-from lineclear.scheduler.steps.step_feed import REPLACE_SECONDS, StepFeed
-from lineclear.scheduler.steps.step_history import StepHistory
+from lineclear.scheduler.grpc_api import step_stream
+from lineclear.scheduler.observe.step_feed import REPLACE_SECONDS, StepFeed
+from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.v1 import admin_pb2_grpc, steps_pb2
 from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1.steps_pb2 import StepRecord, WatchStepsResponse
 
 TOKEN = "watcher-0123456789abcdef"
 SLOW = {"min_step_seconds": 0.01, "max_step_seconds": 0.01}
@@ -42,7 +43,7 @@ def admin(tmp_path: Path) -> Iterator[AdminClient]:
         yield AdminClient(client)
 
 
-def read_until(watched: Iterator[WatchedSteps], done: Callable[[list[StepRecord]], bool]) -> list[StepRecord]:
+def read_until(watched: Iterator[WatchStepsResponse], done: Callable[[list[StepRecord]], bool]) -> list[StepRecord]:
     found: list[StepRecord] = []
     with contextlib.closing(watched):  # type: ignore[type-var]
         for entry in watched:
@@ -62,16 +63,16 @@ def test_the_steps_of_an_answer(start: Callable[..., Running], admin: AdminClien
     watched = admin.watch_steps(history=100)
     list(server.stub.Generate(request))
     found = read_until(watched, lambda steps: any(1 in step.ended for step in steps))
-    rows = [row for step in found for row in step.rows]
+    rows = [row for step in found for row in step_rows(step)]
     assert [(row.request, row.slot, row.cached_tokens) for row in rows] == [(1, 0, 0)] * len(rows)
     computed = [position for row in rows for position in range(row.start, row.start + row.num_tokens)]
     assert computed == [*range(29)]
-    assert [row.kind for row in rows if row.start >= 20] == [RowKind.DECODE] * 9
+    assert [row.kind for row in rows if row.start >= 20] == ["decode"] * 9
     assert sum(row.samples for row in rows) == 10
-    assert [step.started for step in found if step.started] == [(1,)]
+    assert [number for step in found for number in step.started] == [1]
     assert [step.step for step in found] == [*range(1, len(found) + 1)]
     assert {step.worker for step in found} == {0}
-    assert all(before.time_seconds <= after.time_seconds for before, after in pairwise(found))
+    assert all(a.planned_at.ToNanoseconds() <= b.planned_at.ToNanoseconds() for a, b in pairwise(found))
 
 
 def test_history_and_later_steps_follow_without_a_gap(start: Callable[..., Running], admin: AdminClient) -> None:
@@ -92,7 +93,7 @@ def test_the_state_shows_queue_slots_and_blocks(start: Callable[..., Running], a
     states: list[Any] = []
     with contextlib.closing(admin.watch_steps(include_block_map=True)) as watched:
         for entry in watched:
-            if entry.state is not None:
+            if entry.HasField("state"):
                 states.append(entry.state)
             if states and states[-1].num_waiting == 2 and len(states[-1].running) == 2:
                 break
@@ -119,7 +120,7 @@ def test_shared_blocks_are_marked(start: Callable[..., Running], admin: AdminCli
     second = server.stub.Generate(request)
     next(second)
     with contextlib.closing(admin.watch_steps(include_block_map=True)) as watched:
-        states = (entry.state for entry in watched if entry.state is not None)
+        states = (entry.state for entry in watched if entry.HasField("state"))
         worker = next(state.workers[0] for state in states if state.workers[0].blocks_shared)
     assert worker.blocks_shared == worker.block_map.count(3) > 0
 
@@ -157,7 +158,7 @@ def test_a_watcher_that_does_not_read_misses_steps_and_delays_nobody(
     assert len([token for response in call for token in response.token_ids]) > 400
     entry = next(watched)
     total = len(first.steps) + first.skipped
-    while entry.steps[-1].ended == ():
+    while not entry.steps[-1].ended:
         total += len(entry.steps) + entry.skipped
         entry = next(watched)
     watched.close()
@@ -191,7 +192,7 @@ def test_a_call_of_a_minute_makes_room() -> None:
     context = Mock(auth_context=dict, write=AsyncMock())
 
     async def serve() -> None:
-        first = asyncio.create_task(StepStream(feed, 8, 5.0).serve(steps_pb2.WatchStepsRequest(), context))
+        first = asyncio.create_task(step_stream.serve(feed, steps_pb2.WatchStepsRequest(), context, 5.0))
         await asyncio.sleep(0)
         with pytest.raises(TooManyWatchers):
             feed.watch()
@@ -247,8 +248,8 @@ async def test_asyncio_clients_watch_too(tmp_path: Path) -> None:
             admin = AsyncAdminClient(client)
             async with contextlib.aclosing(admin.watch_steps(include_state=True)) as watched:
                 entry = await anext(watched)
-                assert entry.state is not None
-                assert entry.state.workers == ()
+                assert entry.HasField("state")
+                assert not entry.state.workers
                 assert s.operations.steps.num_watchers == 1
             await admin.flush_prefix_cache()
             assert s.operations.calls == ["flush"]

@@ -31,7 +31,7 @@ from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_slot import SupervisorLimits
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
-from lineclear.scheduler.steps.step_history import StepHistory
+from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.wire.messages import Hello, Logprobs, Sampling
 
 TESTS = Path(__file__).parents[1]

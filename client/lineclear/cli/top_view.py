@@ -1,18 +1,21 @@
-"""The lines of `lineclear top`: queue, slots, KV blocks and workers, for a terminal of any size."""
+"""What `lineclear top` remembers between two redraws, and its lines for a terminal of any size."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 
 from rich.console import Group
 from rich.text import Text
 
-from lineclear.client import RunningRequest, SchedulerState, WaitingRequest, WatchedWorker
+from lineclear.client.admin_results import seconds_of
+from lineclear.v1 import steps_pb2 as pb
 
-from .top_history import TopHistory
-
+WINDOW_SECONDS = 5.0
+"""Rates are means over the last so many seconds."""
+BINS = 120
+"""Seconds of the curve of tokens per second."""
 FREE, CACHED, USED, SHARED = "·", "░", "█", "▓"
 _STYLES = {FREE: "dim", CACHED: "green", USED: "blue", SHARED: "magenta"}
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -23,6 +26,75 @@ _HEAD_LINES = 4
 _MIN_SLOT_LINES = 4
 _FIGURES = 56
 """Characters behind a progress bar, at most."""
+
+
+class TopHistory:
+    """The last steps and the last state of a server. Times are those of the server; `elapse` moves them on."""
+
+    def __init__(self) -> None:
+        self.state: pb.SchedulerState | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps: deque[pb.StepRecord] = deque()
+        self._bins = Counter[int]()  # tokens of each second
+        self._now_seconds = 0.0
+        self._begun_seconds: float | None = None
+
+    def add(self, watched: pb.WatchStepsResponse) -> None:
+        """Add what the server sent. Begins again if the time is that of another server."""
+        times = [*map(_ended, watched.steps)]
+        if watched.HasField("state"):
+            self.state = watched.state
+            times.append(seconds_of(watched.state.taken_at))
+        if times and max(times) < self._now_seconds - WINDOW_SECONDS:
+            self._begin()
+        if times and self._begun_seconds is None:
+            self._begun_seconds = min(times)
+        for step in watched.steps:
+            self._bins[int(_ended(step))] += _tokens(step)
+        self._steps.extend(watched.steps)
+        self.elapse(max(0.0, max(times, default=0.0) - self._now_seconds))
+
+    def elapse(self, seconds: float) -> None:
+        """Let the time pass in which the server sent nothing: its rates fall to 0."""
+        self._now_seconds += seconds
+        while self._steps and _ended(self._steps[0]) < self._now_seconds - WINDOW_SECONDS:
+            self._steps.popleft()
+        for second in [second for second in self._bins if second < self._now_seconds - BINS - 1]:
+            del self._bins[second]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the sampled tokens per second over the window, or since the first response if that is shorter."""
+        begun = self._now_seconds if self._begun_seconds is None else self._begun_seconds
+        span = min(WINDOW_SECONDS, max(self._now_seconds - begun, 0.1))
+        return sum(map(_tokens, self._steps)) / span
+
+    @property
+    def curve(self) -> Sequence[int]:
+        """Return the tokens of each of the last seconds, oldest first. The running second is left out."""
+        now = int(self._now_seconds)
+        first = min(self._bins, default=now)
+        return [self._bins[second] for second in range(max(first, now - BINS), now)]
+
+    def step_seconds(self, worker: int | None = None) -> float | None:
+        """Return the mean time of the last steps, of one worker or of all; None without steps."""
+        times = [seconds_of(step.step_time) for step in self._steps if worker in (None, step.worker)]
+        return sum(times) / len(times) if times else None
+
+    @property
+    def rows_per_step(self) -> float | None:
+        """Return the mean rows of the last steps; None without steps."""
+        return sum(len(step.rows.slot) for step in self._steps) / len(self._steps) if self._steps else None
+
+
+def _ended(step: pb.StepRecord) -> float:
+    return seconds_of(step.planned_at) + seconds_of(step.total_time)
+
+
+def _tokens(step: pb.StepRecord) -> int:
+    return sum(step.rows.samples)
 
 
 def view(history: TopHistory, target: str, notice: str, width: int, height: int | None) -> Group:
@@ -77,7 +149,7 @@ def _rates(history: TopHistory) -> Text:
     return text
 
 
-def _workers(state: SchedulerState) -> str:
+def _workers(state: pb.SchedulerState) -> str:
     count, wanted = len(state.workers), state.num_workers_wanted
     return f"{count} of {wanted}" if count < wanted else f"{count}"
 
@@ -90,19 +162,20 @@ def _sparkline(values: Sequence[int], width: int) -> str:
     return "".join(_SPARKS[min(len(_SPARKS) - 1, int(value / top * len(_SPARKS)))] for value in shown)
 
 
-def _queue(state: SchedulerState, width: int) -> Text:
+def _queue(state: pb.SchedulerState, width: int) -> Text:
     text = Text.assemble(("queue ", "bold"), f"{state.num_waiting} waiting, {state.num_tokens_waiting} tokens")
     if state.waiting:
         text.append("   next: ", "dim").append(", ".join(map(_waiting, state.waiting[: max(1, width // 24)])))
     return text
 
 
-def _waiting(request: WaitingRequest) -> str:
-    resumes = " again" if request.is_resuming else ""
-    return f"[{request.request}] {request.prompt_tokens}+{request.max_tokens}{resumes} {request.waited_seconds:.1f} s"
+def _waiting(request: pb.WaitingRequest) -> str:
+    again = " again" if request.is_resuming else ""
+    tokens = f"{request.prompt_tokens}+{request.max_tokens}"
+    return f"[{request.request}] {tokens}{again} {seconds_of(request.waited):.1f} s"
 
 
-def _slots(state: SchedulerState, width: int, most: int) -> Iterator[Text]:
+def _slots(state: pb.SchedulerState, width: int, most: int) -> Iterator[Text]:
     """Yield at most `most` lines."""
     slots = sum(worker.num_slots for worker in state.workers)
     yield Text.assemble(
@@ -117,7 +190,7 @@ def _slots(state: SchedulerState, width: int, most: int) -> Iterator[Text]:
         yield Text(f"  and {len(in_order) - len(shown)} more", style="dim")
 
 
-def _slot(request: RunningRequest, names_worker: bool, width: int) -> Text:
+def _slot(request: pb.RunningRequest, names_worker: bool, width: int) -> Text:
     name = f"  worker {request.worker} slot {request.slot:3} " if names_worker else f"  slot {request.slot:3} "
     done = max(0, request.position - request.prompt_tokens + 1)
     figures = f" {done}/{request.max_tokens} tokens, prompt {request.prompt_tokens}"
@@ -136,7 +209,7 @@ def _slot(request: RunningRequest, names_worker: bool, width: int) -> Text:
     )  # fmt: skip
 
 
-def _worker(history: TopHistory, worker: WatchedWorker) -> Iterator[Text]:
+def _worker(history: TopHistory, worker: pb.WatchedWorker) -> Iterator[Text]:
     free = worker.num_blocks - worker.blocks_used - worker.blocks_cached
     seconds = history.step_seconds(worker.worker)
     step = "" if seconds is None else f", {seconds * 1000:.1f} ms a step"
@@ -150,7 +223,7 @@ def _worker(history: TopHistory, worker: WatchedWorker) -> Iterator[Text]:
     yield text
 
 
-def _block_map(worker: WatchedWorker, width: int, most_lines: int) -> list[Text]:
+def _block_map(worker: pb.WatchedWorker, width: int, most_lines: int) -> list[Text]:
     """Return the map, several blocks in a cell if there are too many. A cell shows its most common state but free."""
     blocks = worker.block_map
     if not blocks:

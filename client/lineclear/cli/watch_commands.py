@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import signal
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from google.protobuf import json_format
 from rich.console import Console
 
-from lineclear.client import StepRecord, WatchedSteps
+from lineclear.client import StepRow, step_rows
+from lineclear.client.admin_results import seconds_of
 from lineclear.errors import LineclearError
 from lineclear.exit_codes import ExitCode
-from lineclear.render.attention_mask import mask_svg
+from lineclear.render.attention_mask import mask_svg, mask_text
+from lineclear.render.chrome_trace import json_chunks
+from lineclear.render.timeline import panels
+from lineclear.render.timeline_svg import timeline_svg
+from lineclear.v1 import steps_pb2 as pb
 
-from . import output, top, trace_file
+from . import output, top
 from .command_runner import command
 from .options import Connection, Json
-from .step_feed import StepFeed
-from .step_text import step_text
+from .step_reader import StepReader
 
-ADMIN = "--target is the admin address of the server (--admin-listen)."
 _ANSWER_SECONDS = 10.0
 _WHOLE_HISTORY = 1_000_000
+_MAX_SVG_STEPS = 2000
+"""Steps of an SVG timeline; of more, a step is narrower than half a pixel."""
 
 
 @command(name="top", epilog="Example: lineclear top --target 127.0.0.1:50052")
@@ -75,11 +79,10 @@ def record_trace(
         raise typer.BadParameter("ends with .json or .svg", param_hint="--output")
     if not output_file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {output_file.parent}", param_hint="--output")
-    most = trace_file.MAX_SVG_STEPS if output_file.suffix == ".svg" else None
-    with StepFeed(connection.client, retries=False, history=history, include_state=True) as feed:
-        recording = trace_file.Recording(feed, seconds, most)
-        with _on_signal(recording.stop):
-            trace_file.write(output_file, recording)
+    most = _MAX_SVG_STEPS if output_file.suffix == ".svg" else None
+    with StepReader(connection.client, history=history, include_state=True) as reader, reader.on_signals():
+        recording = _Recording(reader, seconds, most)
+        _write(output_file, iter(recording))
     if recording.ended_by:
         output.print_stderr(f"the recording ended early: {recording.ended_by}", "yellow")
     if recording.num_skipped:
@@ -89,6 +92,48 @@ def record_trace(
         raise typer.Exit(ExitCode.NEGATIVE)
     workers = len(recording.workers)
     output.show(f"{recording.num_steps} steps of {workers} worker{'s' * (workers > 1)} in {output_file}\n")
+
+
+def _write(path: Path, steps: Iterator[pb.StepRecord]) -> None:
+    """Write the file by its suffix. A .json file grows. Without a step no file is written, and none is replaced."""
+    first = next(steps, None)
+    if first is not None and path.suffix == ".svg":
+        path.write_text(timeline_svg(panels([first, *steps])), encoding="utf-8")
+    elif first is not None:
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(json_chunks(itertools.chain([first], steps)))
+
+
+class _Recording:
+    """The steps of a running server, until `seconds` have passed or a signal. Iterate once."""
+
+    def __init__(self, reader: StepReader, seconds: float | None, most_steps: int | None) -> None:
+        self.num_steps = self.num_skipped = 0
+        self.workers: set[int] = set()
+        self.ended_by = ""
+        """Why the recording is shorter than asked; empty if it is not."""
+        self._reader, self._seconds, self._most_steps = reader, seconds, most_steps
+
+    def __iter__(self) -> Iterator[pb.StepRecord]:
+        """Yield each step. A server that stops after its first response ends the recording without an error."""
+        has_answered = False
+        try:
+            for response in self._reader.responses(self._seconds):
+                has_answered = True
+                self.num_skipped += response.skipped
+                for step in response.steps:
+                    if self.num_steps == self._most_steps:
+                        self.ended_by = f"{self._most_steps} steps are the most for an SVG; a .json file takes more"
+                        return
+                    self.num_steps += 1
+                    self.workers.add(step.worker)
+                    yield step
+        except LineclearError as error:
+            if not has_answered:
+                raise
+            self.ended_by = str(error)
+        if self._reader.has_ended:
+            self.ended_by = "the server has stopped"
 
 
 @command(name="explain", epilog="Example: lineclear explain --target 127.0.0.1:50052")
@@ -107,43 +152,29 @@ def explain_step(
 
     --target is the admin address of the server.
     """
-    watched = _history(connection)
+    limit = connection.timeout_seconds or _ANSWER_SECONDS
+    with StepReader(connection.client, history=_WHOLE_HISTORY, include_state=True) as reader:
+        watched = next(reader.responses(limit), None)
+    if watched is None:
+        output.print_stderr(f"no answer within {limit:g} s", "bold red")
+        raise typer.Exit(ExitCode.NEGATIVE)
     found = _choose(watched.steps, step, worker)
+    rows = step_rows(found)
     if svg is not None:
         title = f"Attention mask of step {found.step} of worker {found.worker}: one packed row, no padding"
-        svg.write_text(mask_svg(found.rows, title), encoding="utf-8")
+        svg.write_text(mask_svg(rows, title), encoding="utf-8")
     if json_lines:
-        plain = dataclasses.asdict(found)
-        del plain["planned_at"]
-        output.show_json(plain)
+        output.show_json(
+            json_format.MessageToDict(
+                found, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            )
+        )
         return
-    sizes = {w.worker: w.block_size for w in watched.state.workers} if watched.state else {}
-    output.show(step_text(found, sizes.get(found.worker), Console().width))
+    sizes = {w.worker: w.block_size for w in watched.state.workers}
+    output.show(_step_text(found, rows, sizes.get(found.worker), Console().width))
 
 
-@contextlib.contextmanager
-def _on_signal(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on Ctrl-C and SIGTERM, instead of an end in the middle of a write."""
-    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _history(connection: Connection) -> WatchedSteps:
-    """Return the kept steps. Raises LineclearError."""
-    seconds = connection.timeout_seconds or _ANSWER_SECONDS
-    with StepFeed(connection.client, retries=False, history=_WHOLE_HISTORY, include_state=True) as feed:
-        item = feed.get(seconds)
-    if item is None or isinstance(item, LineclearError):
-        output.print_stderr(f"no answer within {seconds:g} s", "bold red")
-        raise typer.Exit(ExitCode.NEGATIVE)
-    return item
-
-
-def _choose(steps: tuple[StepRecord, ...], number: int | None, worker: int | None) -> StepRecord:
+def _choose(steps: Sequence[pb.StepRecord], number: int | None, worker: int | None) -> pb.StepRecord:
     """Return the last step that matches. Raises typer.Exit."""
     of_worker = [step for step in steps if worker in (None, step.worker)]
     matching = [step for step in of_worker if number in (None, step.step)]
@@ -158,3 +189,51 @@ def _choose(steps: tuple[StepRecord, ...], number: int | None, worker: int | Non
         kept = [step.step for step in of_worker]
         output.print_stderr(f"step {number} is not kept; there are steps {min(kept)} to {max(kept)}", "yellow")
     raise typer.Exit(ExitCode.NEGATIVE)
+
+
+def _step_text(record: pb.StepRecord, rows: Sequence[StepRow], block_size: int | None, width: int) -> str:
+    """Return the step in words. `block_size`: positions of a KV block; None if unknown."""
+    queries = sum(record.rows.num_tokens)
+    milliseconds = seconds_of(record.step_time) * 1000
+    lines = [
+        f"Step {record.step} of worker {record.worker}, {milliseconds:.2f} ms: {queries} queries of"
+        f" {len(rows)} requests in one packed row, no padding",
+        "",
+        *_table(rows, block_size),
+        "",
+        *_changes(record),
+        "",
+        "Which query attends to which key:",
+        "",
+    ]
+    return "\n".join(lines) + "\n" + mask_text(rows, width)
+
+
+def _table(rows: Sequence[StepRow], block_size: int | None) -> Iterator[str]:
+    yield "packed row  slot  request    kind       positions    cached  KV blocks  samples"
+    begin = 0
+    for row in rows:
+        packed = _span(begin, row.num_tokens)
+        positions = _span(row.start, row.num_tokens)
+        blocks = "-" if block_size is None else str(-(-(row.start + row.num_tokens) // block_size))
+        request = f"[{row.request}]"
+        yield (
+            f"{packed:<10}  {row.slot:4}  {request:<9}  {row.kind:<9}  {positions:<11}  {row.cached_tokens:6}"
+            f"  {blocks:>9}  {'a token' if row.samples else '-'}"
+        )
+        begin += row.num_tokens
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def _changes(record: pb.StepRecord) -> Iterator[str]:
+    for what, requests in (("started", record.started), ("ended", record.ended), ("preempted", record.preempted)):
+        if requests:
+            yield f"{what}: {', '.join(f'[{request}]' for request in requests)}"
+    free = record.num_blocks - record.blocks_used - record.blocks_cached
+    yield (
+        f"after it: {record.num_running} of {record.num_slots} slots in use, {record.num_waiting} requests waiting;"
+        f" KV blocks: {record.blocks_used} in use, {record.blocks_cached} cached, {free} free"
+    )

@@ -24,6 +24,7 @@ from ._sync.answer_stream import Stream
 from ._sync.batch_workers import BatchResults
 from ._sync.client import Client, Submitted
 from ._sync.request_manager import RequestManager
+from .admin_results import StepRow, step_rows
 from .chat_messages import ChatMessage, ToolCall, ToolCallDelta
 from .futures import AnswerFuture, AsyncAnswerFuture
 from .local_server import LocalServer, ServerStartError
@@ -47,16 +48,6 @@ from .results import (
     Usage,
 )
 from .retry import RetryPolicy
-from .step_record import (
-    RowKind,
-    RunningRequest,
-    SchedulerState,
-    StepRecord,
-    StepRow,
-    WaitingRequest,
-    WatchedSteps,
-    WatchedWorker,
-)
 from .submitted import SubmittedStatus
 
 __version__ = installed_version()
@@ -92,15 +83,11 @@ __all__ = [
     "Request",
     "RequestManager",
     "RetryPolicy",
-    "RowKind",
-    "RunningRequest",
     "Sampling",
-    "SchedulerState",
     "Scores",
     "ServerStartError",
     "Started",
     "Stats",
-    "StepRecord",
     "StepRow",
     "Stream",
     "Submitted",
@@ -111,8 +98,6 @@ __all__ = [
     "ToolCallDelta",
     "TopLogprob",
     "Usage",
-    "WaitingRequest",
-    "WatchedSteps",
-    "WatchedWorker",
     "__version__",
+    "step_rows",
 ]

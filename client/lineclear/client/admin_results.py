@@ -1,4 +1,4 @@
-"""What the admin calls send and return, beside `step_record`."""
+"""What the admin calls send and return, and the rows of a step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import difflib
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from google.protobuf.duration_pb2 import Duration
+
 from lineclear.errors import InvalidRequest
 from lineclear.v1 import admin_pb2 as pb
+from lineclear.v1 import steps_pb2
 
 from .message_fields import set_given
 
@@ -37,6 +40,36 @@ class LoadedAdapter(NamedTuple):
     requests_in_progress: int
     warning: str = ""
     """Why its answers may be wrong: it was made for another model than the served one."""
+
+
+class StepRow(NamedTuple):
+    """A row of a step: positions [start, start + num_tokens) of a request. The columns of StepRows in steps.proto."""
+
+    slot: int
+    request: int
+    start: int
+    num_tokens: int
+    cached_tokens: int
+    kind: str
+    """"prefill", "decode" or "recompute". A kind newer than this client counts as "prefill"."""
+    samples: bool
+
+
+_KINDS = {steps_pb2.ROW_KIND_DECODE: "decode", steps_pb2.ROW_KIND_RECOMPUTE: "recompute"}
+
+
+def step_rows(step: steps_pb2.StepRecord) -> list[StepRow]:
+    """Return the rows of a step of `AdminClient.watch_steps`, one by one."""
+    rows = step.rows
+    kinds = (_KINDS.get(kind, "prefill") for kind in rows.kind)
+    return [
+        *map(StepRow, rows.slot, rows.request, rows.start, rows.num_tokens, rows.cached_tokens, kinds, rows.samples)
+    ]
+
+
+def seconds_of(duration: Duration) -> float:
+    """Return a time of a message."""
+    return duration.ToNanoseconds() / 1e9
 
 
 def adapter_of(message: pb.LoadedAdapter) -> LoadedAdapter:

@@ -10,7 +10,9 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lineclear.client import StepRecord
+from lineclear.client import StepRow, step_rows
+from lineclear.client.admin_results import seconds_of
+from lineclear.v1 import steps_pb2 as pb
 
 _STEPS_THREAD = 0
 """The thread of whole steps; slot N is thread N + 1."""
@@ -25,10 +27,11 @@ class ChromeTrace:
         self._slots: dict[tuple[int, int], int] = {}
         self._ends: dict[int, int] = {}
 
-    def events(self, record: StepRecord) -> Iterator[dict[str, Any]]:
+    def events(self, record: pb.StepRecord) -> Iterator[dict[str, Any]]:
         """Return the events of a step. Times count from the begin of the first."""
-        end_seconds = record.time_seconds + (record.total_seconds or record.seconds)
-        begin_seconds = end_seconds - record.seconds
+        rows = step_rows(record)
+        end_seconds = seconds_of(record.planned_at) + seconds_of(record.total_time)
+        begin_seconds = end_seconds - seconds_of(record.step_time)
         if self._begun_seconds is None:
             self._begun_seconds = begin_seconds
         # A plan waits behind the step before it, so a step is placed by its end. Slices of a slot must not overlap.
@@ -37,10 +40,10 @@ class ChromeTrace:
         self._ends[record.worker] = max(begin, end)
         duration = self._ends[record.worker] - begin
         pid = record.worker
-        yield from self._names(record)
-        tokens = sum(row.num_tokens for row in record.rows)
-        yield _slice(f"step {record.step}", pid, _STEPS_THREAD, begin, duration, rows=len(record.rows), tokens=tokens)
-        for row in record.rows:
+        yield from self._names(pid, rows)
+        tokens = sum(record.rows.num_tokens)
+        yield _slice(f"step {record.step}", pid, _STEPS_THREAD, begin, duration, rows=len(rows), tokens=tokens)
+        for row in rows:
             self._slots[pid, row.request] = row.slot
             name = f"[{row.request}] {row.kind}" + (f" {row.num_tokens}" if row.num_tokens > 1 else "")
             yield _slice(
@@ -54,22 +57,22 @@ class ChromeTrace:
                     instant = {"name": f"[{request}] {what}", "ph": "i", "s": "t", "ts": begin + duration}
                     yield instant | {"pid": pid, "tid": slot + 1}
         counters = {
-            "requests": {"running": len(record.rows), "waiting": record.num_waiting},
+            "requests": {"running": len(rows), "waiting": record.num_waiting},
             "KV blocks": {"used": record.blocks_used, "cached": record.blocks_cached},
         }
         for name, values in counters.items():
             yield {"name": name, "ph": "C", "pid": pid, "ts": begin, "args": values}
 
-    def _names(self, record: StepRecord) -> Iterator[dict[str, Any]]:
-        threads = {_STEPS_THREAD: "steps"} | {row.slot + 1: f"slot {row.slot}" for row in record.rows}
+    def _names(self, worker: int, rows: Iterable[StepRow]) -> Iterator[dict[str, Any]]:
+        threads = {_STEPS_THREAD: "steps"} | {row.slot + 1: f"slot {row.slot}" for row in rows}
         for tid, name in threads.items():
-            if (record.worker, tid) in self._named:
+            if (worker, tid) in self._named:
                 continue
-            self._named.add((record.worker, tid))
+            self._named.add((worker, tid))
             if tid == _STEPS_THREAD:
-                yield _metadata("process_name", record.worker, tid, name=f"worker {record.worker}")
-            yield _metadata("thread_name", record.worker, tid, name=name)
-            yield _metadata("thread_sort_index", record.worker, tid, sort_index=tid)
+                yield _metadata("process_name", worker, tid, name=f"worker {worker}")
+            yield _metadata("thread_name", worker, tid, name=name)
+            yield _metadata("thread_sort_index", worker, tid, sort_index=tid)
 
 
 def _metadata(what: str, pid: int, tid: int, **arguments: str | int) -> dict[str, Any]:
@@ -80,7 +83,7 @@ def _slice(name: str, pid: int, tid: int, begin: int, duration: int, **arguments
     return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": begin, "dur": duration, "args": arguments}
 
 
-def json_chunks(records: Iterable[StepRecord]) -> Iterator[str]:
+def json_chunks(records: Iterable[pb.StepRecord]) -> Iterator[str]:
     """Return the file in pieces: a JSON array with an event a line. Viewers also open it without its last bracket."""
     trace, separator = ChromeTrace(), "[\n"
     for record in records:

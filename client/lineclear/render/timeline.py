@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from lineclear.client import RowKind, StepRecord, StepRow
+from lineclear.client import StepRow, step_rows
+from lineclear.client.admin_results import seconds_of
+from lineclear.v1 import steps_pb2 as pb
 
 
 class Mark(StrEnum):
@@ -73,44 +75,30 @@ class Panel:
     def marks(self) -> frozenset[Mark]:
         """Return the marks in use, for the legend."""
         lower = {segment.lower for segment in self.segments if segment.lower_share}
-        idle = {Mark.IDLE} if self.num_cells < self.columns * len(self.lanes) else set()
+        num_cells = sum(segment.end - segment.start for segment in self.segments)
+        idle = {Mark.IDLE} if num_cells < self.columns * len(self.lanes) else set()
         return frozenset({s.mark for s in self.segments} | {t.mark for t in self.ticks} | lower | idle)
 
-    @property
-    def num_cells(self) -> int:
-        """Return the number of cells that are not idle."""
-        return sum(segment.end - segment.start for segment in self.segments)
 
-    @property
-    def used_share(self) -> float:
-        """Return the share of cells that compute a request, neither idle nor padding."""
-        padding = sum(s.end - s.start for s in self.segments if s.mark is Mark.PADDING)
-        return (self.num_cells - padding) / max(1, self.columns * len(self.lanes))
-
-
-_MARKS = {RowKind.PREFILL: Mark.PREFILL, RowKind.DECODE: Mark.DECODE, RowKind.RECOMPUTE: Mark.RECOMPUTE}
-
-
-def panels(records: Iterable[StepRecord]) -> list[Panel]:
+def panels(records: Iterable[pb.StepRecord]) -> list[Panel]:
     """Return a panel for each worker, in order of its first step. A missing step leaves its column empty."""
-    workers: dict[tuple[int, int], list[StepRecord]] = {}
+    workers: dict[tuple[int, int], list[pb.StepRecord]] = {}
     for record in records:
         workers.setdefault((record.worker, record.epoch), []).append(record)
     return [_panel(worker, sorted(steps, key=lambda record: record.step)) for (worker, _), steps in workers.items()]
 
 
-def _panel(worker: int, steps: Sequence[StepRecord]) -> Panel:
+def _panel(worker: int, steps: Sequence[pb.StepRecord]) -> Panel:
     first, last = steps[0], steps[-1]
     columns = last.step - first.step + 1
-    num_slots = max(record.num_slots for record in steps)
-    num_slots = max(num_slots, 1 + max((row.slot for record in steps for row in record.rows), default=0))
+    num_slots = max(n for record in steps for n in (record.num_slots, *(slot + 1 for slot in record.rows.slot)))
     segments: list[Segment] = []
     ticks: list[Tick] = []
     open_segments: dict[int, Segment] = {}
     lanes: dict[int, int] = {}
     for record in steps:
         column = record.step - first.step
-        for row in record.rows:
+        for row in step_rows(record):
             lanes[row.request] = row.slot
             before = open_segments.get(row.slot)
             if before is not None and _continues(before, row, column):
@@ -119,12 +107,12 @@ def _panel(worker: int, steps: Sequence[StepRecord]) -> Panel:
             if before is not None:
                 segments.append(before)
             open_segments[row.slot] = Segment(
-                row.slot, column, column + 1, _MARKS[row.kind], row.request, lower_share=_cached_share(row)
+                row.slot, column, column + 1, Mark(row.kind), row.request, lower_share=_cached_share(row)
             )
         for mark, requests in ((Mark.END, record.ended), (Mark.PREEMPTED, record.preempted)):
             ticks += (Tick(lanes[request], column, mark) for request in requests if request in lanes)
     segments += open_segments.values()
-    span = last.time_seconds + last.seconds - first.time_seconds
+    span = seconds_of(last.planned_at) + seconds_of(last.step_time) - seconds_of(first.planned_at)
     return Panel(
         title=f"worker {worker}",
         subtitle=f"steps {first.step} to {last.step}, {span:.2f} s",
@@ -137,7 +125,7 @@ def _panel(worker: int, steps: Sequence[StepRecord]) -> Panel:
 
 
 def _continues(before: Segment, row: StepRow, column: int) -> bool:
-    same = before.request == row.request and before.mark is _MARKS[row.kind] and before.end == column
+    same = before.request == row.request and before.mark is Mark(row.kind) and before.end == column
     return same and before.lower_share == _cached_share(row)
 
 

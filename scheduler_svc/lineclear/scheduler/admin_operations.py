@@ -11,10 +11,10 @@ from lineclear.process import logging_setup
 from lineclear.scheduler.engine.engine import Engine
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
+from lineclear.scheduler.observe.step_feed import StepFeed
 from lineclear.scheduler.requests.settings_limits import core_limits
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.shutdown import ShutdownController
-from lineclear.scheduler.steps.step_feed import StepFeed
 
 _RECORDING_SECONDS = 10.0
 

@@ -35,6 +35,8 @@ from lineclear.scheduler.grpc_api.error_interceptor import incident
 from lineclear.scheduler.grpc_api.inference_service import InferenceService, shutdown_interrupted
 from lineclear.scheduler.grpc_api.server import Server
 from lineclear.scheduler.metrics_server import MetricsServer
+from lineclear.scheduler.observe.step_feed import StepFeed
+from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.scheduler.requests import settings_limits
 from lineclear.scheduler.security.reloading_file import ReloadingFile
 from lineclear.scheduler.security.tls import ServerCertificates
@@ -43,8 +45,6 @@ from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.shutdown import ShutdownController
 from lineclear.scheduler.stall_watchdog import Watchdog
 from lineclear.scheduler.status_page.status_server import StatusServer
-from lineclear.scheduler.steps.step_feed import StepFeed
-from lineclear.scheduler.steps.step_history import StepHistory
 from lineclear.scheduler.text.text_files import read_text_files
 from lineclear.wire.messages import Hello
 
@@ -186,7 +186,6 @@ async def _status_server(
         steps,
         tokens,
         settings.max_step_watchers,
-        settings.step_history,
         certificates.context if certificates else None,
     )
     if certificates is None and not is_local(settings.status_listen):

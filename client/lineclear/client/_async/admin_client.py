@@ -16,12 +16,12 @@ from ..admin_results import (
     LogLevel,
     adapter_of,
     scheduling_values,
+    seconds_of,
     update_scheduling_request,
 )
 from ..message_fields import filled, seconds
 from ..requests import UNSET
 from ..retry import MAX_TIMEOUT_SECONDS
-from ..step_record import WatchedSteps, watched_steps
 from .client import AsyncClient
 
 
@@ -34,7 +34,7 @@ class AsyncAdminClient:
     async def drain(self) -> DrainStatus:
         """Start a graceful shutdown, as SIGTERM does. A repeated call returns the current state."""
         answer = await self._client._unary(rpc_methods.DRAIN, pb.DrainRequest(), UNSET)
-        return DrainStatus(answer.requests_in_progress, answer.time_remaining.ToNanoseconds() / 1e9)
+        return DrainStatus(answer.requests_in_progress, seconds_of(answer.time_remaining))
 
     async def dump_recording(self) -> str:
         """Write the flight recording and return the path of the file on the machine of the server."""
@@ -96,13 +96,14 @@ class AsyncAdminClient:
         min_interval_seconds: float = 0.1,
         include_state: bool = False,
         include_block_map: bool = False,
-    ) -> AsyncGenerator[WatchedSteps, None]:
+    ) -> AsyncGenerator[steps_pb2.WatchStepsResponse, None]:
         """Yield the executed steps of all workers, until the server stops or the loop ends.
 
-        Begins with up to `history` steps before the call. At most one item in each interval; a loop that is slower than
-        the server misses steps, which `skipped` counts. Items that change the state have it, on request: queue, running
-        requests and workers, with `include_block_map` also each KV block. Wrap the generator in `contextlib.aclosing`
-        where the loop may end early.
+        Items are messages of steps.proto; `step_rows` returns the rows of a step. Begins with up to `history` steps
+        before the call. At most one item in each interval; a loop that is slower than the server misses steps, which
+        `skipped` counts. Items that change the state have it, on request: queue, running requests and workers, with
+        `include_block_map` also each KV block. Wrap the generator in `contextlib.aclosing` where the loop may end
+        early.
         """
         request = filled(
             steps_pb2.WatchStepsRequest(),
@@ -118,7 +119,7 @@ class AsyncAdminClient:
         )
         try:
             while True:
-                yield watched_steps(await call.__anext__())
+                yield await call.__anext__()
         except StopAsyncIteration:
             return
         finally:

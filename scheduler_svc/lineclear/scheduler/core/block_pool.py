@@ -237,9 +237,12 @@ class BlockPool:
         """Return whether the block has no reference."""
         return self._references[block] == 0
 
-    def reference_counts(self) -> tuple[int, ...]:
-        """Return a copy of the reference counts, by block."""
-        return tuple(self._references)
+    def reference_counts(self) -> bytes:
+        """Return the reference counts by block, 255 for more."""
+        try:
+            return bytes(self._references)
+        except ValueError:
+            return bytes(min(count, 255) for count in self._references)
 
     def cached_blocks(self) -> tuple[int, ...]:
         """Return the free blocks that keep a prefix."""

@@ -24,7 +24,7 @@ from lineclear.errors import (
     QueueFull,
     ServerDraining,
 )
-from lineclear.scheduler.core import limits, views
+from lineclear.scheduler.core import limits
 from lineclear.scheduler.core.block_pool import BlockHash, BlockHasher
 from lineclear.scheduler.core.draft_history import DraftHistory
 from lineclear.scheduler.core.events import Admitted, Event, FinishReason, QueuePosition, WorkerJoined, WorkerLost
@@ -411,17 +411,10 @@ class Scheduler:
             predicted_wait_seconds=None if now is None else queue_position(state, LAST, now).seconds,
         )
 
-    def planned_chunks(self, epoch: int) -> list[views.PlannedChunk]:
-        """Return the request of each chunk of a worker's newest plan in flight, in the plan's order."""
-        return views.planned_chunks(self._state.workers[epoch].inflight[-1])
-
-    def occupancy(self, epoch: int) -> views.Occupancy:
-        """Return the queue's length, and the running requests and blocks of a joined worker."""
-        return views.occupancy(self._state, self._state.workers[epoch])
-
-    def view(self) -> views.CoreView:
-        """Return a copy of queue, slots and blocks: about a microsecond for each running request and 100 blocks."""
-        return views.core_view(self._state)
+    @property
+    def state(self) -> SharedState:
+        """Queues, workers and counters, for observers on the caller's thread. They change nothing."""
+        return self._state
 
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache of every worker."""

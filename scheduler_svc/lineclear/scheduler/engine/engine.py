@@ -42,8 +42,8 @@ from lineclear.scheduler.engine.worker_process import loss_by_exit
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
 from lineclear.scheduler.engine.worker_session import WorkerSession
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
-from lineclear.scheduler.steps.scheduler_state import NumberedWorker, SchedulerState
-from lineclear.scheduler.steps.step_history import StepHistory
+from lineclear.scheduler.observe.scheduler_state import TakenState, take_state
+from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.wire.messages import Hello, LogLevel, StepPlan, StepResult
 
 log = structlog.get_logger()
@@ -351,7 +351,7 @@ class Engine:
     def _note_plan(self, plan: StepPlan, events: list[Event], now: float) -> None:
         planning = self._core.drain_events()
         events += planning
-        self._steps.planned(plan, self._core.planned_chunks(plan.epoch) if plan.chunks else (), planning, now)
+        self._steps.planned(plan, self._core.state, planning, now)
 
     def _apply(self, result: StepResult, events: list[Event], now: float) -> None:
         worker = self._workers[result.epoch]
@@ -365,8 +365,7 @@ class Engine:
         self._counters.apply_seconds += time.perf_counter() - begin
         self._checks.result_applied()
         timing = worker.result_applied(result, now)
-        occupancy = self._core.occupancy(result.epoch)
-        self._steps.executed(result.epoch, result.step_seconds, timing.time.total_seconds, occupancy, found)
+        self._steps.executed(result.epoch, result.step_seconds, timing.time.total_seconds, self._core.state, found)
         self._changes.report_progress(worker, now)
         if timing.is_slow:
             self._on_anomaly(f"step {result.step} was slow")
@@ -379,11 +378,9 @@ class Engine:
         for worker in self._workers.joined:
             self._changes.report_progress(worker, now)
 
-    def take_state(self) -> SchedulerState:
+    def take_state(self) -> TakenState:
         """Return the state of the scheduler now. On the engine's thread: see `call_on_engine_thread`."""
-        core = self._core.view()
-        workers = tuple(NumberedWorker(self._steps.index_of(worker.epoch), worker) for worker in core.workers)
-        return SchedulerState(self._clock(), core, workers, self._supervisor.num_wanted)
+        return take_state(self._core.state, self._steps.worker_indices, self._clock(), self._supervisor.num_wanted)
 
     # --- statistics -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from lineclear.scheduler.engine.worker_events import Change, Joined, JoinRefused
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
 from lineclear.scheduler.engine.worker_session import WorkerSession
-from lineclear.scheduler.steps.step_history import StepHistory
+from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.wire.messages import (
     AdapterLoaded,
     Goodbye,

@@ -9,13 +9,13 @@ import grpc.aio
 import structlog
 
 from lineclear.errors import InvalidRequest
+from lineclear.scheduler.grpc_api import step_stream
 from lineclear.scheduler.grpc_api.inference_service import InferenceService
-from lineclear.scheduler.grpc_api.step_stream import StepStream
+from lineclear.scheduler.observe.step_feed import StepFeed
 from lineclear.scheduler.requests import scheduling
 from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.scheduler.steps.step_feed import StepFeed
 from lineclear.v1 import admin_pb2 as pb
 from lineclear.v1 import admin_pb2_grpc, steps_pb2
 
@@ -78,8 +78,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def attach(self, operations: OperationsApi) -> None:
         """Connect the operations. Called once, before the first call."""
         self._operations = operations
-        settings = self._settings
-        self._steps = StepStream(operations.steps, settings.step_history, settings.stall_timeout_seconds)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Start a graceful shutdown. Return the remaining requests and time."""
@@ -123,7 +121,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> None:
         """Stream the executed steps until the server stops."""
         _log_call("watch_steps", context)
-        await self._steps.serve(request, context)
+        await step_stream.serve(self._operations.steps, request, context, self._settings.stall_timeout_seconds)
 
     async def GetScheduling(self, request: pb.GetSchedulingRequest, context: Context) -> pb.GetSchedulingResponse:
         """Return the scheduling settings in force."""

@@ -7,7 +7,9 @@ name this machine are answered, so that a foreign page cannot read the steps thr
 
 from __future__ import annotations
 
+import base64
 import ipaddress
+import json
 import re
 import ssl
 import time
@@ -17,15 +19,17 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import structlog
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from lineclear.errors import TooManyWatchers
 from lineclear.process.logging_setup import should_log
 from lineclear.scheduler.http_listener import SOCKET_KEY, HttpListener
+from lineclear.scheduler.observe.scheduler_state import TakenState
+from lineclear.scheduler.observe.step_feed import StepFeed, StepWatcher
 from lineclear.scheduler.security.reloading_file import ReloadingFile
 from lineclear.scheduler.security.token_file import TokenTable
-from lineclear.scheduler.status_page.step_json import StepTexts, state_text
-from lineclear.scheduler.steps.scheduler_state import SchedulerState
-from lineclear.scheduler.steps.step_feed import StepFeed, StepWatcher
 
 log = structlog.get_logger()
 
@@ -61,7 +65,6 @@ class StatusServer(HttpListener):
         steps: StepFeed,
         tokens: ReloadingFile[TokenTable] | None,
         max_streams: int,
-        history: int,
         tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         """Listen on `address`, a host:port. Raises ConfigurationError if that fails."""
@@ -69,7 +72,6 @@ class StatusServer(HttpListener):
         self.url = f"{'https' if tls else 'http'}://{self.address}/status"
         self.num_rejected = 0
         self._steps, self._tokens = steps, tokens
-        self._texts = StepTexts(history)
         self._files = {path: ((_STATIC / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
         self.serve(self._answer)
 
@@ -109,30 +111,22 @@ class StatusServer(HttpListener):
         return _Closing(self._events(watcher, lambda: self._caller(environ) == name), watcher)
 
     def _events(self, watcher: StepWatcher, is_allowed: Callable[[], bool]) -> Iterator[bytes]:
-        sent: SchedulerState | None = None
         sent_at = time.monotonic()
         while not self._steps.is_closed and is_allowed():
             if watcher.is_replaced:
                 return  # the page connects again
-            steps, skipped = watcher.read()
-            state = self._state()
-            fields = []
-            if steps or skipped:
-                fields.append(f'"steps":[{",".join(map(self._texts.of, steps))}],"skipped":{skipped}')
-            if state is not None and not state.equals(sent):
-                fields.append(f'"state":{state_text(state)}')
-                sent = state
-            if fields:
-                yield f"data:{{{','.join(fields)}}}\n\n".encode()
+            response = watcher.read(self._state(), block_maps=True)
+            if response.ByteSize():
+                yield b"data:" + json.dumps(response, default=_plain, separators=(",", ":")).encode() + b"\n\n"
                 sent_at = time.monotonic()
             elif time.monotonic() - sent_at > _KEEP_ALIVE_SECONDS:
                 yield b":\n\n"
                 sent_at = time.monotonic()
-            if not watcher.has_more or not steps:
+            if not watcher.has_more or not response.steps:
                 self._steps.sleep(_INTERVAL_SECONDS)
         yield b"event:end\ndata:{}\n\n"
 
-    def _state(self) -> SchedulerState | None:
+    def _state(self) -> TakenState | None:
         """Return the state, or None while the engine is too busy to take it."""
         try:
             return self._steps.state().result(_STATE_SECONDS)
@@ -166,6 +160,16 @@ class _Closing:
     def close(self) -> None:
         """Free the watcher's place."""
         self._watcher.__exit__()
+
+
+def _plain(value: Any) -> Any:
+    """Return a message, or a part of one that JSON lacks, as JSON has it. Times are seconds."""
+    if isinstance(value, Duration | Timestamp):
+        return value.ToNanoseconds() / 1e9
+    if isinstance(value, Message):
+        fields = value.DESCRIPTOR.fields
+        return {f.name: getattr(value, f.name) for f in fields if not f.has_presence or value.HasField(f.name)}
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else list(value)
 
 
 def _refuse(start_response: StartResponse, status: str, message: str) -> Iterable[bytes]:

@@ -1,7 +1,7 @@
 "use strict";
 // Canvas drawings of the status page, from data and the colours of the style sheet.
 
-const KIND_COLOURS = { p: "prefill", d: "decode", r: "recompute" };
+const KINDS = ["prefill", "prefill", "decode", "recompute"]; // by the numbers of RowKind in steps.proto, and colours
 const COLOURS = ["fore", "dim", "prefill", "decode", "recompute", "cached", "preempted", "idle", "free", "shared", "used",
   "earlier", "new"];
 let palette = {};
@@ -41,7 +41,7 @@ function legend(element, entries) {
 function drawTimeline(canvas, steps, chosen, columns) {
   const shown = steps.slice(-columns);
   // After max_batch_size is lowered, a request may still have a slot beyond it.
-  const slots = Math.max(1, ...shown.flatMap((step) => [step.slots, ...step.slot.map((slot) => slot + 1)]));
+  const slots = Math.max(1, ...shown.flatMap((step) => [step.num_slots, ...step.rows.slot.map((slot) => slot + 1)]));
   const cell = Math.max(3, Math.min(16, Math.floor(320 / slots)));
   const label = 30;
   const { pen, width } = prepared(canvas, slots * cell + 4);
@@ -53,13 +53,14 @@ function drawTimeline(canvas, steps, chosen, columns) {
   const gap = cell > 5 ? 1 : 0;
   shown.forEach((record, column) => {
     const x = left + column * step;
-    record.slot.forEach((slot, row) => {
-      slotOf.set(record.request[row], slot);
+    const rows = record.rows;
+    rows.slot.forEach((slot, row) => {
+      slotOf.set(rows.request[row], slot);
       const y = 2 + slot * cell;
-      pen.fillStyle = colour(KIND_COLOURS[record.kind[row]]);
+      pen.fillStyle = colour(KINDS[rows.kind[row]]);
       pen.fillRect(x, y, step - (step > 4 ? 1 : 0), cell - gap);
       // The first row after the cached prefix shows that the rest of the prompt was not computed.
-      if (record.cached[row] > 0 && record.start[row] === record.cached[row]) {
+      if (rows.cached_tokens[row] > 0 && rows.start[row] === rows.cached_tokens[row]) {
         pen.fillStyle = colour("cached");
         pen.fillRect(x, y, step - (step > 4 ? 1 : 0), Math.max(2, (cell - gap) / 2));
       }
@@ -96,18 +97,18 @@ function drawBlocks(canvas, codes) {
 }
 
 // Cells of a row of the mask: keys of earlier steps, keys of this step, and queries; several to a cell if there are many.
-function maskBlock(record, row, most) {
-  const start = record.start[row], count = record.count[row];
+function maskBlock(rows, row, most) {
+  const start = rows.start[row], count = rows.num_tokens[row];
   const fresh = Math.min(count, Math.max(1, Math.floor(most / 2)));
   const old = Math.min(start, Math.max(1, most - fresh));
-  return { row, start, count, old, fresh, cached: Math.min(record.cached[row], start) };
+  return { row, start, count, old, fresh, cached: Math.min(rows.cached_tokens[row], start) };
 }
 
 // The block-diagonal mask of one packed step: a query attends to the keys of its own request up to its position.
-function drawMask(canvas, record) {
-  if (!record || record.slot.length === 0) return;
-  const most = Math.max(2, Math.floor(120 / record.slot.length));
-  const blocks = record.slot.map((_, row) => maskBlock(record, row, most));
+function drawMask(canvas, rows) {
+  if (rows.slot.length === 0) return;
+  const most = Math.max(2, Math.floor(120 / rows.slot.length));
+  const blocks = rows.slot.map((_, row) => maskBlock(rows, row, most));
   const totalKeys = blocks.reduce((sum, block) => sum + block.old + block.fresh, 0);
   const totalQueries = blocks.reduce((sum, block) => sum + block.fresh, 0);
   const left = 64, top = 18;
@@ -133,7 +134,7 @@ function drawMask(canvas, record) {
     const tall = block.fresh * cellY;
     if (tall >= 9 || blocks.length < 30) {
       pen.fillStyle = colour("dim");
-      pen.fillText("#" + record.request[block.row], 4, y + Math.min(tall, 11));
+      pen.fillText("#" + rows.request[block.row], 4, y + Math.min(tall, 11));
     }
     x += (block.old + block.fresh) * cellX;
     y += tall;

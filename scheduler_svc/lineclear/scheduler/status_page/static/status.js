@@ -3,7 +3,6 @@
 
 const COLUMNS = 160;
 const KEPT = 2048;
-const KINDS = { p: "prefill", d: "decode", r: "recompute" };
 const get = (id) => document.getElementById(id);
 const live = { steps: [], state: null, skipped: 0, rates: [] };
 let view = live; // what is drawn: all that was received, or a copy of it while paused
@@ -65,16 +64,14 @@ async function run() {
 }
 
 function take(data) {
-  if (data.steps) {
-    live.steps.push(...data.steps);
-    live.steps.splice(0, Math.max(0, live.steps.length - KEPT));
-    live.skipped += data.skipped;
-  }
+  live.steps.push(...data.steps);
+  live.steps.splice(0, Math.max(0, live.steps.length - KEPT));
+  live.skipped += data.skipped;
   if (data.state) {
     live.state = data.state;
-    live.rates.push([data.state.at, data.state.generation_tokens]);
-    while (live.rates.length > 2 && live.rates[0][0] < data.state.at - 2) live.rates.shift();
-    const joined = data.state.workers.length, wanted = data.state.workers_wanted;
+    live.rates.push([data.state.taken_at, data.state.generation_tokens]);
+    while (live.rates.length > 2 && live.rates[0][0] < data.state.taken_at - 2) live.rates.shift();
+    const joined = data.state.workers.length, wanted = data.state.num_workers_wanted;
     const lack = data.state.draining ? "; the server drains" : !joined ? "; no worker has joined" :
       joined < wanted ? `; ${joined} of ${wanted} workers have joined` : "";
     say("live" + lack, "live");
@@ -119,14 +116,15 @@ function drawTiles() {
   const recent = view.steps.slice(-50);
   const state = view.state;
   if (recent.length) {
-    get("step-time").textContent = seconds(recent.reduce((sum, step) => sum + step.seconds, 0) / recent.length);
+    get("step-time").textContent = seconds(recent.reduce((sum, step) => sum + step.step_time, 0) / recent.length);
   }
   get("skipped").textContent = view.skipped;
   if (!state) return;
   const [first, last] = [view.rates[0] || [0, 0], view.rates[view.rates.length - 1] || [0, 0]];
   const passed = last[0] - first[0];
   get("tokens-per-second").textContent = passed > 0 ? Math.round((last[1] - first[1]) / passed) : 0;
-  get("hit-rate").textContent = state.queries ? Math.round((100 * state.hits) / state.queries) + " %" : "-";
+  get("hit-rate").textContent = state.prefix_cache_queries ?
+    Math.round((100 * state.prefix_cache_hits) / state.prefix_cache_queries) + " %" : "-";
   get("running-count").textContent = state.running.length;
   get("waiting-count").textContent = state.num_waiting;
   get("preemptions").textContent = state.preemptions;
@@ -174,10 +172,10 @@ function drawPools() {
   const found = view.state ? view.state.workers : [];
   canvases(get("pools"), "pool-", found.map((worker) => worker.worker)).forEach(({ title, canvas }, index) => {
     const worker = found[index];
-    const free = worker.blocks - worker.used - worker.cached;
-    title.textContent = `worker ${worker.worker} on ${worker.device}: ${worker.blocks} blocks of ${worker.block_size}` +
-      ` positions: ${worker.used} in use (${worker.shared} shared), ${worker.cached} cached, ${free} free`;
-    drawBlocks(canvas, Uint8Array.from(atob(worker.map), (character) => character.charCodeAt(0)));
+    const free = worker.num_blocks - worker.blocks_used - worker.blocks_cached;
+    title.textContent = `worker ${worker.worker} on ${worker.device}: ${worker.num_blocks} blocks of ${worker.block_size}` +
+      ` positions: ${worker.blocks_used} in use (${worker.blocks_shared} shared), ${worker.blocks_cached} cached, ${free} free`;
+    drawBlocks(canvas, Uint8Array.from(atob(worker.block_map), (character) => character.charCodeAt(0)));
   });
 }
 
@@ -186,22 +184,24 @@ function drawStep() {
   if (!shown) return;
   const which = shown.number === chosen ? "" : ", the newest";
   get("mask-title").textContent = `of step ${shown.step} of worker ${shown.worker}${which}`;
-  drawMask(get("mask"), shown);
-  const rows = shown.slot.map((slot, row) => [
-    slot, "#" + shown.request[row], KINDS[shown.kind[row]],
-    `${shown.start[row]} … ${shown.start[row] + shown.count[row] - 1}`, shown.count[row], shown.cached[row],
+  const rows = shown.rows;
+  drawMask(get("mask"), rows);
+  const cells = rows.slot.map((slot, row) => [
+    slot, "#" + rows.request[row], KINDS[rows.kind[row]],
+    `${rows.start[row]} … ${rows.start[row] + rows.num_tokens[row] - 1}`, rows.num_tokens[row], rows.cached_tokens[row],
   ]);
-  table(get("rows"), ["slot", "request", "row", "positions", "tokens", "cached"], rows, "no rows");
+  table(get("rows"), ["slot", "request", "row", "positions", "tokens", "cached"], cells, "no rows");
 }
 
 function drawRequests() {
   if (!view.state) return;
-  const running = view.state.running.map(([number, worker, slot, prompt, most, position, cached]) => [
-    "#" + number, `${worker}/${slot}`, `${prompt}${cached ? ` (${cached} cached)` : ""}`,
-    `${Math.max(0, position - prompt + 1)}/${most}`, bar(position, prompt + most - 1),
+  const running = view.state.running.map((r) => [
+    "#" + r.request, `${r.worker}/${r.slot}`, r.prompt_tokens + (r.cached_tokens ? ` (${r.cached_tokens} cached)` : ""),
+    `${Math.max(0, r.position - r.prompt_tokens + 1)}/${r.max_tokens}`,
+    bar(r.position, r.prompt_tokens + r.max_tokens - 1),
   ]);
   table(get("running"), ["request", "worker/slot", "prompt", "output", "progress"], running, "no request runs");
-  const waiting = view.state.waiting.map(([number, prompt, most, waited]) => ["#" + number, prompt, most, seconds(waited)]);
+  const waiting = view.state.waiting.map((w) => ["#" + w.request, w.prompt_tokens, w.max_tokens, seconds(w.waited)]);
   table(get("queue"), ["request", "prompt", "at most", "waits"], waiting, "no request waits");
 }
 

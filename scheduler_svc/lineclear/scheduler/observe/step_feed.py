@@ -10,12 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import UTC, datetime
-from typing import NamedTuple
 
 from lineclear.errors import TooManyWatchers
-from lineclear.scheduler.steps.scheduler_state import SchedulerState
-from lineclear.scheduler.steps.step_history import ExecutedStep, StepHistory
+from lineclear.scheduler.observe.scheduler_state import TakenState
+from lineclear.scheduler.observe.step_history import StepHistory
+from lineclear.v1 import steps_pb2 as pb
 
 STATE_SECONDS = 0.1
 """Shortest time between two states."""
@@ -25,13 +24,6 @@ MAX_READ_ROWS = 2**15
 """Rows of one read: about half a megabyte."""
 
 
-class WatchedSteps(NamedTuple):
-    """The steps since the last read, and how many of them are lost."""
-
-    steps: list[ExecutedStep]
-    skipped: int
-
-
 class StepFeed:
     """Gives places to watchers, at most `max_watchers`, and takes the state for them. Thread-safe."""
 
@@ -39,7 +31,7 @@ class StepFeed:
         self,
         history: StepHistory,
         call_on_engine_thread: Callable[[Callable[[], object]], None],
-        take_state: Callable[[], SchedulerState],
+        take_state: Callable[[], TakenState],
         max_watchers: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -52,13 +44,8 @@ class StepFeed:
         self._closed = threading.Event()
         self._lock = threading.Condition()
         self._watchers: dict[StepWatcher, float] = {}  # since when; the oldest first
-        self._state: Future[SchedulerState] | None = None
+        self._state: Future[TakenState] | None = None
         self._state_at = 0.0
-
-    @property
-    def wall_offset(self) -> float:
-        """Seconds to add to a time of the engine's clock for that of the wall clock."""
-        return datetime.now(UTC).timestamp() - self._clock()
 
     @property
     def is_closed(self) -> bool:
@@ -114,16 +101,16 @@ class StepFeed:
             metadata={"limit": str(self._max_watchers)},
         )
 
-    def state(self) -> Future[SchedulerState]:
+    def state(self) -> Future[TakenState]:
         """Return the state, at most STATE_SECONDS old or about to be taken. It is never done once the engine stops."""
         with self._lock:
             now = self._clock()
             if self._state is None or (self._state.done() and now >= self._state_at + STATE_SECONDS):
-                self._state, self._state_at = Future[SchedulerState](), now
+                self._state, self._state_at = Future[TakenState](), now
                 self._call_on_engine_thread(lambda state=self._state: self._take(state))  # type: ignore[misc]
             return self._state
 
-    def _take(self, future: Future[SchedulerState]) -> None:
+    def _take(self, future: Future[TakenState]) -> None:
         if future.set_running_or_notify_cancel():
             self.num_states += 1
             future.set_result(self._take_state())
@@ -135,6 +122,7 @@ class StepWatcher:
     def __init__(self, feed: StepFeed, history: StepHistory, number: int) -> None:
         self._feed, self._history = feed, history
         self._number = number  # of the last step read
+        self._sent: pb.SchedulerState | None = None
         self.is_replaced = False
         """Another watcher has its place: it must end."""
 
@@ -149,8 +137,19 @@ class StepWatcher:
         """Whether steps are unread."""
         return self._number < self._history.last
 
-    def read(self) -> WatchedSteps:
-        """Return the next steps, of MAX_READ_ROWS rows at most."""
+    def read(self, state: TakenState | None = None, *, block_maps: bool = False) -> pb.WatchStepsResponse:
+        """Return the next steps, of MAX_READ_ROWS rows at most, and `state` if anything in it has changed."""
         steps, skipped = self._history.after(self._number, MAX_READ_ROWS)
         self._number += len(steps) + skipped
-        return WatchedSteps(steps, skipped)
+        response = pb.WatchStepsResponse(steps=steps, skipped=skipped)
+        if state is not None and self._has_changed(state.message):
+            response.state.CopyFrom(state.with_block_maps() if block_maps else state.message)
+        return response
+
+    def _has_changed(self, state: pb.SchedulerState) -> bool:
+        """Return whether a state differs from the last one in more than its time."""
+        before, self._sent = self._sent, pb.SchedulerState()
+        self._sent.CopyFrom(state)
+        if before is not None:
+            before.taken_at.CopyFrom(state.taken_at)
+        return before != state

@@ -14,24 +14,27 @@ from support.toy_worker import ToyOptions
 from lineclear.scheduler.core.events import Finished
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request, Sequence
-from lineclear.scheduler.steps import step_history
-from lineclear.scheduler.steps.step_history import StepHistory
-from lineclear.scheduler.steps.step_record import RowKind, StepRecord
+from lineclear.scheduler.observe import step_history
+from lineclear.scheduler.observe.step_history import StepHistory
+from lineclear.v1 import steps_pb2 as pb
 from lineclear.wire.messages import SlotInit
 
 SMALL = ToyOptions(num_blocks=24, num_slots=8)
 SLOW = ToyOptions(min_step_seconds=0.01, max_step_seconds=0.01)
 
 
-def records(history: StepHistory) -> list[StepRecord]:
+PREFILL, DECODE, RECOMPUTE = pb.ROW_KIND_PREFILL, pb.ROW_KIND_DECODE, pb.ROW_KIND_RECOMPUTE
+
+
+def records(history: StepHistory) -> list[pb.StepRecord]:
     found, missed = history.after(0, 10**9)
     assert missed == 0
-    return [step.record() for step in found]
+    return found
 
 
-def positions(found: list[StepRecord]) -> dict[int, dict[RowKind, list[int]]]:
+def positions(found: list[pb.StepRecord]) -> dict[int, dict[int, list[int]]]:
     """Return the computed positions of each request by kind of row."""
-    by_request: dict[int, dict[RowKind, list[int]]] = defaultdict(lambda: defaultdict(list))
+    by_request: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for record in found:
         rows = record.rows
         for number, start, count, kind in zip(rows.request, rows.start, rows.num_tokens, rows.kind, strict=True):
@@ -39,7 +42,7 @@ def positions(found: list[StepRecord]) -> dict[int, dict[RowKind, list[int]]]:
     return by_request
 
 
-def first_cached(found: list[StepRecord], number: int) -> int:
+def first_cached(found: list[pb.StepRecord], number: int) -> int:
     return next(
         cached
         for record in found
@@ -69,14 +72,14 @@ def test_every_position_is_in_one_row_that_is_no_recomputation() -> None:
     recomputed = 0
     for number, stream in enumerate(streams, 1):
         assert isinstance(stream.end, Finished)
-        computed = by_request[number][RowKind.PREFILL] + by_request[number][RowKind.DECODE]
+        computed = by_request[number][PREFILL] + by_request[number][DECODE]
         prompt_len = len(stream.request.prompt)
         cached = first_cached(found, number)
         assert cached == stream.end.stats.cached_tokens
-        again = by_request[number][RowKind.RECOMPUTE]  # a row that ends in new positions is one as a whole
+        again = by_request[number][RECOMPUTE]  # a row that ends in new positions is one as a whole
         assert sorted(computed) == sorted(set(computed)), "a position twice"
         assert {*computed, *again} >= {*range(cached, prompt_len + stream.end.stats.completion_tokens - 1)}
-        assert max(by_request[number][RowKind.PREFILL]) < prompt_len
+        assert max(by_request[number][PREFILL]) < prompt_len
         assert len(again) >= stream.end.stats.recomputed_tokens
         recomputed += len(again)
     assert recomputed > 0, "no request was preempted: the test shows nothing"
@@ -97,7 +100,7 @@ def test_each_request_starts_and_ends_once() -> None:
     last = found[-1]
     assert (last.num_running, last.num_waiting, last.blocks_used) == (0, 0, 0)
     assert (last.num_slots, last.num_blocks) == (64, 512)
-    assert last.total_seconds >= last.step_seconds >= 0
+    assert last.total_time.ToNanoseconds() >= last.step_time.ToNanoseconds() >= 0
 
 
 def test_a_request_that_is_cancelled_between_two_steps_ends_with_the_next() -> None:
@@ -123,7 +126,7 @@ def test_equal_prompts_show_their_cached_prefix() -> None:
     found = records(history)
     # The first request ended with 12 positions: full blocks, of which the second copies all but the last token's.
     assert (first_cached(found, 1), first_cached(found, 2)) == (0, 10)
-    assert positions(found)[2][RowKind.PREFILL] == [10]
+    assert positions(found)[2][PREFILL] == [10]
 
 
 def test_a_replaced_worker_keeps_its_number_and_its_requests() -> None:
@@ -139,10 +142,10 @@ def test_a_replaced_worker_keeps_its_number_and_its_requests() -> None:
     assert len({record.epoch for record in found}) == 2
     assert {record.worker for record in found} == {0}
     assert sorted(number for record in found for number in record.started) == [1, 2, 3]
-    assert any(RowKind.RECOMPUTE in record.rows.kind for record in found)
+    assert any(RECOMPUTE in record.rows.kind for record in found)
     for number, kinds in positions(found).items():
         last = 12 + streams[number - 1].request.max_tokens - 1
-        assert sorted({*kinds[RowKind.PREFILL], *kinds[RowKind.DECODE], *kinds[RowKind.RECOMPUTE]}) == [*range(last)]
+        assert sorted({*kinds[PREFILL], *kinds[DECODE], *kinds[RECOMPUTE]}) == [*range(last)]
 
 
 def test_the_history_is_bounded_by_steps() -> None:
@@ -158,7 +161,7 @@ def test_the_history_is_bounded_by_rows(monkeypatch: pytest.MonkeyPatch) -> None
     history = StepHistory(4096)
     run(history, ToyOptions(), [request(i, max_tokens=30) for i in range(4)])
     found, missed = history.after(0, 10**9)
-    assert 0 < sum(step.num_rows for step in found) <= 10
+    assert 0 < sum(len(step.rows.slot) for step in found) <= 10
     assert missed == history.last - len(found)
     assert found[-1].number == history.last
 
@@ -170,7 +173,7 @@ def test_a_read_is_bounded_by_rows() -> None:
     while number < history.last:
         found, missed = history.after(number, 10)
         assert missed == 0
-        sizes.append(sum(step.num_rows for step in found))
+        sizes.append(sum(len(step.rows.slot) for step in found))
         number = found[-1].number
     assert max(sizes) <= 10 < sum(sizes)
     found, _ = history.after(0, 1)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
 from lineclear.errors import TooManyWatchers
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
-from lineclear.scheduler.core.views import Occupancy
-from lineclear.scheduler.steps.scheduler_state import SchedulerState
-from lineclear.scheduler.steps.step_feed import REPLACE_SECONDS, STATE_SECONDS, StepFeed
-from lineclear.scheduler.steps.step_history import StepHistory
+from lineclear.scheduler.observe import step_history
+from lineclear.scheduler.observe.scheduler_state import TakenState, take_state
+from lineclear.scheduler.observe.step_feed import REPLACE_SECONDS, STATE_SECONDS, StepFeed
+from lineclear.scheduler.observe.step_history import StepHistory
+from lineclear.v1 import steps_pb2 as pb
 from lineclear.wire.messages import Decodes, Hello, StepPlan
 
 HELLO = Hello(7, 16, 4, 4, 64, 97, (), 64)
+NOTHING = pb.WatchStepsResponse()
 
 
 class Harness:
@@ -24,20 +27,22 @@ class Harness:
     def __init__(self, size: int = 8, max_watchers: int = 2) -> None:
         self.now = 100.0
         self.calls: list[Callable[[], object]] = []
+        self.core = Scheduler(CoreLimits())
+        self.core.worker_joined(HELLO, self.now)
         self.history = StepHistory(size)
         self.history.worker_joined(HELLO, 0)
         self.feed = StepFeed(
             self.history, self.calls.append, self._state, max_watchers=max_watchers, clock=lambda: self.now
         )
 
-    def _state(self) -> SchedulerState:
-        return SchedulerState(self.now, Scheduler(CoreLimits()).view(), ())
+    def _state(self) -> TakenState:
+        return take_state(self.core.state, self.history.worker_indices, self.now, 1)
 
     def run(self, count: int = 1) -> None:
         for _ in range(count):
             plan = StepPlan(7, self.history.last + 1, decodes=Decodes((0, 1), (5, 6)))
-            self.history.planned(plan, (), (), self.now)
-            self.history.executed(7, 0.001, 0.002, Occupancy(0, 2, 4, 4, 0), ())
+            self.history.planned(plan, self.core.state, (), self.now)
+            self.history.executed(7, 0.001, 0.002, self.core.state, ())
 
 
 def test_a_watcher_reads_each_step_once() -> None:
@@ -45,7 +50,7 @@ def test_a_watcher_reads_each_step_once() -> None:
     harness.run(3)
     with harness.feed.watch() as new, harness.feed.watch(history=2) as old:
         assert [step.number for step in old.read().steps] == [2, 3]
-        assert new.read() == ([], 0)
+        assert new.read() == NOTHING
         harness.run(2)
         assert new.has_more
         assert [step.number for step in new.read().steps] == [step.number for step in old.read().steps] == [4, 5]
@@ -56,9 +61,9 @@ def test_a_slow_watcher_misses_steps_and_is_told_how_many() -> None:
     harness = Harness(size=8)
     with harness.feed.watch() as watcher:
         harness.run(20)
-        steps, skipped = watcher.read()
-        assert ([step.number for step in steps], skipped) == ([*range(13, 21)], 12)
-        assert watcher.read() == ([], 0)
+        response = watcher.read()
+        assert ([step.number for step in response.steps], response.skipped) == ([*range(13, 21)], 12)
+        assert watcher.read() == NOTHING
 
 
 def test_history_is_limited_to_what_is_kept() -> None:
@@ -67,7 +72,7 @@ def test_history_is_limited_to_what_is_kept() -> None:
     with harness.feed.watch(history=10**9) as watcher:
         assert watcher.read().skipped == 0
     with harness.feed.watch(history=0) as watcher:
-        assert watcher.read() == ([], 0)
+        assert watcher.read() == NOTHING
 
 
 def test_the_oldest_watcher_of_a_minute_makes_room() -> None:
@@ -109,7 +114,7 @@ def test_all_watchers_share_one_state() -> None:
     harness.now += 10 * STATE_SECONDS
     assert harness.feed.state() is first, "the engine has not answered: no second call"
     harness.calls.pop()()
-    assert first.result(0).taken_at == harness.now
+    assert first.result(0).message.taken_at.seconds == harness.now
     assert harness.feed.state() is not first
     harness.calls.pop()()
     for _ in range(100):
@@ -127,12 +132,29 @@ def test_a_reader_that_gives_up_does_not_harm_the_engine() -> None:
     harness.now += STATE_SECONDS
     again = harness.feed.state()
     harness.calls.pop()()
-    assert again.result(0).taken_at == harness.now
+    assert again.result(0).message.taken_at.ToNanoseconds() / 1e9 == harness.now
 
 
-def test_nothing_is_computed_without_a_watcher() -> None:
-    """Steps are kept as they are: no record is made, and the engine is called by nobody."""
+def test_a_state_is_sent_when_it_has_changed() -> None:
+    harness = Harness()
+    with harness.feed.watch() as plain, harness.feed.watch() as with_map:
+        for watcher in (plain, with_map):
+            assert watcher.read(harness._state(), block_maps=watcher is with_map).HasField("state")
+        harness.now += 1.0
+        assert plain.read(harness._state()) == NOTHING, "only the time differs"
+        harness.core.drain(harness.now)
+        assert plain.read(harness._state()).state.workers[0].block_map == b""
+        assert with_map.read(harness._state(), block_maps=True).state.workers[0].block_map == bytes(16)
+
+
+def test_nothing_is_computed_without_a_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are kept as they are; a message is made once, for the first who reads it."""
+    made = Mock(side_effect=step_history._record)
+    monkeypatch.setattr(step_history, "_record", made)
     harness = Harness()
     harness.run(100)
     assert harness.calls == []
-    assert harness.feed.num_states == 0
+    assert (made.call_count, harness.feed.num_states) == (0, 0)
+    with harness.feed.watch(history=3) as first, harness.feed.watch(history=3) as second:
+        assert first.read() == second.read()
+    assert made.call_count == 3

@@ -1,4 +1,4 @@
-"""The last executed steps, kept as references to plans and turned into records when somebody reads them.
+"""The last executed steps, kept as references to plans and turned into messages when somebody reads them.
 
 The engine's thread writes and any number of threads read, without a lock: a reader that is overtaken finds another
 number in its place of the ring, and counts the step as missed. Plans are immutable. Their `inits`, which hold prompts,
@@ -7,13 +7,17 @@ are not kept.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 from lineclear.scheduler.core.events import Admitted, Event, Failed, Finished, Preempted, Started
-from lineclear.scheduler.core.views import Occupancy, PlannedChunk
-from lineclear.scheduler.steps.step_record import RowKind, StepRecord, StepRows
+from lineclear.scheduler.core.inflight_step import ChunkRow
+from lineclear.scheduler.core.shared_state import SharedState
+from lineclear.scheduler.observe.scheduler_state import duration
+from lineclear.v1 import steps_pb2 as pb
 from lineclear.wire.messages import Decodes, Hello, Row, StepPlan
 
 MAX_ROWS = 2**18
@@ -31,6 +35,14 @@ _EMPTY = _Slot(0, 0)
 _NONE: tuple[int, ...] = ()
 
 
+class _Chunk(NamedTuple):
+    """The request of a planned chunk. Positions below `computed_before` were computed in an earlier admission."""
+
+    request: int
+    prompt_len: int
+    computed_before: int
+
+
 class _Worker:
     """A joined worker: its small number, its slots, and the plans without result."""
 
@@ -46,7 +58,7 @@ class _Planned(NamedTuple):
     step: int
     decodes: Decodes
     chunks: tuple[Row, ...]
-    requests: Sequence[PlannedChunk]
+    requests: Sequence[_Chunk]
     """Of each chunk."""
     slots: tuple[_Slot, ...]
     started: tuple[int, ...]
@@ -54,40 +66,21 @@ class _Planned(NamedTuple):
     at: float
 
 
-class ExecutedStep(NamedTuple):
-    """A step with its result. `record` makes the record of it; that costs microseconds for each row."""
+class _Executed(NamedTuple):
+    """A step with its result."""
 
     number: int
     worker: _Worker
     plan: _Planned
     step_seconds: float
     total_seconds: float
-    occupancy: Occupancy
     ended: tuple[int, ...]
     num_rows: int
-
-    def record(self) -> StepRecord:
-        """Return the step as numbers."""
-        worker, plan = self.worker, self.plan
-        return StepRecord(
-            number=self.number,
-            worker=worker.index,
-            epoch=worker.epoch,
-            step=plan.step,
-            planned_at=plan.at,
-            step_seconds=self.step_seconds,
-            total_seconds=self.total_seconds,
-            rows=_rows(plan),
-            started=plan.started,
-            ended=self.ended,
-            preempted=plan.preempted,
-            num_waiting=self.occupancy.num_waiting,
-            num_running=self.occupancy.num_running,
-            num_slots=self.occupancy.num_slots,
-            blocks_used=self.occupancy.blocks_used,
-            blocks_cached=self.occupancy.blocks_cached,
-            num_blocks=worker.num_blocks,
-        )
+    num_waiting: int
+    num_running: int
+    num_slots: int
+    blocks_used: int
+    blocks_cached: int
 
 
 class StepHistory:
@@ -97,7 +90,8 @@ class StepHistory:
         self.size = size
         self.last = 0
         """Number of the newest step. Any thread."""
-        self._ring: list[ExecutedStep | None] = [None] * size
+        self._ring: list[_Executed | None] = [None] * size
+        self._messages: list[pb.StepRecord | None] = [None] * size  # those that were read, in the ring's places
         self._oldest = 1
         self._num_rows = 0
         self._workers: dict[int, _Worker] = {}
@@ -107,12 +101,13 @@ class StepHistory:
 
     # --- any thread -------------------------------------------------------------------------------------------------
 
-    def after(self, number: int, max_rows: int) -> tuple[list[ExecutedStep], int]:
+    def after(self, number: int, max_rows: int) -> tuple[list[pb.StepRecord], int]:
         """Return steps after `number`, oldest first, and how many of them are not kept any more.
 
-        Ends before the step that would exceed `max_rows`, but returns at least one.
+        Ends before the step that would exceed `max_rows`, but returns at least one. The message of a step is made once,
+        for all readers; that costs microseconds for each row.
         """
-        found: list[ExecutedStep] = []
+        found: list[pb.StepRecord] = []
         last, rows_left = self.last, max_rows
         first = max(number + 1, last - self.size + 1)
         missed = first - number - 1
@@ -124,14 +119,22 @@ class StepHistory:
             rows_left -= step.num_rows
             if found and rows_left < 0:
                 break
-            found.append(step)
+            found.append(self._message(step))
         return found, missed
+
+    def _message(self, step: _Executed) -> pb.StepRecord:
+        place = step.number % self.size
+        message = self._messages[place]
+        if message is None or message.number != step.number:
+            message = self._messages[place] = _record(step)
+        return message
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
-    def index_of(self, epoch: int) -> int:
-        """Return the small number of a joined worker."""
-        return self._workers[epoch].index
+    @property
+    def worker_indices(self) -> dict[int, int]:
+        """Return the small number of each joined worker, by epoch."""
+        return {epoch: worker.index for epoch, worker in self._workers.items()}
 
     def worker_joined(self, hello: Hello, index: int) -> None:
         """Note a worker and its small number."""
@@ -141,9 +144,12 @@ class StepHistory:
         """Forget a worker and its plans in flight."""
         self._workers.pop(epoch, None)
 
-    def planned(self, plan: StepPlan, chunks: Sequence[PlannedChunk], events: Iterable[Event], now: float) -> None:
-        """Note a plan. `chunks` are the requests of its chunks, `events` those of planning it."""
+    def planned(self, plan: StepPlan, core: SharedState, events: Iterable[Event], now: float) -> None:
+        """Note a plan, the newest of its worker in flight. `events` are those of planning it."""
         worker = self._workers[plan.epoch]
+        chunks: Sequence[_Chunk] = ()
+        if plan.chunks:
+            chunks = _chunks(core.workers[plan.epoch].inflight[-1].chunk_rows)
         if plan.inits:
             worker.slots = _with_new(worker.slots, plan, chunks)
         started = preempted = _NONE
@@ -154,7 +160,7 @@ class StepHistory:
         )
 
     def executed(
-        self, epoch: int, step_seconds: float, total_seconds: float, occupancy: Occupancy, events: Iterable[Event]
+        self, epoch: int, step_seconds: float, total_seconds: float, core: SharedState, events: Iterable[Event]
     ) -> None:
         """Note the result of a worker's oldest plan in flight. `events` are those of applying it."""
         worker = self._workers[epoch]
@@ -165,7 +171,21 @@ class StepHistory:
             self._ended.clear()
         number, plan = self.last + 1, worker.planned.popleft()
         num_rows = len(plan.decodes.slots) + len(plan.chunks)
-        step = ExecutedStep(number, worker, plan, step_seconds, total_seconds, occupancy, ended, num_rows)
+        batch = core.workers[epoch].batch
+        step = _Executed(
+            number,
+            worker,
+            plan,
+            step_seconds,
+            total_seconds,
+            ended,
+            num_rows,
+            len(core.fresh) + len(core.resuming),
+            batch.num_running,
+            batch.num_slots,
+            batch.pool.num_used,
+            batch.pool.num_cached,
+        )
         self._num_rows += num_rows
         while number - self._oldest >= self.size or (self._num_rows > MAX_ROWS and self._oldest < number):
             self._drop_oldest()
@@ -195,37 +215,68 @@ class StepHistory:
         self._oldest += 1
 
 
-def _with_new(slots: tuple[_Slot, ...], plan: StepPlan, chunks: Sequence[PlannedChunk]) -> tuple[_Slot, ...]:
+def _chunks(rows: Iterable[ChunkRow]) -> list[_Chunk]:
+    """Return the request of each chunk, without a reference to it."""
+    return [_Chunk(s.number, s.prompt_len, s.max_computed_before) for s, *_ in rows]
+
+
+def _with_new(slots: tuple[_Slot, ...], plan: StepPlan, chunks: Sequence[_Chunk]) -> tuple[_Slot, ...]:
     """Return the slots after the admissions of a plan. The first row of one starts behind its cached prefix."""
     taken, changed = {init.slot for init in plan.inits}, list(slots)
-    for row, request in zip(plan.chunks, chunks, strict=True):
+    for row, chunk in zip(plan.chunks, chunks, strict=True):
         if row.slot in taken:
-            changed[row.slot] = _Slot(request.number, row.start)
+            changed[row.slot] = _Slot(chunk.request, row.start)
     return tuple(changed)
 
 
-def _rows(plan: _Planned) -> StepRows:
+def _record(step: _Executed) -> pb.StepRecord:
+    worker, plan = step.worker, step.plan
+    message = pb.StepRecord(
+        number=step.number,
+        worker=worker.index,
+        epoch=worker.epoch,
+        step=plan.step,
+        planned_at=duration(plan.at),
+        step_time=duration(step.step_seconds),
+        total_time=duration(step.total_seconds),
+        rows=_rows(plan),
+        started=plan.started,
+        ended=step.ended,
+        preempted=plan.preempted,
+        num_waiting=step.num_waiting,
+        num_running=step.num_running,
+        num_slots=step.num_slots,
+        blocks_used=step.blocks_used,
+        blocks_cached=step.blocks_cached,
+        num_blocks=worker.num_blocks,
+    )
+    wall_offset = datetime.now(UTC).timestamp() - time.monotonic()
+    message.planned_time.FromMicroseconds(round((plan.at + wall_offset) * 1e6))
+    return message
+
+
+def _rows(plan: _Planned) -> pb.StepRows:
     """Return the rows as columns: the decodes, then the chunks."""
     decodes, chunks, slots = plan.decodes, plan.chunks, plan.slots
     count = len(decodes.slots)
-    kinds = [_kind(row, request) for row, request in zip(chunks, plan.requests, strict=True)]
-    return StepRows(
+    kinds = [_kind(row, chunk) for row, chunk in zip(chunks, plan.requests, strict=True)]
+    return pb.StepRows(
         slot=(*decodes.slots, *(row.slot for row in chunks)),
-        request=(*[slots[slot].request for slot in decodes.slots], *(request.number for request in plan.requests)),
+        request=(*[slots[slot].request for slot in decodes.slots], *(chunk.request for chunk in plan.requests)),
         start=(*decodes.starts, *(row.start for row in chunks)),
         num_tokens=(*(1,) * count, *(row.num_tokens for row in chunks)),
         cached_tokens=(
             *[slots[slot].cached_tokens for slot in decodes.slots],
             *(slots[row.slot].cached_tokens for row in chunks),
         ),
-        kind=(*(RowKind.DECODE,) * count, *kinds),
+        kind=(*(pb.ROW_KIND_DECODE,) * count, *kinds),
         samples=(*(True,) * count, *(row.sample for row in chunks)),
     )
 
 
-def _kind(row: Row, request: PlannedChunk) -> RowKind:
-    if row.start < request.computed_before:
-        return RowKind.RECOMPUTE
-    if row.start < request.prompt_len or row.num_tokens > 1:
-        return RowKind.PREFILL
-    return RowKind.DECODE
+def _kind(row: Row, chunk: _Chunk) -> pb.RowKind.ValueType:
+    if row.start < chunk.computed_before:
+        return pb.ROW_KIND_RECOMPUTE
+    if row.start < chunk.prompt_len or row.num_tokens > 1:
+        return pb.ROW_KIND_PREFILL
+    return pb.ROW_KIND_DECODE
