@@ -15,7 +15,7 @@ from lineclear.scheduler.observe.scheduler_state import TakenState, take_state
 from lineclear.scheduler.observe.step_feed import REPLACE_SECONDS, STATE_SECONDS, StepFeed
 from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.v1 import steps_pb2 as pb
-from lineclear.wire.messages import Decodes, Hello, StepPlan
+from lineclear.wire.messages import Decodes, Hello, StepPlan, StepResult
 
 HELLO = Hello(7, 16, 4, 4, 64, 97, (), 64)
 NOTHING = pb.WatchStepsResponse()
@@ -26,6 +26,7 @@ class Harness:
 
     def __init__(self, size: int = 8, max_watchers: int = 2) -> None:
         self.now = 100.0
+        self.num_states = 0
         self.calls: list[Callable[[], object]] = []
         self.core = Scheduler(CoreLimits())
         self.core.worker_joined(HELLO, self.now)
@@ -36,13 +37,15 @@ class Harness:
         )
 
     def _state(self) -> TakenState:
+        self.num_states += 1
         return take_state(self.core.state, self.history.worker_indices, self.now, 1)
 
     def run(self, count: int = 1) -> None:
         for _ in range(count):
             plan = StepPlan(7, self.history.last + 1, decodes=Decodes((0, 1), (5, 6)))
             self.history.planned(plan, self.core.state, (), self.now)
-            self.history.executed(7, 0.001, 0.002, self.core.state, ())
+            result = StepResult(7, self.history.last + 1, (), step_seconds=0.001)
+            self.history.executed(result, self.core.state, (), self.now + 0.002)
 
 
 def test_a_watcher_reads_each_step_once() -> None:
@@ -122,7 +125,7 @@ def test_all_watchers_share_one_state() -> None:
         while harness.calls:
             harness.calls.pop()()
         harness.now += STATE_SECONDS / 51
-    assert harness.feed.num_states == 2 + 1, "a hundred requests within two intervals"
+    assert harness.num_states == 2 + 1, "a hundred requests within two intervals"
 
 
 def test_a_reader_that_gives_up_does_not_harm_the_engine() -> None:
@@ -154,7 +157,7 @@ def test_nothing_is_computed_without_a_watcher(monkeypatch: pytest.MonkeyPatch) 
     harness = Harness()
     harness.run(100)
     assert harness.calls == []
-    assert (made.call_count, harness.feed.num_states) == (0, 0)
+    assert (made.call_count, harness.num_states) == (0, 0)
     with harness.feed.watch(history=3) as first, harness.feed.watch(history=3) as second:
         assert first.read() == second.read()
     assert made.call_count == 3

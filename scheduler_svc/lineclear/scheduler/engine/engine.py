@@ -31,7 +31,6 @@ from lineclear.scheduler.engine.engine_stats import (
     MAX_STEP_TIMES,
     EngineCounters,
     EngineSnapshot,
-    StepTime,
     WorkerStatus,
 )
 from lineclear.scheduler.engine.invariant_checks import InvariantChecks
@@ -110,7 +109,7 @@ class Engine:
         parts = core, link, self._workers, self._adapters, supervisor, self._steps
         self._changes = WorkerChanges(*parts, on_rejected, on_anomaly)
         self._inbox = CommandInbox(max_inbox, link.wake)
-        self._step_times: deque[StepTime] = deque(maxlen=MAX_STEP_TIMES)
+        self._step_seconds: deque[tuple[int, float]] = deque(maxlen=MAX_STEP_TIMES)
         self._counters = EngineCounters()
         self._checks = InvariantChecks(core, check_every_steps, self._counters, clock)
         self._next_wakeup = math.inf  # latest time at which wait() was to return
@@ -364,12 +363,12 @@ class Engine:
         events += found
         self._counters.apply_seconds += time.perf_counter() - begin
         self._checks.result_applied()
-        timing = worker.result_applied(result, now)
-        self._steps.executed(result.epoch, result.step_seconds, timing.time.total_seconds, self._core.state, found)
+        is_slow = worker.result_applied(result, now)
+        self._steps.executed(result, self._core.state, found, now)
         self._changes.report_progress(worker, now)
-        if timing.is_slow:
+        if is_slow:
             self._on_anomaly(f"step {result.step} was slow")
-        self._step_times.append(timing.time)
+        self._step_seconds.append((result.epoch, result.step_seconds))
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
@@ -393,7 +392,7 @@ class Engine:
             core=self._core.snapshot(now),
             worker=self._workers.status,
             workers=self._workers.figures(now),
-            step_times=tuple(self._step_times),
+            step_seconds=tuple(self._step_seconds),
             counters=copy(self._counters),
             link=copy(self._link.counters),
             membership=copy(self._workers.counters),

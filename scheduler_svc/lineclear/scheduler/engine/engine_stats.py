@@ -44,17 +44,6 @@ class TokenRate:
             self._counts.popleft()
 
 
-class StepTime(NamedTuple):
-    """One finished step: `step_seconds` as the worker measured it, `total_seconds` from plan sent to result."""
-
-    epoch: int
-    step: int
-    num_rows: int
-    num_tokens: int
-    step_seconds: float
-    total_seconds: float
-
-
 @dataclass(slots=True)
 class EngineCounters:
     """Seconds of the engine thread since it started, by activity."""
@@ -143,8 +132,8 @@ class EngineSnapshot:
     worker: WorkerStatus = field(default_factory=WorkerStatus)
     workers: tuple[WorkerFigures, ...] = ()
     """Those that have joined first, by index."""
-    step_times: tuple[StepTime, ...] = ()
-    """The last MAX_STEP_TIMES, oldest first."""
+    step_seconds: tuple[tuple[int, float], ...] = ()
+    """Epoch and time of the last MAX_STEP_TIMES steps, as the workers measured it; oldest first."""
     counters: EngineCounters = field(default_factory=EngineCounters)
     link: LinkCounters = field(default_factory=LinkCounters)
     membership: MembershipCounters = field(default_factory=MembershipCounters)

@@ -36,7 +36,7 @@ from lineclear.scheduler.engine.worker_events import (
     TimedOut,
     WorkerFailed,
 )
-from lineclear.scheduler.engine.worker_timeouts import SilenceTimer, StepTimer, StepTiming, WorkerTimeouts
+from lineclear.scheduler.engine.worker_timeouts import SilenceTimer, StepTimer, WorkerTimeouts
 from lineclear.wire.messages import (
     CANNOT_JOIN,
     AdapterLoaded,
@@ -250,12 +250,12 @@ class WorkerSession:
         """Start the deadline of a plan."""
         self._timer.plan_sent(plan, now)
 
-    def result_applied(self, result: StepResult, now: float) -> StepTiming:
-        """Stop the deadline of the oldest plan; return how long the step took."""
+    def result_applied(self, result: StepResult, now: float) -> bool:
+        """Stop the deadline of the oldest plan; return whether the step took far longer than predicted."""
         self._has_confirmed = self._has_confirmed or bool(result.tokens)
         self.num_steps += 1
         self.token_rate.add(len(result.tokens), now)
-        return self._timer.result_received(result, now)
+        return self._timer.result_received(now)
 
     def take_progress(self, now: float) -> bool:
         """Return True once: when the worker has made progress in the sense of `crash_budget`."""

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lineclear.scheduler.engine.engine_stats import StepTime
-from lineclear.wire.messages import StepPlan, StepResult
+from lineclear.wire.messages import StepPlan
 
 _COLD_STEPS = 8
 _MAX_PREDICTED_RATIO = 20
@@ -26,13 +25,6 @@ class WorkerTimeouts:
     """The same for the first 8 steps of an epoch, which compile kernels and capture graphs."""
     heartbeat_timeout_seconds: float = 5.0
     """Longest time without a message."""
-
-
-class StepTiming(NamedTuple):
-    """How long a step took, and whether that is far longer than predicted."""
-
-    time: StepTime
-    is_slow: bool
 
 
 class SilenceTimer:
@@ -90,14 +82,12 @@ class StepTimer:
             self._step_started_at = now
         self._inflight.append(_SentPlan(plan, plan.num_tokens, now))
 
-    def result_received(self, result: StepResult, now: float) -> StepTiming:
-        """Remove the oldest plan in flight."""
-        plan, num_tokens, sent_at = self._inflight.popleft()
+    def result_received(self, now: float) -> bool:
+        """Remove the oldest plan in flight. Return whether its step took far longer than predicted."""
+        _, num_tokens, sent_at = self._inflight.popleft()
         seconds = now - max(sent_at, self._step_started_at)
         self._step_started_at = self.idle_since = now
-        is_slow = seconds > max(_SLOW_STEP_SECONDS, _MAX_PREDICTED_RATIO * self._predict(num_tokens))
-        times = result.step_seconds, now - sent_at
-        return StepTiming(StepTime(result.epoch, result.step, plan.num_rows, num_tokens, *times), is_slow)
+        return seconds > max(_SLOW_STEP_SECONDS, _MAX_PREDICTED_RATIO * self._predict(num_tokens))
 
     def restart(self, now: float) -> None:
         """Give the oldest plan in flight its whole timeout again."""

@@ -35,8 +35,6 @@ class StepFeed:
         max_watchers: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_states = 0
-        """States taken so far."""
         self._history = history
         self._call_on_engine_thread, self._take_state = call_on_engine_thread, take_state
         self._max_watchers = max_watchers
@@ -112,7 +110,6 @@ class StepFeed:
 
     def _take(self, future: Future[TakenState]) -> None:
         if future.set_running_or_notify_cancel():
-            self.num_states += 1
             future.set_result(self._take_state())
 
 

@@ -18,7 +18,7 @@ from lineclear.scheduler.core.inflight_step import ChunkRow
 from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.observe.scheduler_state import duration
 from lineclear.v1 import steps_pb2 as pb
-from lineclear.wire.messages import Decodes, Hello, Row, StepPlan
+from lineclear.wire.messages import Decodes, Hello, Row, StepPlan, StepResult
 
 MAX_ROWS = 2**18
 """Rows kept in all: about 40 bytes each."""
@@ -159,11 +159,9 @@ class StepHistory:
             _Planned(plan.step, plan.decodes, plan.chunks, chunks, worker.slots, started, preempted, now)
         )
 
-    def executed(
-        self, epoch: int, step_seconds: float, total_seconds: float, core: SharedState, events: Iterable[Event]
-    ) -> None:
+    def executed(self, result: StepResult, core: SharedState, events: Iterable[Event], now: float) -> None:
         """Note the result of a worker's oldest plan in flight. `events` are those of applying it."""
-        worker = self._workers[epoch]
+        worker = self._workers[result.epoch]
         self.request_events(events)
         ended = _NONE
         if self._ended:
@@ -171,13 +169,13 @@ class StepHistory:
             self._ended.clear()
         number, plan = self.last + 1, worker.planned.popleft()
         num_rows = len(plan.decodes.slots) + len(plan.chunks)
-        batch = core.workers[epoch].batch
+        batch = core.workers[result.epoch].batch
         step = _Executed(
             number,
             worker,
             plan,
-            step_seconds,
-            total_seconds,
+            result.step_seconds,
+            now - plan.at,
             ended,
             num_rows,
             len(core.fresh) + len(core.resuming),

@@ -104,7 +104,7 @@ def stats(
         counters=_counters(snapshot.core, figures, num_admitted),
         gauges=gauges,
         **{f"{name}_seconds": _quantiles(figures.window(timing)) for name, timing in HISTOGRAMS.items()},
-        step_seconds=_quantiles(quantiles(step.step_seconds for step in snapshot.step_times)),
+        step_seconds=_quantiles(quantiles(seconds for _, seconds in snapshot.step_seconds)),
         generation_tokens_per_second=figures.tokens_per_second(now),
         worker=_worker_status(snapshot),
         workers=workers,
@@ -209,7 +209,7 @@ def _absent_workers(snapshot: EngineSnapshot, wanted: Sequence[WantedWorker]) ->
 
 def _worker_stats(figures: WorkerFigures, core: WorkerSnapshot | None, snapshot: EngineSnapshot) -> pb.WorkerStats:
     hello = figures.hello
-    step_seconds = [step.step_seconds for step in snapshot.step_times if step.epoch == hello.epoch]
+    step_seconds = [seconds for epoch, seconds in snapshot.step_seconds if epoch == hello.epoch]
     stats = pb.WorkerStats(
         index=figures.index,
         state=figures.state,

@@ -108,23 +108,27 @@ class StatusServer(HttpListener):
         log.warning("admin_call", rpc="status_page", name=name)
         self.keep(environ[SOCKET_KEY])
         start_response("200 OK", [("Content-Type", "text/event-stream; charset=utf-8"), *_HEADERS])
-        return _Closing(self._events(watcher, lambda: self._caller(environ) == name), watcher)
+        events = self._events(watcher, lambda: self._caller(environ) == name)
+        next(events)  # wsgiref closes the stream, perhaps before the first event: from here on that frees the place
+        return events
 
     def _events(self, watcher: StepWatcher, is_allowed: Callable[[], bool]) -> Iterator[bytes]:
-        sent_at = time.monotonic()
-        while not self._steps.is_closed and is_allowed():
-            if watcher.is_replaced:
-                return  # the page connects again
-            response = watcher.read(self._state(), block_maps=True)
-            if response.ByteSize():
-                yield b"data:" + json.dumps(response, default=_plain, separators=(",", ":")).encode() + b"\n\n"
-                sent_at = time.monotonic()
-            elif time.monotonic() - sent_at > _KEEP_ALIVE_SECONDS:
-                yield b":\n\n"
-                sent_at = time.monotonic()
-            if not watcher.has_more or not response.steps:
-                self._steps.sleep(_INTERVAL_SECONDS)
-        yield b"event:end\ndata:{}\n\n"
+        with watcher:
+            yield b""
+            sent_at = time.monotonic()
+            while not self._steps.is_closed and is_allowed():
+                if watcher.is_replaced:
+                    return  # the page connects again
+                response = watcher.read(self._state(), block_maps=True)
+                if response.ByteSize():
+                    yield b"data:" + json.dumps(response, default=_plain, separators=(",", ":")).encode() + b"\n\n"
+                    sent_at = time.monotonic()
+                elif time.monotonic() - sent_at > _KEEP_ALIVE_SECONDS:
+                    yield b":\n\n"
+                    sent_at = time.monotonic()
+                if not watcher.has_more or not response.steps:
+                    self._steps.sleep(_INTERVAL_SECONDS)
+            yield b"event:end\ndata:{}\n\n"
 
     def _state(self) -> TakenState | None:
         """Return the state, or None while the engine is too busy to take it."""
@@ -146,20 +150,6 @@ class StatusServer(HttpListener):
         self.num_rejected += 1
         if should_log(self.num_rejected):
             log.warning("auth_failures", num_rejected=self.num_rejected, problem="status_page")
-
-
-class _Closing:
-    """The body of a stream. wsgiref closes it at the end of the connection, also before the first event."""
-
-    def __init__(self, events: Iterator[bytes], watcher: StepWatcher) -> None:
-        self._events, self._watcher = events, watcher
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self._events
-
-    def close(self) -> None:
-        """Free the watcher's place."""
-        self._watcher.__exit__()
 
 
 def _plain(value: Any) -> Any:
