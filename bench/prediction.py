@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -32,7 +31,7 @@ from lineclear.scheduler.capacity import fit
 from lineclear.scheduler.capacity.arrivals import Arrival, PoissonTraffic, parse_length, read
 from lineclear.scheduler.capacity.step_timing import StepTiming
 from lineclear.scheduler.capacity.virtual_run import VirtualRun
-from lineclear.scheduler.core_limits import core_limits
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.settings import load
 
 
@@ -115,7 +114,7 @@ def _quantile(ranked: Sequence[float], share: float) -> float:
 def predicted(timing: StepTiming, arrivals: Sequence[Arrival], flags: Sequence[str]) -> dict[str, float]:
     """Return the planner's figures for the same arrivals."""
     settings, _ = load(list(flags))
-    limits = replace(core_limits(settings), cache_secret=b"")
+    limits = settings.part(CoreLimits)
     out = VirtualRun(limits, timing, 1, settings.default_deadline_seconds).run(arrivals)
     first, gap, end = out.time_to_first_token, out.inter_token_latency, out.request_seconds
     return {

@@ -8,6 +8,7 @@ import pytest
 from support.promises import entries, text_of, untraced
 from test_faults import missing
 
+from lineclear.scheduler.grpc_api.request_reader import MAX_INCOMPLETE
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.worker.model.verified_families import VERIFIED
 
@@ -41,7 +42,7 @@ def test_untraced_promise_is_found() -> None:
 
 
 def test_defaults_match_settings() -> None:
-    """As in "`max_incomplete_requests_per_connection` (16)"."""
+    """As in "`max_sessions_per_connection` sessions (64)"."""
     words = {"1 MiB": float(1 << 20), "an hour": 3600.0}
     settings = SchedulerSettings()
     defaults = {**settings.model_dump(), "max_message_bytes": settings.max_request_bytes}
@@ -50,16 +51,15 @@ def test_defaults_match_settings() -> None:
         for name, value in re.findall(r"`([a-z_]+)`(?: \w+)? \(([^);]+)", text_of(page)):
             if name in defaults:
                 named[name] = words[value] if value in words else float(value)
-    assert len(named) >= 4
+    assert len(named) >= 3
     assert named == {name: defaults[name] for name in named}
 
 
 def test_connection_figures_match_settings() -> None:
     settings, page = SchedulerSettings(), text_of("docs/security.md")
-    unfinished = settings.max_incomplete_requests_per_connection
     spare = settings.max_streams - settings.max_queue_size - settings.max_batch_size
     assert f"{spare} more calls than can wait and run ({settings.max_streams:,})" in page
-    most = 2 * unfinished * 2 * settings.max_request_bytes + settings.max_streams * (64 << 10)
+    most = 2 * MAX_INCOMPLETE * 2 * settings.max_request_bytes + settings.max_streams * (64 << 10)
     assert f"takes at most {-(-most // (1 << 20))} MiB of a connection" in page
 
 

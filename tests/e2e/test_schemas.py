@@ -37,7 +37,7 @@ def test_finished_answers_are_valid(any_whitespace: bool) -> None:
     assert len(chosen) == 300
     requests = []
     for number, schema in enumerate(chosen):
-        grammar = grammar_of("json_schema", json.dumps(schema), any_whitespace=any_whitespace, max_depth=64)
+        grammar = grammar_of("json_schema", json.dumps(schema), any_whitespace=any_whitespace)
         assert not LLMatcher.validate_grammar(grammar).startswith("ERROR"), schema
         sampling = Sampling(temperature=1.0, seed=number, stop_ids=(EOS,), grammar=grammar)
         requests.append(Request(str(number), tuple(range(9, 20)), sampling, max_tokens=96, eos_ids=frozenset({EOS})))

@@ -54,4 +54,4 @@ def test_poison_requests_do_not_spend_the_crash_budget(others: bool) -> None:
             assert supervisor.num_starts >= 6  # more crashes than the limit, all explained
             assert harness.give_ups == []
 
-        supervised(harness, body, SupervisorLimits(max_crashes=3, max_backoff_seconds=0.2))
+        supervised(harness, body, SupervisorLimits(max_worker_crashes=3, max_backoff_seconds=0.2))

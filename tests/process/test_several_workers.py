@@ -173,7 +173,9 @@ def test_killed_workers_are_replaced_in_their_slots() -> None:
                 harness.wait_joined(number)
             check(harness, streams)
 
-        supervisor = supervised(harness, body, SupervisorLimits(max_crashes=100, min_backoff_seconds=0.001), flags=TWO)
+        supervisor = supervised(
+            harness, body, SupervisorLimits(max_worker_crashes=100, min_backoff_seconds=0.001), flags=TWO
+        )
         assert supervisor.num_starts == 12
         assert harness.engine.snapshot().worker.num_joins == 12
 
@@ -192,7 +194,7 @@ async def test_one_given_up_worker_does_not_end_the_server() -> None:
     supervisor = WorkerSupervisor(
         [sys.executable, "-c", FLAGGED],
         flags=[["good"], ["bad"]],
-        limits=SupervisorLimits(max_crashes=1, min_backoff_seconds=0.01),
+        limits=SupervisorLimits(max_worker_crashes=1, min_backoff_seconds=0.01),
         on_give_up=give_ups.append,
     )
     supervisor.start()
@@ -227,7 +229,7 @@ async def test_a_restart_revives_a_worker_that_was_given_up(tmp_path: Path) -> N
     supervisor = WorkerSupervisor(
         [sys.executable, "-c", f"{program}; signal.pause()"],
         flags=[["good"], ["bad"]],
-        limits=SupervisorLimits(max_crashes=1, min_backoff_seconds=0.01),
+        limits=SupervisorLimits(max_worker_crashes=1, min_backoff_seconds=0.01),
         on_give_up=give_ups.append,
     )
     supervisor.start()
@@ -254,7 +256,7 @@ async def test_each_worker_has_its_own_crash_budget() -> None:
     supervisor = WorkerSupervisor(
         [sys.executable, "-c", FLAGGED],
         flags=[["bad"], ["bad"]],
-        limits=SupervisorLimits(max_crashes=2, min_backoff_seconds=0.01),
+        limits=SupervisorLimits(max_worker_crashes=2, min_backoff_seconds=0.01),
         on_give_up=give_ups.append,
     )
     supervisor.start()
@@ -278,7 +280,7 @@ def test_one_standby_serves_all_workers(monkeypatch: pytest.MonkeyPatch) -> None
                 harness.wait_joined(number)
                 assert supervisor.pids[slot] == standby
 
-        supervised(harness, body, SupervisorLimits(max_crashes=9), standby=True, flags=TWO)
+        supervised(harness, body, SupervisorLimits(max_worker_crashes=9), standby=True, flags=TWO)
 
 
 ECHO = """
@@ -341,7 +343,7 @@ def test_rolling_restart_keeps_every_stream(count: int) -> None:
             check(harness, streams)
             assert not {*before} & {*supervisor.pids}
 
-        supervisor = supervised(harness, body, SupervisorLimits(max_crashes=0), flags=((),) * count)
+        supervisor = supervised(harness, body, SupervisorLimits(max_worker_crashes=0), flags=((),) * count)
         assert supervisor.num_starts == 2 * count
         assert harness.give_ups == []
 
@@ -361,13 +363,13 @@ def test_rolling_restart_takes_over_a_new_model(tmp_path: Path) -> None:
                 asyncio.run_coroutine_threadsafe(supervisor.restart(number), loop).result(PATIENCE_SECONDS)
             harness.wait_joined(4)
 
-        supervisor = supervised(harness, body, SupervisorLimits(max_crashes=0), flags=TWO)
+        supervisor = supervised(harness, body, SupervisorLimits(max_worker_crashes=0), flags=TWO)
         assert supervisor.num_starts == 4
         assert harness.give_ups == []
 
 
 def test_a_worker_that_ignores_sigterm_is_killed_and_replaced() -> None:
-    limits = SupervisorLimits(max_crashes=0, drain_timeout_seconds=0.2, stop_timeout_seconds=0.2)
+    limits = SupervisorLimits(max_worker_crashes=0, drain_timeout_seconds=0.2, stop_timeout_seconds=0.2)
     with EngineHarness(options=OPTIONS) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:

@@ -70,7 +70,7 @@ def test_the_standby_takes_over_and_another_one_is_kept() -> None:
             for stream in streams:
                 stream.check(harness.options.vocab_size)
 
-        supervisor = supervised(harness, body, SupervisorLimits(max_crashes=3), standby=True)
+        supervisor = supervised(harness, body, SupervisorLimits(max_worker_crashes=3), standby=True)
         assert supervisor.num_starts == 4
 
 
@@ -91,7 +91,7 @@ def test_standby_crash_costs_no_stream_and_no_budget() -> None:
             stream.check(harness.options.vocab_size)
             assert supervisor.pid == worker
 
-        supervised(harness, body, SupervisorLimits(max_crashes=0), standby=True)
+        supervised(harness, body, SupervisorLimits(max_worker_crashes=0), standby=True)
         assert harness.give_ups == []
 
 
@@ -112,7 +112,7 @@ def test_a_standby_that_hangs_is_killed_and_a_new_worker_started(monkeypatch: py
             stream.check(harness.options.vocab_size)
 
         # One end is survived: the worker's. That of the standby does not count.
-        supervised(harness, body, SupervisorLimits(max_crashes=1), standby=True)
+        supervised(harness, body, SupervisorLimits(max_worker_crashes=1), standby=True)
         assert harness.give_ups == []
 
 

@@ -93,7 +93,7 @@ async def test_crash_starts_a_new_worker_at_once(run: Callable[..., None]) -> No
 async def test_crashing_worker_is_restarted_until_the_budget_is_spent() -> None:
     calls = Calls()
 
-    supervisor = make(["/bin/false"], calls, max_crashes=4, min_backoff_seconds=0.05, max_backoff_seconds=0.2)
+    supervisor = make(["/bin/false"], calls, max_worker_crashes=4, min_backoff_seconds=0.05, max_backoff_seconds=0.2)
     supervisor.start()
     await until(lambda: bool(calls.give_ups))
     await asyncio.sleep(0.3)  # longer than any back-off: nothing more may start
@@ -110,7 +110,7 @@ async def test_crashing_worker_is_restarted_until_the_budget_is_spent() -> None:
 async def test_crashes_outside_the_window_are_forgotten() -> None:
     calls = Calls()
 
-    supervisor = make(["/bin/false"], calls, max_crashes=1, crash_window_seconds=0.05, min_backoff_seconds=0.1)
+    supervisor = make(["/bin/false"], calls, max_worker_crashes=1, crash_window_seconds=0.05, min_backoff_seconds=0.1)
     supervisor.start()
     await until(lambda: len(calls.exits) == 4)
     await supervisor.stop()
@@ -120,7 +120,7 @@ async def test_crashes_outside_the_window_are_forgotten() -> None:
 async def test_any_number_of_crashes_with_progress_is_survived() -> None:
     calls = Calls()
 
-    supervisor = make(FOR_EVER, calls, max_crashes=1, min_backoff_seconds=0.001)
+    supervisor = make(FOR_EVER, calls, max_worker_crashes=1, min_backoff_seconds=0.001)
     supervisor.start()
     for number in range(1, 21):
         await until(lambda number=number: supervisor.num_starts == number)
@@ -160,7 +160,7 @@ async def test_configuration_that_stays_broken_spends_the_budget(tmp_path: Path)
     calls, away = Calls(), tmp_path / "away"
     command = ["/bin/sh", "-c", f"test -e {away} && exit 78; exec sleep 1000"]
 
-    supervisor = make(command, calls, max_crashes=3, min_backoff_seconds=0.001, max_backoff_seconds=0.002)
+    supervisor = make(command, calls, max_worker_crashes=3, min_backoff_seconds=0.001, max_backoff_seconds=0.002)
     supervisor.start()
     assert supervisor.pid is not None
     supervisor.worker_joined(hello(supervisor.pid))
@@ -202,7 +202,7 @@ async def test_lack_of_processes_memory_or_descriptors_is_tried_again(
 async def test_a_worker_that_joined_resets_the_back_off() -> None:
     calls = Calls()
 
-    supervisor = make(FOR_EVER, calls, max_crashes=20, min_backoff_seconds=0.05, max_backoff_seconds=3600.0)
+    supervisor = make(FOR_EVER, calls, max_worker_crashes=20, min_backoff_seconds=0.05, max_backoff_seconds=3600.0)
     supervisor.start()
     for number in range(1, 14):  # without a reset the last pause would be 102 s
         await until(lambda number=number: supervisor.num_starts == number, SOON_SECONDS)
@@ -473,7 +473,7 @@ def test_twenty_restarts_leave_no_zombie_and_no_descriptor() -> None:
             for stream in streams:
                 stream.check(harness.options.vocab_size)
 
-        supervised(harness, body, SupervisorLimits(max_crashes=100, min_backoff_seconds=0.001))
+        supervised(harness, body, SupervisorLimits(max_worker_crashes=100, min_backoff_seconds=0.001))
         assert len(harness.joins) == 21
         assert _zombies() == []
         assert harness.engine.snapshot().worker.num_joins == 21
@@ -495,4 +495,4 @@ def test_spent_budget_is_reported_while_requests_wait() -> None:
             eventually(lambda: len(harness.losses) == 3)
             assert stream.end is None
 
-        supervised(harness, body, SupervisorLimits(max_crashes=2, min_backoff_seconds=0.01))
+        supervised(harness, body, SupervisorLimits(max_worker_crashes=2, min_backoff_seconds=0.01))

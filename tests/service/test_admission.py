@@ -13,8 +13,9 @@ from service.serving import TOKENIZER, error_of, serving, text_request
 from service.session_driver import Caller
 
 from lineclear.errors import QueueFull
-from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueueLimits, QueuePlace
-from lineclear.scheduler.security.identity import share
+from lineclear.scheduler.core.fair_share import share_of
+from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueuePlace
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
@@ -29,7 +30,9 @@ class Clock:
 
 
 def new_quota(clock: Clock | None = None, **limits: int) -> QueueLimiter:
-    return QueueLimiter(QueueLimits(**{"requests": 100, "tokens": 1000, **limits}), clock or Clock())
+    return QueueLimiter(
+        SchedulerSettings(**{"max_queue_size": 100, "max_queue_tokens": 1000, **limits}), clock or Clock()
+    )
 
 
 # --- retry hints -----------------------------------------------------------------------------------------------------
@@ -51,7 +54,7 @@ def test_retry_hint_is_half_the_queue_at_the_recent_rate() -> None:
 
 def test_retry_hint_counts_prompt_tokens() -> None:
     clock = Clock()
-    quota = new_quota(clock, tokens=10_000)
+    quota = new_quota(clock, max_queue_tokens=10_000)
     short = [quota.reserve("") for _ in range(2)]
     for place in short:
         place.add_tokens(10)
@@ -64,7 +67,7 @@ def test_retry_hint_counts_prompt_tokens() -> None:
 
 def test_retry_hint_bounds() -> None:
     clock = Clock()
-    quota = new_quota(clock, requests=10_000)
+    quota = new_quota(clock, max_queue_size=10_000)
     places = [quota.reserve("") for _ in range(10_000)]
     assert quota.retry_after_seconds() == 1.0
     places.pop().release(started=True)
@@ -91,7 +94,8 @@ def test_ended_requests_do_not_count_as_started() -> None:
 @settings(max_examples=300, deadline=None)
 @given(moves=st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 40), st.booleans()), max_size=80))
 def test_no_limit_is_exceeded_and_counts_return_to_zero(moves: list[tuple[str, int, bool]]) -> None:
-    quota = new_quota(requests=9, tokens=60, requests_per_tenant=4, tokens_per_tenant=30)
+    per_tenant = {"max_queue_size_per_tenant": 4, "max_queue_tokens_per_tenant": 30}
+    quota = new_quota(max_queue_size=9, max_queue_tokens=60, **per_tenant)
     waiting: list[tuple[str, int, QueuePlace]] = []
     for tenant, tokens, ends in moves:
         if ends and waiting:
@@ -170,10 +174,10 @@ async def test_session_names_a_tenant_per_request(tmp_path: Path) -> None:
         await caller.until(lambda: len(caller.failed) == 2)
         assert {handle: error.reason for handle, error in caller.failed.items()} == dict.fromkeys((3, 6), "QUEUE_FULL")
         await s.engine.next_request(4)
-        assert [request.tenant for request in s.engine.submitted] == [share(name) for name in "bbaa"]
+        assert [request.tenant for request in s.engine.submitted] == [share_of(name) for name in "bbaa"]
         await caller.send(named(7, "x" * 100))
         await s.engine.next_request(5)
-        assert s.engine.submitted[4].tenant == share("x" * 64)
+        assert s.engine.submitted[4].tenant == share_of("x" * 64)
         caller.call.cancel()
         await s.idle()
         assert s.service.quota.num_tenants == 0
@@ -187,7 +191,7 @@ async def test_proven_tenant_is_not_renamed_in_a_session(tmp_path: Path) -> None
         caller = Caller(s, metadata=(("authorization", "Bearer alice-token-0123456789abcdef"),))
         await caller.send(named(1, "bob"))
         await s.engine.next_request(1)
-        assert s.engine.submitted[0].tenant == share("alice")
+        assert s.engine.submitted[0].tenant == share_of("alice")
         caller.call.cancel()
         await s.idle()
 

@@ -26,9 +26,9 @@ from lineclear.errors import (
     ShutdownInterrupted,
 )
 from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.core.fair_share import share_of
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.requests.session import Session
-from lineclear.scheduler.security.identity import share
 from lineclear.v1 import inference_pb2 as pb
 
 COUNT = 12
@@ -322,7 +322,9 @@ async def test_requests_of_a_session_have_their_own_tenant(tmp_path: Path, conne
             own = {} if tenant is None else {"tenant": tenant}
             calls.append(asyncio.ensure_future(client.generate("x", **own)))
             await s.engine.next_request(number + 1)
-        assert [request.tenant for request in s.engine.submitted] == [share(tenant or "default") for tenant in tenants]
+        assert [request.tenant for request in s.engine.submitted] == [
+            share_of(tenant or "default") for tenant in tenants
+        ]
         assert len(s.service._sessions) == 1
         for call in calls:
             call.cancel()

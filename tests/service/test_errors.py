@@ -90,7 +90,7 @@ async def test_full_queue_rejects_before_tokenizing(tmp_path: Path) -> None:
         assert not third.done()
 
 
-async def test_too_many_large_texts_at_once(tmp_path: Path) -> None:
+async def test_too_many_large_texts_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release, entered = threading.Event(), threading.Event()
 
     class Slow:
@@ -102,7 +102,8 @@ async def test_too_many_large_texts_at_once(tmp_path: Path) -> None:
             release.wait(BOUND_SECONDS)
             return [5]
 
-    async with serving(tmp_path, tokenizer=Slow(), max_tokenizer_queue_size=1) as s:
+    monkeypatch.setattr("lineclear.scheduler.requests.tokenizer_pool._MAX_BUSY", 1)
+    async with serving(tmp_path, tokenizer=Slow()) as s:
         s.engine.answer = lambda request: []
         first = s.generate(text_request("x" * 2000))
         await until(entered.is_set)

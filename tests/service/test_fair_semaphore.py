@@ -114,9 +114,10 @@ async def test_cheap_requests_give_their_flow_no_advantage() -> None:
     await asyncio.gather(*tasks)
 
 
-async def test_work_that_took_longer_counts_by_its_time() -> None:
+async def test_work_that_took_longer_counts_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tenants send few bytes that take long; a third one sends many that do not."""
-    pool = LimitedProcesses(Work("work", "none", b"", 1.0, 100, processes=2, max_waiting=200, what="things wait"))
+    monkeypatch.setattr("lineclear.scheduler.requests.limited_processes.num_processes", lambda cores: 2)
+    pool = LimitedProcesses(Work("work", "none", b"", 1.0, 100, max_waiting=200, what="things wait"))
     order: list[str] = []
 
     async def answer(frame: bytes) -> bytes:

@@ -27,8 +27,13 @@ UNREAD = len(TOKENS)
 TEXT = "Hello, how are you?" * (UNREAD // len(HELLO_IDS))
 
 
+@pytest.fixture(autouse=True)
+def _no_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lineclear.scheduler.requests.output_stream.MAX_UNREAD_BYTES", 2**30)
+
+
 async def test_unread_answer_arrives_in_several_messages(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
+    async with serving(tmp_path, max_unread_tokens=UNREAD) as s:
         call, key = await s.start_call(text_request(output={"logprobs": True, "top_logprobs": 20}))
         # In one step, as after a pause of the reader.
         s.engine.tokens(key, TOKENS, [TOP] * UNREAD)
@@ -42,7 +47,7 @@ async def test_unread_answer_arrives_in_several_messages(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("output", [{"logprobs": True, "top_logprobs": 20}, {}], ids=["logprobs", "plain"])
 async def test_unread_session_loses_no_request(tmp_path: Path, output: dict[str, Any]) -> None:
-    async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
+    async with serving(tmp_path, max_unread_tokens=UNREAD) as s:
         caller, count = Caller(s), 3
         await caller.send(*(submit(n, text_request(output=output)) for n in range(count)))
         await until(lambda: len(s.engine.submitted) == count)
@@ -66,7 +71,7 @@ async def test_unread_session_loses_no_request(tmp_path: Path, output: dict[str,
 
 
 async def test_session_delivers_tokens_before_an_error(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_unread_tokens=UNREAD, max_unread_bytes=2**30) as s:
+    async with serving(tmp_path, max_unread_tokens=UNREAD) as s:
         caller = Caller(s)
         await caller.send(submit(1), submit(2))
         await until(lambda: len(s.engine.submitted) == 2)

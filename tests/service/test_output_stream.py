@@ -28,7 +28,8 @@ from lineclear.scheduler.core.events import (
 )
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import OutputChunk, OutputStream
-from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueueLimits
+from lineclear.scheduler.requests.queue_limits import QueueLimiter
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.wire.messages import Logprobs
@@ -53,14 +54,14 @@ class Engine:
 def new_router(max_unread_tokens: int = 100) -> tuple[OutputRouter, Engine, list[bool]]:
     engine, workers = Engine(), list[bool]()
     return (
-        OutputRouter(engine, max_unread_tokens, 2**20, workers.append, lambda error: InternalError(str(error))),
+        OutputRouter(engine, max_unread_tokens, workers.append, lambda error: InternalError(str(error))),
         engine,
         workers,
     )
 
 
 def open_stream(router: OutputRouter, text: AnswerText | None = None, **options: Any) -> OutputStream:
-    place = QueueLimiter(QueueLimits(10, 10), lambda: 0.0).reserve("")
+    place = QueueLimiter(SchedulerSettings(), lambda: 0.0).reserve("")
     return router.open("r", text, place, **options)
 
 
@@ -217,7 +218,7 @@ async def test_token_gap_is_an_assertion() -> None:
 
 async def test_queue_place_is_released_at_the_start_or_the_end() -> None:
     router, _, workers = new_router()
-    quota = QueueLimiter(QueueLimits(10, 10), lambda: 0.0)
+    quota = QueueLimiter(SchedulerSettings(), lambda: 0.0)
     streams = [router.open(str(n), None, quota.reserve("")) for n in range(3)]
     assert len(quota) == 3
     router.dispatch([Started(streams[0].engine_id, 0, 1, 0), WorkerLost(1), WorkerJoined(2)], 0.0)

@@ -23,7 +23,7 @@ def tokens() -> LLTokenizer:
 
 
 def accepts(tokens: LLTokenizer, schema: dict[str, Any], text: str) -> bool:
-    grammar = grammar_of("json_schema", json.dumps(schema), any_whitespace=False, max_depth=64)
+    grammar = grammar_of("json_schema", json.dumps(schema), any_whitespace=False)
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=parser_limits())
     assert not matcher.is_error(), matcher.get_error()
     found = tokens.tokenize_str(text)
@@ -51,7 +51,7 @@ def accepts(tokens: LLTokenizer, schema: dict[str, Any], text: str) -> bool:
 )
 def test_word_that_would_be_ignored_is_refused(text: str, problem: str) -> None:
     with pytest.raises(ValueError, match=r"^has ") as refused:
-        grammar_of("json_schema", text, any_whitespace=False, max_depth=64)
+        grammar_of("json_schema", text, any_whitespace=False)
     assert problem in str(refused.value)
 
 

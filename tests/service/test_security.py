@@ -131,11 +131,12 @@ async def test_every_method_but_health_requires_a_token(tmp_path: Path) -> None:
         assert s.server.health.is_serving("readiness")
 
 
-async def test_request_without_token_is_not_read(tmp_path: Path) -> None:
+async def test_request_without_token_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of the message never arrives, and the rejection does not wait for it."""
 
     file = token_file(tmp_path, f"alice {ALICE}")
-    async with serving(tmp_path, token_file=str(file), request_read_timeout_seconds=4 * BOUND_SECONDS) as s:
+    monkeypatch.setattr("lineclear.scheduler.grpc_api.request_reader.READ_TIMEOUT_SECONDS", 4 * BOUND_SECONDS)
+    async with serving(tmp_path, token_file=str(file)) as s:
 
         def speak() -> bytes:
             with Connection(tmp_path / "s") as connection:

@@ -142,8 +142,9 @@ async def test_full_queue_has_a_retry_hint(tmp_path: Path) -> None:
         assert caller.failed[2].retry_after_seconds is not None
 
 
-async def test_requests_of_a_session_are_limited(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_session_requests=3) as s:
+async def test_requests_of_a_session_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lineclear.scheduler.requests.session.MAX_REQUESTS", 3)
+    async with serving(tmp_path) as s:
         caller = Caller(s)
         await caller.send(*(submit(n) for n in range(4)))
         await caller.until(lambda: caller.failed)

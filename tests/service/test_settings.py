@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import pytest
 from lineclear.process.flag_aliases import names_of
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.addresses import is_local, parse_address
-from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES
-from lineclear.scheduler.requests.settings_limits import fixed_size_timeout_seconds
+from lineclear.scheduler.core.fair_share import share_of
+from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES, PolicySettings
+from lineclear.scheduler.engine.worker_slot import SupervisorLimits
+from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.scheduler.settings import SchedulerSettings, load
 
 
@@ -57,22 +61,6 @@ def test_number_of_workers() -> None:
     assert settings.worker_count == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--num-workers", "2"], "--num-workers needs --spawn-worker"),
-        (["--worker-devices", "cuda:1"], "--worker-devices needs --spawn-worker"),
-        (["--spawn-worker", "--num-workers", "3", "--worker-devices", "cuda:0,cuda:1"], "names 2 devices"),
-        (["--spawn-worker", "--worker-devices", "gpu0"], "'gpu0' is no device"),
-        (["--spawn-worker", "--worker-devices", "cpu:0-1,cpu:3-2"], "'cpu:3-2' is no device"),
-        (["--spawn-worker", "--num-workers", "3", "--max-workers", "2"], "larger than --max-workers"),
-    ],
-)
-def test_wrong_number_of_workers_is_named(flags: list[str], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
-        load(flags)
-
-
 def test_kubernetes_service_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "LINECLEAR_PORT": "tcp://10.0.0.1:50051",
@@ -93,6 +81,34 @@ def test_no_name_equals_a_kubernetes_service_variable() -> None:
     for name in (name for setting in SchedulerSettings.model_fields for name in names_of(setting)):
         assert name not in ("port", "service_host", "service_port")
         assert not name.startswith(("port_", "service_port_"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        # Constants, and a secret for each process.
+        (
+            CoreLimits,
+            {"max_preemptions", "max_queue_overtakes", "max_isolated_crashes", "adaptive_drafts", "cache_secret"},
+        ),
+        (PolicySettings, set()),
+        (WorkerTimeouts, set()),
+        (
+            SupervisorLimits,
+            {"crash_window_seconds", "min_backoff_seconds", "max_backoff_seconds", "reap_timeout_seconds"},
+        ),
+    ],
+)
+def test_group_has_a_setting_for_each_field(kind: type, others: set[str]) -> None:
+    assert {field.name for field in fields(kind) if not hasattr(SchedulerSettings(), field.name)} == others
+
+
+def test_group_has_the_values_of_the_settings() -> None:
+    flags = ["--max-batch-size=3", "--batch-timeout-ms=7", "--tenant-weights=a=2", "--max-worker-crashes=9"]
+    limits = load([*flags, "--speculative-method=draft_model"])[0].part(CoreLimits)
+    assert (limits.max_batch_size, limits.max_isolated_kills, limits.expected_drafts) == (3, 7, (1.0, 0.9))
+    assert (limits.policy.batch_timeout_seconds, limits.policy.fixed_size_timeout_seconds) == (0.007, 0.007)
+    assert limits.policy.share_weights == {share_of("a"): 2.0}
 
 
 def test_settings_are_frozen() -> None:
@@ -157,6 +173,26 @@ def test_policies_match_the_core() -> None:
             "--max-prompt-bytes is 3000000, but a request has at most 2000000 bytes .--max-message-bytes.; raise",
         ),
         (["--drain-timeout-seconds", "-1"], "--drain-timeout-seconds -1"),
+        (["--num-workers", "2"], "--num-workers needs --spawn-worker"),
+        (["--worker-devices", "cuda:1"], "--worker-devices needs --spawn-worker"),
+        (["--spawn-worker", "--num-workers", "3", "--worker-devices", "cuda:0,cuda:1"], "names 2 devices"),
+        (["--spawn-worker", "--worker-devices", "gpu0"], "'gpu0' is no device"),
+        (["--spawn-worker", "--worker-devices", "cpu:0-1,cpu:3-2"], "'cpu:3-2' is no device"),
+        (["--spawn-worker", "--num-workers", "3", "--max-workers", "2"], "larger than --max-workers"),
+        (["--standby-worker"], "^--standby-worker needs --spawn-worker"),
+        (["--draft-model", "d"], "^--draft-model needs --speculative-method"),
+        (["--speculative-method", "standalone", "--spawn-worker"], "^--speculative-method draft_model needs --draft-"),
+        (["--tls-cert-file", "c"], "^--tls-cert-file is set without --tls-key-file; give both$"),
+        (["--tls-key-file", "k"], "^--tls-key-file is set without --tls-cert-file; give both$"),
+        (["--tls-client-ca-file", "a"], "^--tls-client-ca-file needs --tls-cert-file and --tls-key-file$"),
+        (
+            ["--tls-cert-file=c", "--tls-key-file=k", "--listen=unix:/x"],
+            "^--tls-cert-file is set, but none of --listen",
+        ),
+        (["--admin-token-file", "t"], "^--admin-token-file is set without --admin-listen or --status-listen"),
+        (["--channelz"], "^--channelz is set without --admin-listen"),
+        (["--admin-listen", "0.0.0.0:1"], "^--admin-listen 0.0.0.0:1 can be reached .* --admin-token-file$"),
+        (["--status-listen", "0.0.0.0:1"], "^--status-listen 0.0.0.0:1 can be reached .* --insecure-allow-remote.$"),
     ],
 )
 def test_wrong_setting_is_named(flags: list[str], says: str) -> None:
@@ -231,7 +267,7 @@ def test_insecure_remote_address_can_be_allowed() -> None:
 
 def test_fixed_size_waits_forever_without_batch_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = ["--model", "m", "--batching-strategy", "fixed_size"]
-    assert fixed_size_timeout_seconds(load(fixed)[0]) is None
-    assert fixed_size_timeout_seconds(load([*fixed, "--batch-timeout-ms", "50"])[0]) == 0.05
+    assert load(fixed)[0].fixed_size_timeout_seconds is None
+    assert load([*fixed, "--batch-timeout-ms", "50"])[0].fixed_size_timeout_seconds == 0.05
     monkeypatch.setenv("LINECLEAR_BATCH_TIMEOUT_MS", "200")
-    assert fixed_size_timeout_seconds(load(fixed)[0]) == 0.2
+    assert load(fixed)[0].fixed_size_timeout_seconds == 0.2

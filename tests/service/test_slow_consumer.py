@@ -29,12 +29,15 @@ async def test_too_many_unread_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["call", "session"])
-async def test_too_many_bytes_of_unread_log_probabilities(tmp_path: Path, way: str) -> None:
+async def test_too_many_bytes_of_unread_log_probabilities(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A token with 20 log probabilities takes more than 2 KiB, so the limit is far below max_unread_tokens."""
     top = Logprobs(-1.5, tuple((token, -2.5) for token in range(20)))
     request = text_request(output={"logprobs": True, "top_logprobs": 20})
 
-    async with serving(tmp_path, max_unread_bytes=64 * 1024) as s:
+    monkeypatch.setattr("lineclear.scheduler.requests.output_stream.MAX_UNREAD_BYTES", 64 * 1024)
+    async with serving(tmp_path) as s:
         if way == "session":
             caller = Caller(s)
             await caller.send(submit(1, request))

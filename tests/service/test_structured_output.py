@@ -14,7 +14,8 @@ from service.serving import TOKENIZER, Serving, error_of, serving, text_request,
 from service.small_tokenizers import KINDS, byte_level, definition, save
 
 from lineclear.errors import LineclearError, QueueFull
-from lineclear.scheduler.requests.grammar_pool import GrammarLimits, GrammarPool
+from lineclear.scheduler.requests.grammar_pool import GrammarPool
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1.sampling_pb2 import Choice, SamplingParams, StructuredOutput
@@ -107,9 +108,10 @@ HOSTILE = {
 }
 
 
-async def test_hostile_schema_is_refused_within_its_limits(tmp_path: Path) -> None:
+async def test_hostile_schema_is_refused_within_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other requests are answered meanwhile, and the next form is compiled as before."""
-    async with serving(tmp_path, model=model(tmp_path), max_grammar_seconds=0.3, max_cached_grammars=2) as s:
+    monkeypatch.setattr("lineclear.scheduler.requests.grammar_pool._MAX_CACHED", 2)
+    async with serving(tmp_path, model=model(tmp_path), max_grammar_seconds=0.3) as s:
         s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
         calls = {name: s.generate(asked(json_schema=schema)) for name, schema in HOSTILE.items()}
         waiting = asyncio.gather(*map(error_of_or_none, calls.values()))
@@ -142,11 +144,12 @@ async def test_form_is_compiled_once(tmp_path: Path) -> None:
         assert s.service.grammars.pids == pids
 
 
-async def test_form_that_met_a_full_queue_is_compiled_later(tmp_path: Path) -> None:
-    pool = GrammarPool(model(tmp_path), GrammarLimits(processes=1, max_waiting=0))
+async def test_form_that_met_a_full_queue_is_compiled_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lineclear.scheduler.requests.limited_processes.num_processes", lambda cores: 1)
+    pool = GrammarPool(model(tmp_path), SchedulerSettings(max_queue_size=1))
     first, second = StructuredOutput(regex="a+"), StructuredOutput(regex="b+")
     try:
-        compiling = asyncio.ensure_future(pool.grammar(first))
+        compiling = asyncio.gather(pool.grammar(first), pool.grammar(StructuredOutput(regex="c+")))
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
             await pool.grammar(second)
@@ -156,9 +159,10 @@ async def test_form_that_met_a_full_queue_is_compiled_later(tmp_path: Path) -> N
         pool.close()
 
 
-async def test_short_form_overtakes_long_ones_of_its_tenant(tmp_path: Path) -> None:
+async def test_short_form_overtakes_long_ones_of_its_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in forms: at most the long ones in progress end before it."""
-    async with serving(tmp_path, model=model(tmp_path), grammar_processes=2) as s:
+    monkeypatch.setattr("lineclear.scheduler.requests.limited_processes.num_processes", lambda cores: 2)
+    async with serving(tmp_path, model=model(tmp_path)) as s:
         s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
         ended: list[str] = []
 

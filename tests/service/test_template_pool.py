@@ -245,8 +245,9 @@ async def test_hundred_small_conversations_are_accepted(tmp_path: Path) -> None:
         assert found == ["OK"] * 100
 
 
-async def test_full_queue_admits_another_tenant(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_tokenizer_queue_size=10) as s:
+async def test_full_queue_admits_another_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lineclear.scheduler.requests.tokenizer_pool._MAX_BUSY", 10)
+    async with serving(tmp_path) as s:
         flood = [asyncio.ensure_future(outcome(detokenize(s, **tenant("a")))) for _ in range(30)]
         await until(lambda: s.service.tokenizers._texts.num_waiting == 8)
         assert await outcome(detokenize(s, **tenant("b"))) == "OK"
@@ -319,8 +320,9 @@ async def test_tokens_of_a_long_text_are_sent_in_slices(tmp_path: Path, monkeypa
         assert 0 < ids.largest <= 16_384
 
 
-async def test_deadline_passes_while_a_prompt_waits(tmp_path: Path) -> None:
-    async with serving(tmp_path, template=SOMETIMES, chat_template_processes=1, default_deadline_seconds=0.5) as s:
+async def test_deadline_passes_while_a_prompt_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lineclear.scheduler.requests.limited_processes.num_processes", lambda cores: 1)
+    async with serving(tmp_path, template=SOMETIMES, default_deadline_seconds=0.5) as s:
         slow = tokenize(s, SLOW)
         await until(lambda: s.service.tokenizers._pool.turns.num_inside == 1)
         session = s.stub.Session()

@@ -16,7 +16,7 @@ from service.session_driver import submit as session_submit
 from structlog.testing import capture_logs
 
 from lineclear.scheduler.core.events import FinishReason
-from lineclear.scheduler.security import identity
+from lineclear.scheduler.core.fair_share import share_of
 from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
@@ -246,7 +246,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
     ("metadata", "tenant", "trace_id"),
     [
         ({"x-tenant-id": "shop-7@eu"}, "shop-7@eu", None),
-        ({"x-tenant-id": "Tell me a story"}, f"#{identity.share('Tell me a story')}", None),
+        ({"x-tenant-id": "Tell me a story"}, f"#{share_of('Tell me a story')}", None),
         ({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}, None, TRACE),
         ({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01", "x-tenant-id": "shop"}, "shop", TRACE),
         ({"traceparent": f"00-{'0' * 32}-00f067aa0ba902b7-01"}, None, None),

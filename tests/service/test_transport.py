@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -22,8 +21,9 @@ from support.http2 import Connection, message
 
 from lineclear.api_limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from lineclear.client.channel import channel_options
+from lineclear.scheduler import settings as settings_module
 from lineclear.scheduler.core.events import FinishReason
-from lineclear.scheduler.grpc_api import listener
+from lineclear.scheduler.grpc_api import listener, request_reader
 from lineclear.scheduler.grpc_api.listener import Options, data_options, probe_options
 from lineclear.scheduler.grpc_api.request_reader import LONG
 from lineclear.scheduler.settings import SchedulerSettings
@@ -78,8 +78,9 @@ async def test_too_much_metadata_is_rejected_by_the_transport(tmp_path: Path) ->
         await read_all(s.generate(metadata=(("x-small", "x" * 1000),)))
 
 
-async def test_concurrent_calls_of_a_connection_are_limited(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_streams_per_connection=4) as s:
+async def test_concurrent_calls_of_a_connection_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "_MAX_STREAMS", 4)
+    async with serving(tmp_path) as s:
         calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(8)]
         await s.engine.next_request(4)
         async with grpc.aio.insecure_channel(
@@ -115,10 +116,12 @@ async def test_cancel_and_stats_work_above_the_stream_limit(
             call.cancel()
 
 
-async def test_calls_waiting_for_a_stream_are_answered_in_order(tmp_path: Path) -> None:
+async def test_calls_waiting_for_a_stream_are_answered_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """gRPC queues the calls, as for lineclear's clients without a Session."""
-
-    async with serving(tmp_path, max_streams_per_connection=128) as s:
+    monkeypatch.setattr(settings_module, "_MAX_STREAMS", 128)
+    async with serving(tmp_path) as s:
         s.engine.answer = lambda request: [5]
         answers = await asyncio.gather(*(read_all(s.generate()) for _ in range(600)))
         assert all(answer[-1].HasField("finished") for answer in answers)
@@ -187,8 +190,9 @@ async def test_lost_connection_cancels_its_requests(tmp_path: Path, phase: str) 
 
 
 @pytest.mark.parametrize("method", ["lineclear.v1.InferenceService/Generate", "grpc.health.v1.Health/Check"])
-async def test_incomplete_request_times_out(tmp_path: Path, method: str) -> None:
-    async with serving(tmp_path, request_read_timeout_seconds=0.2) as s:
+async def test_incomplete_request_times_out(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_reader, "READ_TIMEOUT_SECONDS", 0.2)
+    async with serving(tmp_path) as s:
         s.engine.answer = lambda request: [5]
 
         def exchange() -> Connection:
@@ -204,16 +208,19 @@ async def test_incomplete_request_times_out(tmp_path: Path, method: str) -> None
 
 
 @pytest.mark.parametrize("network", [False, True])
-async def test_incomplete_requests_of_a_connection_are_bounded(tmp_path: Path, network: bool) -> None:
+async def test_incomplete_requests_of_a_connection_are_bounded(
+    tmp_path: Path, network: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream sends only as much as the server reads: almost nothing, while others are read before.
 
     On a Unix socket some incomplete requests are ended, so that others are read.
     """
     size, unfinished, streams = 256 * 1024, 4, 48
 
-    limits = {"max_incomplete_requests_per_connection": unfinished, "max_streams_per_connection": 64}
+    monkeypatch.setattr(request_reader, "MAX_INCOMPLETE", unfinished)
+    monkeypatch.setattr(settings_module, "_MAX_STREAMS", 64)
     listen = {"listen": "127.0.0.1:0"} if network else {}
-    async with serving(tmp_path, max_message_bytes=size, **limits, **listen) as s:
+    async with serving(tmp_path, max_message_bytes=size, **listen) as s:
         s.engine.answer = lambda request: [5]
 
         def exchange(method: str, count: int) -> tuple[int, Connection]:
@@ -239,9 +246,7 @@ async def test_incomplete_requests_of_a_connection_are_bounded(tmp_path: Path, n
 GENERATE = "/lineclear.v1.InferenceService/Generate"
 CANCEL = "/lineclear.v1.InferenceService/Cancel"
 CHECK = "/grpc.health.v1.Health/Check"
-PLACES = SchedulerSettings().max_incomplete_requests_per_connection
-NO_READ_TIMEOUT: dict[str, Any] = {"request_read_timeout_seconds": 3600.0}
-"""Requests are ended only because other requests wait."""
+PLACES = request_reader.MAX_INCOMPLETE
 
 
 def unfinished(connection: Connection, method: str, count: int, *metadata: tuple[str, str]) -> None:
@@ -254,12 +259,19 @@ async def wait_for_calls(s: Serving, count: int) -> None:
     await until(lambda: sum(guard.num_calls for guard in s.server._errors) >= count)
 
 
+@pytest.fixture
+def no_read_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have requests end only because other requests wait."""
+    monkeypatch.setattr(request_reader, "READ_TIMEOUT_SECONDS", 3600.0)
+
+
+@pytest.mark.usefixtures("no_read_timeout")
 @pytest.mark.parametrize("flood", [GENERATE, CANCEL, CHECK])
 @pytest.mark.parametrize("excess", [0, 100])
 async def test_incomplete_requests_yield_on_a_unix_socket(tmp_path: Path, flood: str, excess: int) -> None:
     """One caller takes every read slot and keeps it. gRPC gives both callers the same peer name."""
 
-    async with serving(tmp_path, **NO_READ_TIMEOUT) as s:
+    async with serving(tmp_path) as s:
         s.engine.answer = lambda request: [5]
         with Connection(tmp_path / "s") as hostile:
             hostile.receive()
@@ -272,8 +284,10 @@ async def test_incomplete_requests_yield_on_a_unix_socket(tmp_path: Path, flood:
             await asyncio.gather(*(read_all(s.generate(timeout=BOUND_SECONDS)) for _ in range(4 * PLACES)))
 
 
-async def test_incomplete_request_gets_the_reason_for_yielding(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_incomplete_requests_per_connection=1, **NO_READ_TIMEOUT) as s:
+@pytest.mark.usefixtures("no_read_timeout")
+async def test_incomplete_request_gets_the_reason_for_yielding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_reader, "MAX_INCOMPLETE", 1)
+    async with serving(tmp_path) as s:
         s.engine.answer = lambda request: [5]
         with Connection(tmp_path / "s") as hostile:
             hostile.receive()
@@ -285,10 +299,11 @@ async def test_incomplete_request_gets_the_reason_for_yielding(tmp_path: Path) -
             assert b"incomplete while others waited" in hostile.ended[1]
 
 
+@pytest.mark.usefixtures("no_read_timeout")
 async def test_short_requests_do_not_wait_for_long_ones(tmp_path: Path) -> None:
     """Short requests do not end long ones: a client may send a long request slowly and check health in parallel."""
 
-    async with serving(tmp_path, **NO_READ_TIMEOUT) as s:
+    async with serving(tmp_path) as s:
         with Connection(tmp_path / "s") as slow:
             slow.receive()
             unfinished(slow, GENERATE, PLACES)
@@ -300,11 +315,12 @@ async def test_short_requests_do_not_wait_for_long_ones(tmp_path: Path) -> None:
             assert slow.ended == {}
 
 
+@pytest.mark.usefixtures("no_read_timeout")
 async def test_tenants_on_one_connection_have_separate_read_slots(tmp_path: Path) -> None:
     """As with a proxy."""
 
     file = token_file(tmp_path, f"alice {ALICE}", f"bob {BOB}")
-    async with serving(tmp_path, listen="127.0.0.1:0", token_file=str(file), **NO_READ_TIMEOUT) as s:
+    async with serving(tmp_path, listen="127.0.0.1:0", token_file=str(file)) as s:
         s.engine.answer = lambda request: [5]
         with Connection(int(s.server.address.rpartition(":")[2])) as proxy:
             proxy.receive()
@@ -318,12 +334,11 @@ async def test_tenants_on_one_connection_have_separate_read_slots(tmp_path: Path
             assert len(s.engine.submitted) == 1
 
 
-async def test_long_requests_over_tcp_wait_without_yielding(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_read_timeout")
+async def test_long_requests_over_tcp_wait_without_yielding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow network, a client sends many long requests in parallel."""
-
-    async with serving(
-        tmp_path, listen="127.0.0.1:0", max_incomplete_requests_per_connection=1, **NO_READ_TIMEOUT
-    ) as s:
+    monkeypatch.setattr(request_reader, "MAX_INCOMPLETE", 1)
+    async with serving(tmp_path, listen="127.0.0.1:0") as s:
         s.engine.answer = lambda request: [5]
         with Connection(int(s.server.address.rpartition(":")[2])) as client:
             client.receive()

@@ -17,14 +17,6 @@ from lineclear.worker.settings import WorkerSettings, load
 REQUIRED = ["--model", "a-model", "--socket-directory", "/run/sockets"]
 
 
-def test_flag_beats_variable_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load(REQUIRED).max_batch_size == 64
-    monkeypatch.setenv("LINECLEAR_WORKER_MAX_BATCH_SIZE", "9")
-    assert load(REQUIRED).max_batch_size == 9
-    assert load([*REQUIRED, "--max-batch-size", "7"]).max_batch_size == 7
-    assert load([*REQUIRED, "--max-batch-size=5"]).max_batch_size == 5
-
-
 def test_environment_sets_required_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINECLEAR_WORKER_MODEL", "m")
     monkeypatch.setenv("LINECLEAR_WORKER_SOCKET_DIRECTORY", "/d")

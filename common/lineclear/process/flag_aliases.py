@@ -27,99 +27,82 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
 }
 """Further names of a setting in flags, environment variables and the configuration file."""
 
-_LISTEN = "give --listen HOST:PORT"
-_ONE_DEVICE = (
-    "there is none: a model runs on one device. --num-workers and --worker-devices start several workers of it"
-)
-_NO_GRAPHS = "there is none: steps run without CUDA graphs, and nothing is compiled"
-_NO_CODE = "there is none: code in a model directory never runs"
-_NO_LIMIT = "there is none: --max-model-len of the worker limits prompt and output together"
-_NO_OFFLOAD = "there is none: weights and KV cache stay on the device"
-_NO_TOKENIZER = "there is none: the tokenizer and the chat template in the model directory are used"
-_MEMORY = "the worker has --kv-cache-memory-fraction, a share of the free memory"
-_LOG = "give --log-level LEVEL; requests are logged without their content"
-_LORA = "name adapters by --lora-modules NAME=DIR, or give --lora-dir to load them at run time"
-_SPECULATIVE = "give --speculative-method and --num-speculative-tokens, and --draft-model for a draft model"
-
-OTHER_SERVERS: Final = {
-    "--host": _LISTEN,
-    "--hostname": _LISTEN,
-    "--port": _LISTEN,
-    "--api-key": "write it to a file and give --token-file FILE",
-    "--api-key-file": "give --token-file FILE",
-    "--max-concurrent-requests": "--max-batch-size limits running requests, --max-queue-size waiting ones",
-    "--generation-config": "give --use-generation-config or --no-use-generation-config",
-    "--disable-radix-cache": "give --no-prefix-cache",
-    "--no-cache-prompt": "give --no-prefix-cache",
-    "--gpu-memory-utilization": _MEMORY,
-    "--mem-fraction-static": _MEMORY,
-    "--cuda-memory-fraction": _MEMORY,
-    **dict.fromkeys(
-        (
-            *("--tensor-parallel-size", "-tp", "--tp-size", "--tp", "--num-shard", "--sharded", "--tensor-split"),
-            *("--pipeline-parallel-size", "-pp", "--pp-size", "--data-parallel-size", "-dp", "--dp-size", "--dp"),
-            *("--expert-parallel-size", "--ep-size", "--enable-expert-parallel", "--split-mode"),
-        ),
-        _ONE_DEVICE,
+_INSTEAD = {
+    "give --listen HOST:PORT": "--host --hostname --port",
+    "write it to a file and give --token-file FILE": "--api-key",
+    "give --token-file FILE": "--api-key-file",
+    "--max-batch-size limits running requests, --max-queue-size waiting ones": "--max-concurrent-requests",
+    "give --use-generation-config or --no-use-generation-config": "--generation-config",
+    "give --no-prefix-cache": "--disable-radix-cache --no-cache-prompt",
+    "it is on; --no-prefix-cache turns it off": "--cache-prompt",
+    "the worker has --kv-cache-memory-fraction, a share of the free memory": (
+        "--gpu-memory-utilization --mem-fraction-static --cuda-memory-fraction"
     ),
-    **dict.fromkeys(("--enable-chunked-prefill", "--cont-batching", "--enable-mixed-chunk"), "it is always on"),
-    "--cache-prompt": "it is on; --no-prefix-cache turns it off",
-    **dict.fromkeys(
-        ("--enforce-eager", "--disable-cuda-graph", "--cuda-graph-max-bs", "--cuda-graphs", "--enable-torch-compile"),
-        _NO_GRAPHS,
+    "there is none: a model runs on one device. --num-workers and --worker-devices start several workers of it": (
+        "--tensor-parallel-size -tp --tp-size --tp --num-shard --sharded --tensor-split --pipeline-parallel-size -pp"
+        " --pp-size --data-parallel-size -dp --dp-size --dp --expert-parallel-size --ep-size --enable-expert-parallel"
+        " --split-mode"
     ),
-    "--trust-remote-code": _NO_CODE,
-    **dict.fromkeys(("--swap-space", "--cpu-offload-gb", "--n-gpu-layers", "-ngl"), _NO_OFFLOAD),
-    **dict.fromkeys(
-        ("--tokenizer", "--tokenizer-path", "--tokenizer-mode", "--chat-template", "--jinja"), _NO_TOKENIZER
+    "it is always on": "--enable-chunked-prefill --cont-batching --enable-mixed-chunk",
+    "there is none: steps run without CUDA graphs, and nothing is compiled": (
+        "--enforce-eager --disable-cuda-graph --cuda-graph-max-bs --cuda-graphs --enable-torch-compile"
     ),
-    **dict.fromkeys(("--max-input-length", "--max-input-tokens"), _NO_LIMIT),
-    "--ctx-size": "the worker has --max-model-len, of one request, and --num-blocks for all",
-    "--max-batch-total-tokens": "the worker has --num-blocks times --block-size positions for all requests",
-    **dict.fromkeys(("--batch-size", "--ubatch-size", "--max-batch-prefill-tokens"), "give --target-batch-tokens"),
-    **dict.fromkeys(("--cache-type-k", "--cache-type-v"), "the worker has --kv-cache-dtype"),
-    "--threads-batch": "the worker has --threads",
-    **dict.fromkeys(("--metrics", "--enable-metrics", "--prometheus-port"), "give --metrics-listen HOST:PORT"),
-    "--slots": "give --admin-listen ADDRESS: `lineclear top` shows the slots there",
-    **dict.fromkeys(("--disable-log-requests", "--disable-log-stats", "--log-requests", "--verbose"), _LOG),
-    **dict.fromkeys(("--enable-lora", "--lora", "--lora-adapters", "--lora-paths"), _LORA),
-    "--max-loras-per-batch": "give --max-loras",
-    "--speculative-config": _SPECULATIVE,
-    "--enable-auto-tool-choice": "it is not needed: tool calls are parsed; --tool-call-parser names another format",
-    **dict.fromkeys(
-        ("--revision", "--download-dir", "--load-format", "--huggingface-hub-cache"),
-        "there is none: nothing is downloaded; give --model DIR",
+    "there is none: code in a model directory never runs": "--trust-remote-code",
+    "there is none: weights and KV cache stay on the device": "--swap-space --cpu-offload-gb --n-gpu-layers -ngl",
+    "there is none: the tokenizer and the chat template in the model directory are used": (
+        "--tokenizer --tokenizer-path --tokenizer-mode --chat-template --jinja"
     ),
-    **dict.fromkeys(("--seed", "--random-seed"), "there is none: a request has its own seed"),
-    **dict.fromkeys(
-        ("--guided-decoding-backend", "--structured-outputs-config", "--grammar-backend"),
-        "there is none: all forms of structured output work without a choice",
+    "there is none: --max-model-len of the worker limits prompt and output together": (
+        "--max-input-length --max-input-tokens"
     ),
-    **dict.fromkeys(
-        ("--cors-allow-origin", "--allowed-origins", "--root-path", "--chat-template-content-format", "--path"),
-        "there is none: the service is gRPC, without HTTP",
+    "the worker has --max-model-len, of one request, and --num-blocks for all": "--ctx-size",
+    "the worker has --num-blocks times --block-size positions for all requests": "--max-batch-total-tokens",
+    "give --target-batch-tokens": "--batch-size --ubatch-size --max-batch-prefill-tokens",
+    "the worker has --kv-cache-dtype": "--cache-type-k --cache-type-v",
+    "the worker has --threads": "--threads-batch",
+    "give --metrics-listen HOST:PORT": "--metrics --enable-metrics --prometheus-port",
+    "give --admin-listen ADDRESS: `lineclear top` shows the slots there": "--slots",
+    "give --log-level LEVEL; requests are logged without their content": (
+        "--disable-log-requests --disable-log-stats --log-requests --verbose"
     ),
-    "--flash-attn": "the worker has --attention-backend",
-    **dict.fromkeys(("--mlock", "--no-mmap"), "the worker has --preallocate-kv-cache for the KV cache"),
-    **dict.fromkeys(
-        ("--waiting-served-ratio", "--max-waiting-tokens", "--schedule-conservativeness"),
-        "there is none: new requests join at any step; --max-prefill-slowdown protects running ones",
+    "name adapters by --lora-modules NAME=DIR, or give --lora-dir to load them at run time": (
+        "--enable-lora --lora --lora-adapters --lora-paths"
     ),
-    "--max-best-of": "give --max-outputs",
-    "--n-predict": "give --default-max-tokens, or max_tokens in a request",
-    **dict.fromkeys(
-        ("--runner", "--task", "--is-embedding", "--embedding"),
-        "it is not needed: each model answers Embed and Score beside Generate",
+    "give --max-loras": "--max-loras-per-batch",
+    "give --speculative-method and --num-speculative-tokens, and --draft-model for a draft model": (
+        "--speculative-config"
     ),
-    "--rerank": "there is none: prompts are not ranked; Score returns the log-probabilities of texts",
-    "--reasoning-format": "give --reasoning-parser",
+    "it is not needed: tool calls are parsed; --tool-call-parser names another format": "--enable-auto-tool-choice",
+    "there is none: nothing is downloaded; give --model DIR": (
+        "--revision --download-dir --load-format --huggingface-hub-cache"
+    ),
+    "there is none: a request has its own seed": "--seed --random-seed",
+    "there is none: all forms of structured output work without a choice": (
+        "--guided-decoding-backend --structured-outputs-config --grammar-backend"
+    ),
+    "there is none: the service is gRPC, without HTTP": (
+        "--cors-allow-origin --allowed-origins --root-path --chat-template-content-format --path"
+    ),
+    "the worker has --attention-backend": "--flash-attn",
+    "the worker has --preallocate-kv-cache for the KV cache": "--mlock --no-mmap",
+    "there is none: new requests join at any step; --max-prefill-slowdown protects running ones": (
+        "--waiting-served-ratio --max-waiting-tokens --schedule-conservativeness"
+    ),
+    "give --max-outputs": "--max-best-of",
+    "give --default-max-tokens, or max_tokens in a request": "--n-predict",
+    "it is not needed: each model answers Embed and Score beside Generate": (
+        "--runner --task --is-embedding --embedding"
+    ),
+    "there is none: prompts are not ranked; Score returns the log-probabilities of texts": "--rerank",
+    "give --reasoning-parser": "--reasoning-format",
 }
+OTHER_SERVERS: Final = {flag: hint for hint, flags in _INSTEAD.items() for flag in flags.split()}
 """What to do about flags of vLLM, SGLang, TGI and llama.cpp whose quantity has another form here, or none."""
 
 WORKER_SETTINGS: Final = (
     *("device", "machine_share", "dtype", "quantization", "attention_backend", "kv_cache_dtype", "cpu_kernels"),
     *("prompt_lookup_max", "prompt_lookup_min", "threads", "block_size", "num_blocks", "kv_cache_memory_fraction"),
-    *("kv_prefault_tokens", "max_model_len"),
+    "max_model_len",
 )
 """Settings of the worker alone; the scheduler names them when they are given to it."""
 WORKER_SWITCHES: Final = ("fused_cpu_forward", "preallocate_kv_cache")

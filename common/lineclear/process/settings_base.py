@@ -12,7 +12,8 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -26,6 +27,7 @@ from .flag_aliases import names_of
 from .setting_fields import allowed, flag_of
 
 Settings = TypeVar("Settings", bound="ProcessSettings")
+Part = TypeVar("Part")
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 
@@ -46,6 +48,11 @@ class ProcessSettings(BaseSettings):
 
     program: ClassVar[str]
     _sources: Sources | None = PrivateAttr(None)
+
+    def part(self, kind: Callable[..., Part]) -> Part:
+        """Return the dataclass `kind` with the values of the settings and properties that have its fields' names."""
+        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+        return kind(**{name: getattr(self, name) for name in names if hasattr(self, name)})
 
     def named(self, sentence: str) -> str:
         """Return the sentence with each flag replaced by the flag, variable or line of the file that set it."""

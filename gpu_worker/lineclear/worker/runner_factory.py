@@ -27,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 _MAX_STEP_TOKENS = {"cpu": 256}  # enough for full speed; larger steps only delay other requests
 _MAX_STEP_TOKENS_ELSEWHERE = 2048
+_PREFAULT_TOKENS = 16384  # of KV memory, while idle: several long requests, and at most 1/32 of the free memory
 # With more threads oneDNN splits the sum of a float32 row, so its last bits depend on the number of threads.
 _MAX_TUNED_FLOAT32_CORES = 4
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -74,7 +75,7 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         kv_cache_memory_fraction=settings.kv_cache_memory_fraction,
         num_workers=_num_sharing(device, share),
         block_size=settings.block_size,
-        kv_prefault_tokens=settings.kv_prefault_tokens,
+        kv_prefault_tokens=_PREFAULT_TOKENS,
         num_slots=settings.max_batch_size,
         max_step_tokens=settings.target_batch_tokens or _MAX_STEP_TOKENS.get(device.type, _MAX_STEP_TOKENS_ELSEWHERE),
         attention_backend=settings.attention_backend,

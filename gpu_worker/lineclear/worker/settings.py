@@ -87,9 +87,6 @@ class WorkerSettings(settings_base.ProcessSettings):
     preallocate_kv_cache: bool = MEMORY.field(False)
     """Allocate all memory of the KV cache at start. On a CPU, no step then waits for memory. The worker does not start
     if there is too little."""
-    kv_prefault_tokens: int = MEMORY.field(16384, ge=0, le=2**31 - 2)
-    """Token positions whose KV memory is allocated ahead. On a CPU, after 50 ms without a step, so that later steps
-    need not wait for memory. At most 1/32 of the free memory. 0: none."""
     max_batch_size: int = MEMORY.field(64, ge=1, le=4096)
     """Most requests in one step (slots)."""
     max_model_len: int = MEMORY.field(0, ge=0, le=2**24)

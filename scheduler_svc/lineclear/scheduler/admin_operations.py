@@ -8,11 +8,11 @@ from pathlib import Path
 
 from lineclear.errors import RecordingFailed
 from lineclear.process import logging_setup
+from lineclear.scheduler.core.limits import SWITCHABLE, CoreLimits
 from lineclear.scheduler.engine.engine import Engine
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
 from lineclear.scheduler.observe.step_feed import StepFeed
-from lineclear.scheduler.requests.settings_limits import core_limits
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.shutdown import ShutdownController
 
@@ -76,7 +76,8 @@ class AdminOperations:
 
     async def switch_scheduling(self, settings: SchedulerSettings) -> None:
         """Have the core follow the scheduling settings. Returns when it does."""
-        self._engine.switch(**core_limits(settings))
+        limits = settings.part(CoreLimits)
+        self._engine.switch(**{name: getattr(limits, name) for name in SWITCHABLE})
         applied: Future[None] = Future()
         self._engine.call_on_engine_thread(lambda: applied.set_result(None))
         await asyncio.shield(asyncio.wrap_future(applied))

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import secrets
 import signal
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from lineclear.process.exception_location import exception_fields
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.addresses import is_local
 from lineclear.scheduler.admin_operations import AdminOperations
+from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
-from lineclear.scheduler.core_limits import core_limits
 from lineclear.scheduler.engine.engine import Engine, EngineStuck
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
@@ -37,7 +39,6 @@ from lineclear.scheduler.grpc_api.server import Server
 from lineclear.scheduler.metrics_server import MetricsServer
 from lineclear.scheduler.observe.step_feed import StepFeed
 from lineclear.scheduler.observe.step_history import StepHistory
-from lineclear.scheduler.requests import settings_limits
 from lineclear.scheduler.security.reloading_file import ReloadingFile
 from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.scheduler.security.token_file import read_tokens
@@ -82,8 +83,7 @@ async def serve(
         supervisor,
         max_workers=settings.max_workers,
         max_inbox=_max_inbox(settings),
-        check_every_steps=settings.invariant_check_interval_steps,
-        timeouts=_worker_timeouts(settings),
+        timeouts=settings.part(WorkerTimeouts),
         text_fingerprint=files.fingerprint,
         step_history=history,
         on_rejected=_on_rejected(files.fingerprint, shutdown),
@@ -215,7 +215,7 @@ async def _run(
         log.warning(
             "fixed_size_waits",
             for_requests=settings.max_batch_size,
-            at_most_seconds=settings_limits.fixed_size_timeout_seconds(settings),
+            at_most_seconds=settings.fixed_size_timeout_seconds,
             hint="fewer requests wait for their deadline unless --batch-timeout-ms is set",
         )
     log.info(
@@ -283,7 +283,9 @@ def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
 
 
 def _core(settings: SchedulerSettings) -> tuple[Scheduler, RecordingFiles]:
-    core = RecordingScheduler(core_limits(settings), settings.min_recorded_calls)
+    # A new secret for each process: cached prefixes cannot be guessed.
+    limits = replace(settings.part(CoreLimits), cache_secret=secrets.token_bytes(32))
+    core = RecordingScheduler(limits, settings.min_recorded_calls)
     directory = Path(settings.recording_directory) if settings.recording_directory else None
     return core, RecordingFiles(core, directory)
 
@@ -294,11 +296,3 @@ def _max_inbox(settings: SchedulerSettings) -> int:
     More can be unread only while the engine is stalled.
     """
     return 2 * (settings.max_queue_size + settings.max_batch_size)
-
-
-def _worker_timeouts(settings: SchedulerSettings) -> WorkerTimeouts:
-    return WorkerTimeouts(
-        step_timeout_seconds=settings.step_timeout_seconds,
-        cold_step_timeout_seconds=max(settings.cold_step_timeout_seconds, settings.step_timeout_seconds),
-        heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
-    )

@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -207,13 +208,8 @@ def _placements(settings: SchedulerSettings) -> list[list[str]]:
 
 
 def _supervisor_limits(settings: SchedulerSettings) -> SupervisorLimits:
-    return SupervisorLimits(
-        max_crashes=settings.max_worker_crashes,
-        crash_window_seconds=settings.crash_window_seconds,
-        start_timeout_seconds=settings.start_timeout_seconds,
-        stop_timeout_seconds=settings.stop_timeout_seconds,
-        drain_timeout_seconds=settings.drain_timeout_seconds + _WORKER_DRAIN_MARGIN_SECONDS,
-    )
+    drain_seconds = settings.drain_timeout_seconds + _WORKER_DRAIN_MARGIN_SECONDS
+    return replace(settings.part(SupervisorLimits), drain_timeout_seconds=drain_seconds)
 
 
 if __name__ == "__main__":

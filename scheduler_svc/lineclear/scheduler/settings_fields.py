@@ -5,19 +5,92 @@ Flags, environment variables, --help and docs/configuration.md derive from them.
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator
 
 from lineclear.process import settings_base
+from lineclear.process.device_names import split_devices
 from lineclear.process.setting_fields import Group
+from lineclear.scheduler.addresses import is_tcp, parse_address
 
 Strategy = Literal["continuous", "fixed_size", "dynamic_timeout", "adaptive"]
 SchedulingPolicy = Literal["fifo", "prefill_first", "priority", "shortest", "deadline", "fair"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3"]
 PreemptionPolicy = Literal["cheapest", "newest"]
-SpeculativeMethod = Literal["none", "prompt_lookup", "draft_model"]
+_METHODS = {"ngram": "prompt_lookup", "standalone": "draft_model"}  # vLLM and SGLang, SGLang
+SpeculativeMethod = Annotated[
+    Literal["none", "prompt_lookup", "draft_model"],
+    BeforeValidator(lambda value: _METHODS.get(value.lower(), value) if isinstance(value, str) else value),
+]
 
-MAX_MESSAGE_BYTES = 2**29
+_MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 4096, 2**29
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """Return weights by name. Raises ValueError."""
+    found: dict[str, float] = {}
+    for entry in _entries(text):
+        name, _, weight = entry.rpartition("=")
+        try:
+            found[name] = float(weight)
+        except ValueError:
+            found[name] = 0.0
+        if not name or not 0.01 <= found[name] <= 100:
+            raise ValueError(f"{entry} is not name=weight with a weight from 0.01 to 100")
+    return found
+
+
+def parse_adapters(text: str) -> dict[str, str]:
+    """Return folders by name. Raises ValueError."""
+    found: dict[str, str] = {}
+    for entry in _entries(text):
+        name, equals, path = entry.partition("=")
+        if not (name and equals and path) or name in found:
+            raise ValueError(f"{entry} is not name=folder with a name of its own")
+        found[name] = path
+    return found
+
+
+def _entries(text: str) -> Iterable[str]:
+    return filter(None, (part.strip() for part in text.split(",")))
+
+
+def _checked(check: Callable[[str], object]) -> AfterValidator:
+    """Return a validator: `check` raises ValueError for wrong texts, and is not called for the empty one."""
+
+    def validate(value: str) -> str:
+        if value:
+            check(value)
+        return value
+
+    return AfterValidator(validate)
+
+
+def _port_for(reason: str) -> AfterValidator:
+    def check(value: str) -> None:
+        if not is_tcp(value):
+            raise ValueError(f"give host:port; {reason}")
+
+    return _checked(check)
+
+
+def _is_an_estimator(value: str) -> None:
+    if value not in ("none", "learned") and not re.fullmatch(r"[\w.]+:\w+", value):
+        raise ValueError("give none, learned, or module:factory")
+
+
+def _is_a_size(value: int) -> int:
+    if 0 < value < _MIN_MESSAGE_BYTES:
+        raise ValueError(f"must be 0 or at least {_MIN_MESSAGE_BYTES}")
+    return value
+
+
+Address = Annotated[str, _checked(parse_address)]
 
 MODEL = Group("Model")
 ADDRESSES = Group("Addresses")
@@ -50,7 +123,7 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Name reported as model_id. Empty: the worker's."""
     use_generation_config: bool = MODEL.field(True)
     """Take sampling defaults from generation_config.json. They hold for parameters that a request leaves open."""
-    lora_modules: str = MODEL.field("")
+    lora_modules: Annotated[str, _checked(parse_adapters)] = MODEL.field("")
     """LoRA adapters to load at start, as name=folder,name=folder. Requests choose one by its name."""
     lora_dir: str = MODEL.field("")
     """Folder of the adapters that LoadAdapter may load. Empty: none can be loaded at run time."""
@@ -60,16 +133,16 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Largest rank of an adapter."""
 
     # --- addresses ---
-    listen: str = ADDRESSES.field("127.0.0.1:50051")
+    listen: Address = ADDRESSES.field("127.0.0.1:50051")
     """Address of gRPC: host:port or unix:/path."""
-    health_listen: str = ADDRESSES.field("")
+    health_listen: Address = ADDRESSES.field("")
     """A plaintext address for health probes only. It offers grpc.health.v1 and may be on any interface."""
-    metrics_listen: str = ADDRESSES.field("")
+    metrics_listen: Annotated[str, _port_for("Prometheus cannot read from a unix socket")] = ADDRESSES.field("")
     """A host:port for Prometheus. It offers the figures of GetStats over plain HTTP and may be on any interface."""
-    admin_listen: str = ADDRESSES.field("")
+    admin_listen: Address = ADDRESSES.field("")
     """An address for operators. It offers AdminService, and GetStats, which `listen` then no longer offers. On a
     network interface it needs TLS and tokens."""
-    status_listen: str = ADDRESSES.field("")
+    status_listen: Annotated[str, _port_for("a browser cannot connect to a unix socket")] = ADDRESSES.field("")
     """A host:port for the status page. It shows steps, slots, queue and KV blocks in a browser. It needs the token of
     admin_token_file if that is set, and has TLS if tls_cert_file is set. On a network interface it needs both; behind a
     proxy with TLS, insecure_allow_remote instead of the certificate."""
@@ -93,7 +166,7 @@ class SchedulerFields(settings_base.ProcessSettings):
     A name may have several tokens. The name is the tenant."""
     admin_token_file: str = SECURITY.field("")
     """Bearer tokens for admin_listen and status_listen. The file has the same format."""
-    tenant_weights: str = SECURITY.field("")
+    tenant_weights: Annotated[str, _checked(parse_weights)] = SECURITY.field("")
     """Shares of tenants, as name=weight,name=weight. With the order fair, a tenant of weight 2 gets twice the tokens of
     one of weight 1, which is the weight of all others. From 0.01 to 100."""
     share_prefix_cache_across_tenants: bool = SECURITY.field(False)
@@ -104,25 +177,11 @@ class SchedulerFields(settings_base.ProcessSettings):
     admin_listen."""
 
     # --- connections ---
-    max_message_bytes: int = CONNECTIONS.field(0, ge=0, le=MAX_MESSAGE_BYTES)
+    max_message_bytes: Annotated[int, AfterValidator(_is_a_size)] = CONNECTIONS.field(0, ge=0, le=MAX_MESSAGE_BYTES)
     """Largest request in bytes; 0: automatic. A larger one fails alone, up to twice the limit; beyond that, gRPC ends
     the call or the whole Session. Automatic: twice max_prompt_bytes, at least 1 MiB."""
-    max_streams_per_connection: int = CONNECTIONS.field(0, ge=0, le=2**20)
-    """Most open calls of one connection; 0: automatic. Clients hold further calls back. Automatic: 128 more than
-    max_queue_size and max_batch_size together, at most 4096. So a client whose requests fill the server can still
-    cancel them and ask for health and statistics."""
-    max_session_requests: int = CONNECTIONS.field(1024, ge=1, le=2**20)
-    """Most requests in progress in one Session. Further ones are refused."""
     max_sessions_per_connection: int = CONNECTIONS.field(64, ge=1, le=2**20)
     """Most Sessions on one connection. Further ones are refused."""
-    request_read_timeout_seconds: float = CONNECTIONS.field(20.0, gt=0, le=3600)
-    """Longest time to receive a whole request. An incomplete one is refused then."""
-    max_incomplete_requests_per_connection: int = CONNECTIONS.field(16, ge=1, le=2**20)
-    """Most requests read at once. This many long requests of one connection and tenant are read at once, and as many
-    short ones (health, Cancel, statistics); further ones wait. On a Unix socket, incomplete requests yield to waiting
-    ones. With max_message_bytes, this bounds the memory of a connection."""
-    max_connections: int = CONNECTIONS.field(4096, ge=1, le=2**20)
-    """Most open connections of each address. Further ones are closed."""
     max_connection_age_seconds: float = CONNECTIONS.field(3600.0, ge=0, le=7 * 86_400)
     """Clients reconnect after about this long; 0: never. The old connection takes no new calls, and its Sessions no new
     requests, so that clients authenticate again. Requests in progress continue."""
@@ -147,7 +206,7 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Longest wait for a batch to fill. It holds for strategies that wait; for fixed_size only if it is set."""
     scheduling_policy: SchedulingPolicy = BATCHING.field("fifo")
     """Order of waiting requests. fair gives tenants equal numbers of tokens."""
-    output_length_estimator: str = BATCHING.field("learned")
+    output_length_estimator: Annotated[str, _checked(_is_an_estimator)] = BATCHING.field("learned")
     """Estimator of output lengths. It serves the orders shortest, deadline and fair, and predicted waits. learned takes
     the mean of the tenant's last answers, none takes max_tokens. module:factory loads another one from the Python path.
     A request may name its own expected_tokens."""
@@ -161,10 +220,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     predicted time of steps errs, steps are planned shorter, but half of the surplus is always left to prompts."""
     preemption_policy: PreemptionPolicy = BATCHING.field("cheapest")
     """Running request to preempt when blocks run out."""
-    max_preemptions: int = BATCHING.field(4, ge=0, le=1000)
-    """Most preemptions of one request."""
-    max_queue_overtakes: int = BATCHING.field(16, ge=0, le=10_000)
-    """How often a request that does not fit may be overtaken."""
     prefix_cache: bool = BATCHING.field(True)
     """Keep blocks of finished requests for equal prompt prefixes."""
 
@@ -178,9 +233,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     model and far fewer weights. Workers that another program starts have this setting of their own."""
     num_speculative_tokens: int = SPECULATION.field(8, ge=1, le=64)
     """Most drafts that a step verifies for a request."""
-    speculative_adaptive: bool = SPECULATION.field(True)
-    """Verify only as many drafts as gain time. That follows from the share of drafts that the request accepted and from
-    predicted step times. Otherwise num_speculative_tokens in every step."""
 
     # --- queue and requests ---
     max_queue_size: int = REQUESTS.field(1024, ge=1, le=2**20)
@@ -209,27 +261,14 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Longest deadline of a call, from its arrival. A later deadline is shortened to this."""
     tokenizer_threads: int = REQUESTS.field(2, ge=1, le=64)
     """Threads that tokenize large inputs. One caller uses at most all but one of them, so that others need not wait."""
-    max_tokenizer_queue_size: int = REQUESTS.field(64, ge=1, le=4096)
-    """Most large inputs in or waiting for tokenization. The tenant or connection with most waiting inputs is refused
-    the next one. Conversations that wait for rendering are limited by max_queue_size."""
     max_chat_messages: int = FORMATS.field(1024, ge=1, le=65_536)
     """Most messages of a conversation."""
-    chat_template_processes: int = FORMATS.field(0, ge=0, le=64)
-    """Processes that render conversations. One caller uses at most all but one of them. 0: a quarter of the cores, at
-    least 2 and at most 8."""
     max_chat_template_seconds: float = FORMATS.field(2.0, ge=0.01, le=600)
     """Most CPU time to render one conversation. A conversation that takes longer is refused."""
-    grammar_processes: int = FORMATS.field(0, ge=0, le=64)
-    """Processes that compile structured output. One caller uses at most all but one of them. 0: a quarter of the cores,
-    at least 2 and at most 8."""
     max_grammar_seconds: float = FORMATS.field(1.0, ge=0.01, le=60)
     """Most CPU time to compile one schema, expression or grammar. One that takes longer is refused."""
     max_grammar_bytes: int = FORMATS.field(256 * 1024, ge=64, le=16 * 1024 * 1024)
     """Largest schema or grammar in bytes of UTF-8."""
-    max_grammar_depth: int = FORMATS.field(64, ge=1, le=100)
-    """Most nested objects and arrays of a JSON Schema."""
-    max_cached_grammars: int = FORMATS.field(256, ge=1, le=65_536)
-    """Compiled grammars that are kept, with refused ones."""
     tool_call_parser: ToolCallParser = FORMATS.field("auto")
     """Format in which the model writes tool calls. They are sent as calls instead of text. auto: by the chat template;
     none: calls are text."""
@@ -238,9 +277,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     the chat template; none: reasoning is text."""
     max_unread_tokens: int = REQUESTS.field(4096, ge=1, le=2**20)
     """Most unread tokens of a stream. The stream fails beyond that."""
-    max_unread_bytes: int = REQUESTS.field(4 * 1024 * 1024, ge=1024, le=2**40)
-    """Most unread bytes of log probabilities of a stream. The stream fails beyond that. A token with 20 of them takes
-    about 2.8 KB."""
     stall_timeout_seconds: float = REQUESTS.field(60.0, gt=0, le=3600)
     """A stream whose client reads nothing for this long fails."""
 
@@ -263,10 +299,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     recording_directory: str = DIAGNOSIS.field("")
     """Where flight recordings are written. They are written on anomalies, SIGUSR2 and the admin call. Empty: a private
     directory in /tmp."""
-    invariant_check_interval_steps: int = DIAGNOSIS.field(64, ge=0, le=2**20)
-    """Least steps between checks of the core; 0: none. The invariants are checked whenever the core
-    becomes idle, too. Checks take at most 2 % of the time: with a large pool there are more steps between them. A
-    violation stops the server with exit code 70 instead of wrong answers."""
     step_history: int = DIAGNOSIS.field(512, ge=1, le=65_536)
     """Executed steps kept for those who watch (WatchSteps). They take about 40 bytes a row, and at most 10 MB."""
     max_step_watchers: int = DIAGNOSIS.field(16, ge=0, le=1024)
@@ -283,13 +315,13 @@ class SchedulerFields(settings_base.ProcessSettings):
     num_workers: int = WORKER.field(1, ge=1, le=64)
     """Worker processes to start. Each has a copy of the model and its own KV cache. They divide the GPUs, NUMA nodes or
     cores of the machine. Needs spawn_worker."""
-    worker_devices: str = WORKER.field("")
+    worker_devices: Annotated[str, _checked(split_devices)] = WORKER.field("")
     """Device of each spawned worker, in order. cuda:0,cuda:1 or cpu:0-3,cpu:4-7, where the numbers are cores. Empty: an
     equal part of the machine for each. Sets num_workers if that is not set."""
     max_workers: int = WORKER.field(64, ge=1, le=1024)
     """Most workers that serve at the same time, spawned or not. Others wait. All serve the same model; a worker of
     another one waits until they have left."""
-    worker_command: str = WORKER.field("")
+    worker_command: Annotated[str, _checked(shlex.split)] = WORKER.field("")
     """Command that starts a worker, quoted as for a shell. Empty: this Python with -m lineclear.worker.main."""
     standby_worker: bool = WORKER.field(False)
     """Keep a second worker process ready for a restart. It has imported everything, and loads the model when the worker
@@ -304,14 +336,10 @@ class SchedulerFields(settings_base.ProcessSettings):
     """A spawned worker that has not joined by then is replaced."""
     stop_timeout_seconds: float = WORKER.field(10.0, gt=0, le=3600)
     """A stopping worker is killed after this long."""
-    max_isolated_crashes: int = WORKER.field(1, ge=1, le=100)
-    """A request fails after this many crashes while it runs alone."""
     max_worker_crashes: int = WORKER.field(5, ge=0, le=1000)
     """Most exits of a worker within crash_window_seconds. Failed starts count; after one more it is not started again,
     and the server stops when no worker is left. A generated token or ten idle seconds of a joined worker reset the
     count, so a worker killed from outside is always replaced."""
-    crash_window_seconds: float = WORKER.field(600.0, gt=0, le=7 * 86_400)
-    """Window in which worker exits are counted."""
 
     # --- stopping ---
     drain_timeout_seconds: float = STOPPING.field(20.0, ge=0, le=86_400)

@@ -26,7 +26,7 @@ from lineclear.scheduler.capacity.arrivals import (
 from lineclear.scheduler.capacity.settings import SimulationSettings, worker_counts
 from lineclear.scheduler.capacity.step_timing import StepTiming
 from lineclear.scheduler.capacity.virtual_run import Outcome, curve
-from lineclear.scheduler.core_limits import core_limits
+from lineclear.scheduler.core.limits import CoreLimits
 
 
 def main(words: Sequence[str]) -> int:
@@ -62,7 +62,7 @@ def _simulate(words: Sequence[str]) -> int:
     settings = settings_base.load(SimulationSettings, words, unknown_word="the arrivals are named by --arrivals {}")
     timing = _timing(settings)
     outcomes: list[Outcome] = []
-    limits = replace(core_limits(settings), cache_secret=b"")
+    limits = settings.part(CoreLimits)
     counts = worker_counts(settings.workers)
     runs = curve(limits, timing, counts, _loads(settings), settings.default_deadline_seconds, settings.seed)
     for outcome in runs:

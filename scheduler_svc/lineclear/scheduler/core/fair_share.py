@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from typing import Any
 
 from lineclear.scheduler.core.sequence import Request, Sequence
@@ -107,3 +108,8 @@ class FairShare:
         self._clock = state["clock"]
         self._present = {tenant: _Account(**account) for tenant, account in state["present"].items()}
         self._debtors = {tenant: _Account(**account) for tenant, account in state["debtors"].items()}
+
+
+def share_of(tenant: str) -> str:
+    """Return the hashed tenant id for the core and the flight recorder, which must not know names."""
+    return blake2b(tenant.encode("utf-8", "replace"), digest_size=8).hexdigest() if tenant else ""

@@ -48,7 +48,7 @@ class GiveUpReason(Enum):
 class SupervisorLimits:
     """Limits of restarts and waits, for each worker."""
 
-    max_crashes: int = 5
+    max_worker_crashes: int = 5
     """Crashes without progress within `crash_window_seconds` (see `crash_budget`); one more gives the worker up. Failed
     starts count."""
     crash_window_seconds: float = 600.0
@@ -86,7 +86,7 @@ class WorkerSlot:
         self.number = number
         self.num_starts = 0
         self.given_up: GiveUpReason | None = None
-        self.budget = CrashBudget(limits.max_crashes, limits.crash_window_seconds)
+        self.budget = CrashBudget(limits.max_worker_crashes, limits.crash_window_seconds)
         self._flags = list(flags)
         self._spawn_process = spawn
         self._limits = limits
@@ -269,10 +269,10 @@ class WorkerSlot:
     def _retry(self) -> None:
         """Start a worker after a pause, or give it up, after a crash or a failed start."""
         if self.budget.crashed(time.monotonic()):
-            limits = self._limits
+            most, window_seconds = self._limits.max_worker_crashes, self._limits.crash_window_seconds
             self.give_up(
                 GiveUpReason.CRASHES,
-                f"the worker crashed more than {limits.max_crashes} times in {limits.crash_window_seconds:g} s without"
+                f"the worker crashed more than {most} times in {window_seconds:g} s without"
                 " progress between the crashes",
             )
         else:

@@ -27,7 +27,7 @@ from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WantedWorker
 from lineclear.scheduler.grpc_api.error_interceptor import incident
 from lineclear.scheduler.grpc_api.response_writer import Context, ResponseWriter
 from lineclear.scheduler.metrics import families
-from lineclear.scheduler.requests import prompt_requests, settings_limits, status_messages, validation
+from lineclear.scheduler.requests import prompt_requests, status_messages, validation
 from lineclear.scheduler.requests.adapter_use import adapter_use
 from lineclear.scheduler.requests.adapters import AdapterEngine, Adapters
 from lineclear.scheduler.requests.admission import Admission, has_request, note_request
@@ -112,9 +112,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._settings = settings
         self._model_directory = model
         self._pacer = LoopPacer(clock)
-        self.tokenizers = TokenizerPool(tokenizer, chat, settings_limits.text_limits(settings), self._pacer)
+        self.tokenizers = TokenizerPool(tokenizer, chat, settings, self._pacer)
         grammar_model = model if tokenizer.has_byte_tokens else None
-        self.grammars = GrammarPool(grammar_model, settings_limits.grammar_limits(settings))
+        self.grammars = GrammarPool(grammar_model, settings)
         """Compiles structured output. `model` is the directory with the tokenizer."""
         template = None if chat is None else chat.source
         self._parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, template)
@@ -125,7 +125,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._stats = ServerStats(clock())
-        self.quota = QueueLimiter(settings_limits.quota_limits(settings), clock)
+        self.quota = QueueLimiter(settings, clock)
         self._lengths = OutputLengths(load_estimator(settings.output_length_estimator))
         self._sessions: set[Session] = set()
         self._is_closed = False
@@ -140,7 +140,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.streams = OutputRouter(
             engine,
             self._settings.max_unread_tokens,
-            self._settings.max_unread_bytes,
             self._on_worker_change,
             self._incident,
         )
@@ -160,9 +159,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self.adapters,
             self._parsers,
         )
-        self._submitted = SubmittedRequests(
-            settings_limits.submitted_limits(self._settings), self.quota.retry_after_seconds
-        )
+        self._submitted = SubmittedRequests(self._settings, self.quota.retry_after_seconds)
 
     def adapter_failed(self, key: bytes, problem: str) -> None:
         """Forget an adapter that a worker cannot load. Called by the engine's thread."""
@@ -182,7 +179,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def follow(self, settings: SchedulerSettings) -> None:
         """Follow changed scheduling settings."""
         self._settings = settings
-        self.quota.limits = settings_limits.quota_limits(settings)
+        self.quota.settings = settings
 
     async def prepare(self) -> None:
         """Start the processes that render chat templates."""
@@ -298,7 +295,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._incident,
             self._clock,
             deadline=None if remaining is None else self._clock() + remaining,
-            max_requests=self._settings.max_session_requests,
         )
         writer = self._response_writer(context)
         # Clients wait for the headers before they send commands.

@@ -12,6 +12,7 @@ from lineclear.scheduler.settings import SchedulerSettings
 
 _MAX_METADATA_BYTES = 16 * 1024
 _IDLE_CONNECTION_MS = 300_000
+_MAX_CONNECTIONS = 4096  # of each address; each takes a file descriptor and some 30 KiB
 _MAX_PROBE_BYTES = 4096
 _MAX_PROBE_STREAMS = 128
 _PENDING_CALLS = 1000  # gRPC's own figure
@@ -60,7 +61,7 @@ def _common(settings: SchedulerSettings) -> Options:
         ("grpc.so_reuseport", 0),  # on by default: a second server would silently share the port
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
-        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
         ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         # The default is two hours, during which a vanished client would keep its blocks.

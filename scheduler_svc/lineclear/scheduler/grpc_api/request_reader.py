@@ -30,6 +30,8 @@ MALFORMED = object()
 LONG = frozenset({"Generate", "Submit", "Score", "Embed", "Tokenize", "Detokenize"})
 """Methods whose request contains a prompt or token ids. All other requests are short."""
 
+READ_TIMEOUT_SECONDS = 20.0  # the largest request of the default settings, 1 MiB, at 0.5 Mbit/s
+MAX_INCOMPLETE = 16  # long requests of a client that are read at once: with max_message_bytes its memory, 32 MiB
 _SHORT_SLICE_SECONDS = 0.25
 _LONG_SLICE_SECONDS = 1.0
 _MIN_SLICE = 0.1
@@ -108,10 +110,8 @@ class _ReadSlots:
 class RequestReader:
     """Limits on reading the requests of one listener. On one event loop."""
 
-    def __init__(self, timeout_seconds: float, max_incomplete: int, max_streams: int) -> None:
-        self._timeout_seconds = timeout_seconds
-        self._max_incomplete = max_incomplete
-        self._max_streams = max_streams
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._max_streams = settings.max_sessions_per_connection
         self._streams: Counter[str] = Counter()  # open request streams, by peer
         self._slots: dict[tuple[str, identity.Identity, bool], _ReadSlots] = {}
 
@@ -122,7 +122,7 @@ class RequestReader:
         MalformedMessage for bytes that are not a message of the method.
         """
         with self._slots_of(context, is_long) as slots:
-            async with slots.slot(self._timeout_seconds):
+            async with slots.slot(READ_TIMEOUT_SECONDS):
                 request = await anext(requests, MALFORMED)
         generator: Any = aiter(requests)
         await generator.aclose()  # gRPC's iterator holds the message until the call is garbage
@@ -155,7 +155,7 @@ class RequestReader:
         key = peer, identity.caller(context), is_long
         slots = self._slots.get(key)
         if slots is None:
-            slots = self._slots[key] = _ReadSlots(self._max_incomplete, _slice_seconds(peer, is_long))
+            slots = self._slots[key] = _ReadSlots(MAX_INCOMPLETE, _slice_seconds(peer, is_long))
         slots.num_calls += 1
         try:
             yield slots
@@ -183,26 +183,16 @@ def _is_shared(peer: str) -> bool:
 def _overdue(timeout_seconds: float) -> DeadlineExceeded:
     limit = f"{timeout_seconds:g}"
     return DeadlineExceeded(
-        f"the request was not complete after {limit} s, the server's --request-read-timeout-seconds",
+        f"the request was not complete after {limit} s",
         metadata={"request_read_timeout_seconds": limit},
     )
 
 
 def _displaced(count: int) -> QueueFull:
     return QueueFull(
-        f"the request was incomplete while others waited; {count} requests are read at once"
-        " (the server's --max-incomplete-requests-per-connection)",
+        f"the request was incomplete while others waited; {count} requests are read at once",
         retry_after_seconds=1.0,
         metadata={"limit": str(count)},
-    )
-
-
-def request_reader(settings: SchedulerSettings) -> RequestReader:
-    """Build the RequestReader of a listener from the settings."""
-    return RequestReader(
-        settings.request_read_timeout_seconds,
-        settings.max_incomplete_requests_per_connection,
-        settings.max_sessions_per_connection,
     )
 
 

@@ -30,7 +30,7 @@ from lineclear.scheduler.grpc_api.error_interceptor import ErrorInterceptor, abo
 from lineclear.scheduler.grpc_api.health_service import HealthService
 from lineclear.scheduler.grpc_api.inference_service import InferenceService
 from lineclear.scheduler.grpc_api.listener import bind, data_options, probe_options
-from lineclear.scheduler.grpc_api.request_reader import request_reader
+from lineclear.scheduler.grpc_api.request_reader import RequestReader
 from lineclear.scheduler.grpc_api.token_interceptor import AuthenticationInterceptor
 from lineclear.scheduler.security.reloading_file import ReloadingFile
 from lineclear.scheduler.security.tls import ServerCertificates
@@ -129,7 +129,7 @@ class Server:
     def _guard(self, settings: SchedulerSettings, on_error: Callable[[str], None]) -> ErrorInterceptor:
         """Create the error interceptor of one listener. It caches handlers, so listeners cannot share one."""
         services = (*NAMES, health_module.SERVICE, CHANNELZ, *reflection_module.SERVICES)
-        guard = ErrorInterceptor(*services, reading=request_reader(settings), on_error=on_error)
+        guard = ErrorInterceptor(*services, reading=RequestReader(settings), on_error=on_error)
         self._errors.append(guard)
         return guard
 

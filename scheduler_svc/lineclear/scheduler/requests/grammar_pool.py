@@ -7,29 +7,18 @@ import hashlib
 import json
 import signal
 from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
 
 from lineclear.errors import InvalidRequest, NoStructuredOutput
 from lineclear.scheduler.requests.limited_processes import LimitedProcesses, ProcessKilled, Work
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.call_grammar import ForcedCalls
 from lineclear.scheduler.text.grammar_process import FORCED_CALLS, pack_definition, pack_form
 from lineclear.scheduler.text.limited_child import ANSWERED
 from lineclear.v1 import sampling_pb2
 
 _FIELD = "sampling.structured_output"
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarLimits:
-    """Limits of structured output."""
-
-    processes: int = 0
-    cpu_seconds: float = 1.0
-    max_bytes: int = 256 * 1024
-    max_depth: int = 64
-    max_cached: int = 256
-    max_waiting: int = 1024
+_MAX_CACHED = 256  # compiled and refused forms; applications send a few of them again and again
 
 
 class GrammarPool:
@@ -39,23 +28,22 @@ class GrammarPool:
     result. A busy tenant delays its own forms only.
     """
 
-    def __init__(self, model: Path | None, limits: GrammarLimits) -> None:
+    def __init__(self, model: Path | None, settings: SchedulerSettings) -> None:
         """`model` is the directory with a tokenizer that works with grammars; None: forms are rejected."""
-        self._limits = limits
+        self._settings = settings
         self._pool: LimitedProcesses | None = None
         if model is not None:
-            definition = pack_definition(model, cpu_seconds=limits.cpu_seconds, max_depth=limits.max_depth)
+            definition = pack_definition(model, cpu_seconds=settings.max_grammar_seconds)
             module = "lineclear.scheduler.text.grammar_process"
-            max_bytes, what = 8 * limits.max_bytes + 4096, "forms of structured output are compiled or wait"
+            max_bytes, what = 8 * settings.max_grammar_bytes + 4096, "forms of structured output are compiled or wait"
             self._pool = LimitedProcesses(
                 Work(
                     "structured output",
                     module,
                     definition,
-                    limits.cpu_seconds,
+                    settings.max_grammar_seconds,
                     max_bytes,
-                    limits.processes,
-                    limits.max_waiting,
+                    settings.max_queue_size,
                     what,
                 )
             )
@@ -111,7 +99,7 @@ class GrammarPool:
         if task is None:
             task = self._known[key] = asyncio.ensure_future(self._compile(self._pool, path, frame))
             task.add_done_callback(lambda done: self._forget_failure(key, done))
-            while len(self._known) > self._limits.max_cached:
+            while len(self._known) > _MAX_CACHED:
                 self._known.popitem(last=False)
         else:
             self._known.move_to_end(key)
@@ -135,6 +123,6 @@ class GrammarPool:
 
     def _too_complex(self, number: int) -> str:
         if number == signal.SIGPROF:
-            seconds = self._limits.cpu_seconds
+            seconds = self._settings.max_grammar_seconds
             return f"takes more than {seconds:g} s of CPU time to compile; simplify it, or raise --max-grammar-seconds"
         return "takes too much memory to compile; simplify it"

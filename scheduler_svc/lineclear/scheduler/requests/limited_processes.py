@@ -55,8 +55,6 @@ class Work(NamedTuple):
     """The limit that the process keeps itself."""
     max_bytes: int
     """Longest answer."""
-    processes: int
-    """Number of processes; 0: by the machine's cores."""
     max_waiting: int
     """Most work that waits for a process."""
     what: str
@@ -82,7 +80,7 @@ class LimitedProcesses:
         self._all: set[_Process] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
-        self._places = work.processes or num_processes(len(os.sched_getaffinity(0)))
+        self._places = num_processes(len(os.sched_getaffinity(0)))
         self.turns = FairSemaphore(self._places, work.max_waiting, work.what)
 
     @property

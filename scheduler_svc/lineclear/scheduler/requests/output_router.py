@@ -37,13 +37,11 @@ class OutputRouter:
         self,
         engine: Canceller,
         max_unread_tokens: int,
-        max_unread_bytes: int,
         on_worker: Callable[[bool], None],
         incident: Callable[[BaseException], LineclearError],
     ) -> None:
         self._engine = engine
         self._max_unread_tokens = max_unread_tokens
-        self._max_unread_bytes = max_unread_bytes
         self._on_worker = on_worker
         self._incident = incident
         self._streams: dict[str, OutputStream] = {}
@@ -69,7 +67,7 @@ class OutputRouter:
         # A client may reuse a request_id at once, while events of its first request are still under way.
         engine_id = f"{request_id}~{next(self._numbers)}"
         stream = OutputStream(
-            *(engine_id, text, self._engine, queue_place, self._max_unread_tokens, self._max_unread_bytes),
+            *(engine_id, text, self._engine, queue_place, self._max_unread_tokens),
             wants_times=wants_times,
             num_received=num_received,
             index=index,

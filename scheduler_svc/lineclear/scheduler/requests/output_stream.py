@@ -31,6 +31,7 @@ from lineclear.wire.messages import Logprobs, Scores
 TOKEN_BYTES = 24  # id, index, handle, time
 CHARACTER_BYTES = 4
 _LOGPROB_BYTES = 16  # of the token, and of each entry of `top`
+MAX_UNREAD_BYTES = 4 * 1024 * 1024  # of log probabilities: 1,500 tokens with 20 each, a minute of a fast stream
 # Memory of log probabilities: of the token, and of each entry of `top`.
 _LOGPROBS_MEMORY, _TOP_MEMORY = 192, 128
 
@@ -150,7 +151,6 @@ class OutputStream:
         engine: Canceller,
         queue_place: QueuePlace | PlaceShare,
         max_unread_tokens: int,
-        max_unread_bytes: int,
         *,
         wants_times: bool,
         num_received: int,
@@ -181,9 +181,9 @@ class OutputStream:
         self._text = text
         self.is_parsed = isinstance(text, ParsedAnswerText)
         self._engine = engine
-        self._limits = max_unread_tokens, max_unread_bytes
+        self._limits = max_unread_tokens, MAX_UNREAD_BYTES
         self._max_unread_tokens = max_unread_tokens
-        self._max_unread_bytes = max_unread_bytes
+        self._max_unread_bytes = MAX_UNREAD_BYTES
         self._wants_times = wants_times
         self._first_unread = num_received
         self._tokens: list[int] = []
@@ -463,7 +463,7 @@ class OutputStream:
         elif num_bytes > max_bytes:
             message = (
                 f"{num_bytes} bytes of log probabilities are unread, the limit is {max_bytes}; read "
-                "faster, ask for fewer, or have the server raise --max-unread-bytes"
+                "faster, or ask for fewer"
             )
             figures = {"unread_bytes": num_bytes, "limit": max_bytes}
         else:

@@ -8,22 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from lineclear.scheduler.core.limits import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, queue_full
+from lineclear.scheduler.settings import SchedulerSettings
 
 _WINDOW_SECONDS = 10
 _UNKNOWN_SECONDS = 1.0  # retry hint while no request has started lately
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Most waiting requests and prompt tokens, in total and per tenant; 0 means no limit for a single tenant."""
-
-    requests: int
-    tokens: int
-    requests_per_tenant: int = 0
-    tokens_per_tenant: int = 0
 
 
 class QueuePlace:
@@ -116,12 +106,12 @@ class NoPlace(QueuePlace):
 class QueueLimiter:
     """Counts of waiting requests. Tenants without waiting requests take no memory."""
 
-    def __init__(self, limits: QueueLimits, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: SchedulerSettings, clock: Callable[[], float]) -> None:
         self.num_admitted = 0
         """Requests that the engine has queued."""
         self.predicted_wait: Callable[[], float | None] = lambda: None
         """The predicted wait of a request at the end of the queue; None if unknown."""
-        self.limits = limits
+        self.settings = settings
         self._clock = clock
         self._requests: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
@@ -142,25 +132,25 @@ class QueueLimiter:
 
     def reserve(self, tenant: str) -> QueuePlace:
         """Reserve a place for a request. Raises QueueFull."""
-        limits, of_tenant = self.limits, self._requests.get(tenant, 0)
-        if self._num_requests >= limits.requests:
-            self._reject(f"{self._num_requests} requests are waiting", "", self._num_requests, limits.requests)
-        if self._num_requests and self._num_tokens >= limits.tokens:
-            self._reject_tokens(self._num_tokens, limits.tokens)
-        if limits.requests_per_tenant and of_tenant >= limits.requests_per_tenant:
+        limits, of_tenant = self.settings, self._requests.get(tenant, 0)
+        if self._num_requests >= limits.max_queue_size:
+            self._reject(f"{self._num_requests} requests are waiting", "", self._num_requests, limits.max_queue_size)
+        if self._num_requests and self._num_tokens >= limits.max_queue_tokens:
+            self._reject_tokens(self._num_tokens, limits.max_queue_tokens)
+        if limits.max_queue_size_per_tenant and of_tenant >= limits.max_queue_size_per_tenant:
             message = f"{of_tenant} requests of this tenant are waiting"
-            self._reject(message, "_of_tenant", of_tenant, limits.requests_per_tenant)
+            self._reject(message, "_of_tenant", of_tenant, limits.max_queue_size_per_tenant)
         self._num_requests += 1
         self._requests[tenant] = of_tenant + 1
         return QueuePlace(self, tenant)
 
     def _add_tokens(self, tenant: str, tokens: int) -> None:
-        limits, of_tenant = self.limits, self._tokens.get(tenant, 0)
-        if self._num_tokens and self._num_tokens + tokens > limits.tokens:
-            self._reject_tokens(self._num_tokens, limits.tokens)
-        if limits.tokens_per_tenant and of_tenant and of_tenant + tokens > limits.tokens_per_tenant:
+        limits, of_tenant = self.settings, self._tokens.get(tenant, 0)
+        if self._num_tokens and self._num_tokens + tokens > limits.max_queue_tokens:
+            self._reject_tokens(self._num_tokens, limits.max_queue_tokens)
+        if limits.max_queue_tokens_per_tenant and of_tenant and of_tenant + tokens > limits.max_queue_tokens_per_tenant:
             message = f"{of_tenant} prompt tokens of this tenant are waiting"
-            self._reject(message, "_tokens_of_tenant", of_tenant, limits.tokens_per_tenant)
+            self._reject(message, "_tokens_of_tenant", of_tenant, limits.max_queue_tokens_per_tenant)
         self._num_tokens += tokens
         self._tokens[tenant] = of_tenant + tokens
 

@@ -15,6 +15,7 @@ from lineclear.api_limits import output_seed
 from lineclear.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest, LineclearError
 from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReason, RequestStats, Started
+from lineclear.scheduler.core.fair_share import share_of
 from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.scheduler.requests import model_identity, sampling_validation, validation
 from lineclear.scheduler.requests.adapters import LoadedAdapter
@@ -260,7 +261,7 @@ class RequestContext:
         self._queue_place.add_tokens(len(prompt))
         self.prompt_tokens, self.max_tokens = len(prompt), shared["max_tokens"]
         shared |= self._model_fields()
-        shared |= {"cache_salt": self.cache_salt, "tenant": identity.share(self.tenant)}
+        shared |= {"cache_salt": self.cache_salt, "tenant": share_of(self.tenant)}
         if self.validated.beams is not None:
             self._start_beams(shared, self.validated.beams)
             return
@@ -471,7 +472,7 @@ class RequestContext:
         return most if wanted is None else min(wanted, most)
 
     def _shape(self) -> AnswerShape:
-        tenant = identity.share(self.tenant)
+        tenant = share_of(self.tenant)
         return AnswerShape(tenant, self.prompt_tokens, self.max_tokens, self.validated.expected_tokens)
 
     def _stats_of(self, output: OutputStream) -> RequestStats:

@@ -28,6 +28,8 @@ from lineclear.scheduler.security.identity import Identity
 from lineclear.status_codec import to_status
 from lineclear.v1 import inference_pb2 as pb
 
+MAX_REQUESTS = 1024  # in progress, as many as wait in the queue by default; a client opens another Session beyond
+
 _MAX_UNSENT_FAILURES = 256
 
 
@@ -53,7 +55,6 @@ class Session:
         clock: Callable[[], float],
         *,
         deadline: float | None,
-        max_requests: int,
     ) -> None:
         self._admission = admission
         self._caller = caller
@@ -62,7 +63,6 @@ class Session:
         self._incident = incident
         self._clock = clock
         self._deadline = deadline
-        self._max_requests = max_requests
         self._live: dict[int, RequestContext] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ready: list[tuple[int, RequestContext, OutputStream]] = []  # outputs with unread parts
@@ -138,12 +138,12 @@ class Session:
         if self._drain_error is not None:
             raise self._drain_error
         bounds = self._require()
-        if len(self._live) >= self._max_requests:
+        if len(self._live) >= MAX_REQUESTS:
             raise QueueFull(
-                f"the session has {len(self._live)} requests in progress, the server's --max-session-requests is "
-                f"{self._max_requests}; wait for one of them, or open another Session",
+                f"the session has {len(self._live)} requests in progress, the limit is "
+                f"{MAX_REQUESTS}; wait for one of them, or open another Session",
                 retry_after_seconds=1.0,
-                metadata={"limit": str(self._max_requests)},
+                metadata={"limit": str(MAX_REQUESTS)},
             )
         seconds = validation.seconds(command.timeout, "timeout") if command.HasField("timeout") else None
         tenant = identity.tenant_of_request(self._caller, command.tenant, self._tenant)

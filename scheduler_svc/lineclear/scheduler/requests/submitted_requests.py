@@ -17,18 +17,7 @@ from lineclear.scheduler.requests.output_stream import OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.submitted_answer import SubmittedAnswer, reserved_bytes
 from lineclear.scheduler.security.identity import Identity
-
-
-@dataclass(frozen=True, slots=True)
-class SubmittedLimits:
-    """Limits on submitted requests, output tokens and bytes of memory, for all tenants together."""
-
-    answers: int
-    tokens: int
-    num_bytes: int
-    answers_per_tenant: int = 0
-    """0 means no limit for a single tenant."""
-    ttl_seconds: float = 600.0
+from lineclear.scheduler.settings import SchedulerSettings
 
 
 @dataclass(slots=True)
@@ -45,12 +34,12 @@ class _Usage:
         self.tokens += tokens
         self.num_bytes += num_bytes
 
-    def part_of(self, limits: SubmittedLimits, tokens: int = 0, num_bytes: int = 0) -> float:
+    def part_of(self, settings: SchedulerSettings, tokens: int = 0, num_bytes: int = 0) -> float:
         """Return the largest used part of any limit, with one more answer of `tokens` and `num_bytes` if given."""
         return max(
-            (self.answers + (tokens > 0)) / max(1, limits.answers),
-            (self.tokens + tokens) / limits.tokens,
-            (self.num_bytes + num_bytes) / limits.num_bytes,
+            (self.answers + (tokens > 0)) / max(1, settings.max_submitted),
+            (self.tokens + tokens) / settings.max_submitted_tokens,
+            (self.num_bytes + num_bytes) / settings.max_submitted_bytes,
         )
 
 
@@ -60,8 +49,8 @@ class SubmittedRequests:
     `retry_after_seconds` returns the retry hint for a rejected request.
     """
 
-    def __init__(self, limits: SubmittedLimits, retry_after_seconds: Callable[[], float]) -> None:
-        self._limits = limits
+    def __init__(self, settings: SchedulerSettings, retry_after_seconds: Callable[[], float]) -> None:
+        self._settings = settings
         self._retry_after_seconds = retry_after_seconds
         self._answers: dict[tuple[Identity, str], SubmittedAnswer] = {}
         self._usage: dict[tuple[Identity, str], _Usage] = {}
@@ -124,7 +113,7 @@ class SubmittedRequests:
                 self._count(answer, 0, answer.num_tokens, answer.num_bytes)
                 self._usage[answer.caller, answer.tenant].ended[answer] = None
                 loop = asyncio.get_running_loop()
-                answer.timer = loop.call_later(self._limits.ttl_seconds, self.remove, answer)
+                answer.timer = loop.call_later(self._settings.submitted_ttl_seconds, self.remove, answer)
             elif answer.num_bytes > self._counted[answer][1]:  # texts longer than the estimate
                 self._count(answer, 0, self._counted[answer][0], answer.num_bytes)
 
@@ -148,7 +137,7 @@ class SubmittedRequests:
         own = self._usage.get((request.caller, request.tenant)) or _Usage()
         while (shortage := self._shortage(own, tokens, num_bytes)) is not None:
             is_own, error = shortage
-            victim = own if is_own else self._largest(own, own.part_of(self._limits, tokens, num_bytes))
+            victim = own if is_own else self._largest(own, own.part_of(self._settings, tokens, num_bytes))
             if not victim.ended:
                 raise error
             self.remove(next(iter(victim.ended)))
@@ -156,27 +145,28 @@ class SubmittedRequests:
     def _largest(self, own: _Usage, part: float) -> _Usage:
         """Return the largest usage with ended answers; `own` if no other exceeds `part`."""
         others = (usage for usage in self._usage.values() if usage.ended and usage is not own)
-        largest = max(others, key=lambda usage: usage.part_of(self._limits), default=own)
-        return largest if largest is not own and largest.part_of(self._limits) > part else own
+        largest = max(others, key=lambda usage: usage.part_of(self._settings), default=own)
+        return largest if largest is not own and largest.part_of(self._settings) > part else own
 
     def _shortage(self, own: _Usage, tokens: int, num_bytes: int) -> tuple[bool, QueueFull] | None:
         """Return whether the tenant's own limit is exceeded, and the error; None if one more answer fits."""
-        limits, total = self._limits, self._total
-        if limits.answers_per_tenant and own.answers >= limits.answers_per_tenant:
-            message = f"submitted requests of this tenant: {own.answers} of {limits.answers_per_tenant}"
-            figures = {"kept_of_tenant": own.answers, "limit_of_tenant": limits.answers_per_tenant}
+        limits, total = self._settings, self._total
+        if limits.max_submitted_per_tenant and own.answers >= limits.max_submitted_per_tenant:
+            message = f"submitted requests of this tenant: {own.answers} of {limits.max_submitted_per_tenant}"
+            figures = {"kept_of_tenant": own.answers, "limit_of_tenant": limits.max_submitted_per_tenant}
             return True, self._full(message, figures)
         if (
-            total.answers < limits.answers
-            and total.tokens + tokens <= limits.tokens
-            and total.num_bytes + num_bytes <= limits.num_bytes
+            total.answers < limits.max_submitted
+            and total.tokens + tokens <= limits.max_submitted_tokens
+            and total.num_bytes + num_bytes <= limits.max_submitted_bytes
         ):
             return None
         message = (
-            f"submitted requests: {total.answers} of {limits.answers}, reserved tokens: {total.tokens} of "
-            f"{limits.tokens}, reserved bytes: {total.num_bytes} of {limits.num_bytes}"
+            f"submitted requests: {total.answers} of {limits.max_submitted}, reserved tokens: {total.tokens} of "
+            f"{limits.max_submitted_tokens}, reserved bytes: {total.num_bytes} of {limits.max_submitted_bytes}"
         )
-        figures = {"limit": limits.answers, "limit_tokens": limits.tokens, "limit_bytes": limits.num_bytes}
+        figures = {"limit": limits.max_submitted, "limit_tokens": limits.max_submitted_tokens}
+        figures["limit_bytes"] = limits.max_submitted_bytes
         return False, self._full(message, figures)
 
     def _full(self, message: str, figures: dict[str, int]) -> QueueFull:

@@ -11,15 +11,11 @@ from lineclear.scheduler.text.template_renderer import not_taken
 class TemplatePool(LimitedProcesses):
     """Renders conversations in child processes, one at a time in each. On one event loop."""
 
-    def __init__(
-        self, template: ChatTemplate, *, cpu_seconds: float, max_bytes: int, processes: int, max_waiting: int
-    ) -> None:
+    def __init__(self, template: ChatTemplate, *, cpu_seconds: float, max_bytes: int, max_waiting: int) -> None:
         definition = template.definition(cpu_seconds=cpu_seconds, max_bytes=max_bytes)
         module = "lineclear.scheduler.text.template_process"
         what = "conversations are or wait to be rendered"
-        super().__init__(
-            Work("chat template", module, definition, cpu_seconds, max_bytes + 1024, processes, max_waiting, what)
-        )
+        super().__init__(Work("chat template", module, definition, cpu_seconds, max_bytes + 1024, max_waiting, what))
         self._cpu_seconds = cpu_seconds
 
     async def render(self, frame: bytes, cost: float) -> str:

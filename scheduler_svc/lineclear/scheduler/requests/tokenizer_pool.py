@@ -11,7 +11,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lineclear.scheduler.requests import tool_validation, validation
@@ -19,6 +18,7 @@ from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.template_pool import TemplatePool
 from lineclear.scheduler.security import identity
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.chat_template import ChatTemplate, no_chat_template
 from lineclear.scheduler.text.detokenizer import AnswerText, IncrementalDecoder
 from lineclear.scheduler.text.sampling_texts import BreakerIndex, Breakers, bad_words_ids
@@ -29,6 +29,7 @@ from lineclear.v1 import inference_pb2 as pb
 
 _INLINE_BYTES = 1024  # tokenizing a smaller text takes less time than starting in a thread
 _INLINE_TOKENS = 512  # decoded in about 100 us; also the size of a slice
+_MAX_BUSY = 64  # large inputs in progress or waiting: seconds of work for two threads, megabytes of text
 _PAUSE_SECONDS = 0.001  # between slices, so that the engine's thread gets the interpreter lock
 _MESSAGE_BYTES = 64  # cost of a message in addition to its content
 _EXPANSION = 8  # largest rendered conversation, as a multiple of max_prompt_bytes
@@ -36,44 +37,31 @@ _EXPANSION = 8  # largest rendered conversation, as a multiple of max_prompt_byt
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class TextLimits:
-    """Limits on concurrent tokenizing and on the time for one conversation."""
-
-    threads: int = 2
-    max_busy: int = 64
-    """Large texts in progress or waiting."""
-    max_conversations: int = 1024
-    """Conversations that wait to be rendered, small ones too."""
-    template_processes: int = 0
-    template_seconds: float = 2.0
-    max_prompt_bytes: int = 512 * 1024
-
-
 class TokenizerPool:
     """Runs the tokenizer and the chat template. On one event loop.
 
-    Above `limits.max_busy` large inputs, the tenant with most waiting ones gets QueueFull.
+    Above `_MAX_BUSY` large inputs, the tenant with most waiting ones gets QueueFull.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatTemplate | None, limits: TextLimits, pacer: LoopPacer) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chat: ChatTemplate | None, settings: SchedulerSettings, pacer: LoopPacer
+    ) -> None:
         self.tokenizer = tokenizer
         self._breaker_index = BreakerIndex(tokenizer)
         self._pacer = pacer
         self._chat = chat
         self._pool: TemplatePool | None = None
         if chat is not None:
-            max_bytes = _EXPANSION * limits.max_prompt_bytes + 65536
+            max_bytes = _EXPANSION * settings.max_prompt_bytes + 65536
             self._pool = TemplatePool(
                 chat,
-                cpu_seconds=limits.template_seconds,
+                cpu_seconds=settings.max_chat_template_seconds,
                 max_bytes=max_bytes,
-                processes=limits.template_processes,
-                max_waiting=limits.max_conversations,
+                max_waiting=settings.max_queue_size,
             )
-        self._texts = _semaphore(limits.threads, limits.max_busy, "inputs are being tokenized or wait for that")
-        self._threads = ThreadPoolExecutor(limits.threads, thread_name_prefix="tokenizer")
-        _start_all(self._threads, limits.threads)
+        self._texts = _semaphore(settings.tokenizer_threads, _MAX_BUSY, "inputs are being tokenized or wait for that")
+        self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
+        _start_all(self._threads, settings.tokenizer_threads)
         self._working: set[asyncio.Future[Any]] = set()
 
     @property

@@ -10,11 +10,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from typing import Any
 
 import grpc.aio
 
+from lineclear.scheduler.core.fair_share import share_of
 from lineclear.scheduler.security.memory_file import memory_file
 
 
@@ -130,18 +131,13 @@ def _trace_id_of(parent: str) -> str:
 
 
 def logged_tenant(proven: Identity, tenant: str) -> str:
-    """Return a tenant for the log: a proven name, or a claim without content; of other claims, the hash `share`.
+    """Return a tenant for the log: a proven name, or a claim without content; of other claims, the hash `share_of`.
 
     The operator has chosen a proven name. A claim is text of the client: only the characters of names are logged.
     """
     if not tenant or (proven.tenant == tenant) or _LOGGED_TENANT.fullmatch(tenant):
         return tenant
-    return f"#{share(tenant)}"
-
-
-def share(tenant: str) -> str:
-    """Return the hashed tenant id for the core and the flight recorder, which must not know names."""
-    return blake2b(tenant.encode("utf-8", "replace"), digest_size=8).hexdigest() if tenant else ""
+    return f"#{share_of(tenant)}"
 
 
 def _wall_clock() -> float:

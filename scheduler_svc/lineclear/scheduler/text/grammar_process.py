@@ -21,15 +21,16 @@ from lineclear.scheduler.text.limited_child import ANSWERED, REFUSED, serve
 
 _MAX_REASON = 300
 _FIRST_TOKENS = 4
+_MAX_DEPTH = 64  # objects and arrays; the compiler is recursive, and schemas that people write nest some ten deep
 _ESCAPE = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _OPTIONS = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
 FORCED_CALLS = "forced_calls"
 """The kind of a form whose content is a packed `ForcedCalls`."""
 
 
-def pack_definition(model: Path, *, cpu_seconds: float, max_depth: int) -> bytes:
+def pack_definition(model: Path, *, cpu_seconds: float) -> bytes:
     """Return the content of the first frame."""
-    return json.dumps({"model": str(model), "cpu_seconds": cpu_seconds, "max_depth": max_depth}).encode()
+    return json.dumps({"model": str(model), "cpu_seconds": cpu_seconds}).encode()
 
 
 def pack_form(kind: str, content: str, *, any_whitespace: bool) -> bytes:
@@ -37,14 +38,14 @@ def pack_form(kind: str, content: str, *, any_whitespace: bool) -> bytes:
     return json.dumps({"kind": kind, "content": content, "any_whitespace": any_whitespace}).encode()
 
 
-def grammar_of(kind: str, content: str, *, any_whitespace: bool, max_depth: int) -> str:
+def grammar_of(kind: str, content: str, *, any_whitespace: bool) -> str:
     """Return the grammar in llguidance's format. Raises ValueError or RecursionError."""
     if kind == "regex":
         return LLMatcher.grammar_from_regex(content)
     if kind == "grammar":
         return LLMatcher.grammar_from_lark(content)
     if kind == FORCED_CALLS:
-        return _grammar_of_calls(call_grammar.unpacked(content), max_depth)
+        return _grammar_of_calls(call_grammar.unpacked(content))
     if kind == "choice":
         texts = json.loads(content)
         return LLMatcher.grammar_from_lark(
@@ -53,8 +54,8 @@ def grammar_of(kind: str, content: str, *, any_whitespace: bool, max_depth: int)
     schema = {"type": "object"} if kind == "json_object" else schema_words.parsed(content)
     if not isinstance(schema, dict | bool):
         raise ValueError("is no JSON object")
-    if _depth(schema) > max_depth:
-        raise ValueError(f"is nested deeper than {max_depth} levels (--max-grammar-depth)")
+    if _depth(schema) > _MAX_DEPTH:
+        raise ValueError(f"is nested deeper than {_MAX_DEPTH} levels")
     if schema is False:
         raise ValueError("allows no value")
     schema_words.check(schema)
@@ -64,21 +65,21 @@ def grammar_of(kind: str, content: str, *, any_whitespace: bool, max_depth: int)
     )
 
 
-def _grammar_of_calls(calls: call_grammar.ForcedCalls, max_depth: int) -> str:
+def _grammar_of_calls(calls: call_grammar.ForcedCalls) -> str:
     exact = list(calls.parameters)
     for index, parameters in enumerate(calls.parameters):
         if not parameters:
             continue
         try:
             schema = schema_words.parsed(parameters)
-            if _depth(schema) <= max_depth:
+            if _depth(schema) <= _MAX_DEPTH:
                 schema_words.check(schema)
                 schema_words.make_exact(schema)
                 exact[index] = json.dumps(schema)
                 continue
         except ValueError as error:
             raise ValueError(f"has parameters of tool {index} that cannot be used: the schema {error}") from None
-        raise ValueError(f"tool {index} has parameters deeper than {max_depth} levels (--max-grammar-depth)")
+        raise ValueError(f"tool {index} has parameters deeper than {_MAX_DEPTH} levels")
     return LLMatcher.grammar_from_lark(call_grammar.lark(replace(calls, parameters=tuple(exact))))
 
 
@@ -111,13 +112,13 @@ def spelled(grammar: str, special: Iterable[str]) -> str:
     return grammar if _OPTIONS.search(grammar) else '%llguidance {"no_forcing": true}\n' + grammar
 
 
-def _answer(tokens: LLTokenizer, special: Sequence[str], frame: bytes, max_depth: int) -> bytes:
+def _answer(tokens: LLTokenizer, special: Sequence[str], frame: bytes) -> bytes:
     try:
-        grammar = spelled(grammar_of(**json.loads(frame), max_depth=max_depth), special)
+        grammar = spelled(grammar_of(**json.loads(frame)), special)
     except ValueError as error:
         return _refused(str(error) if not isinstance(error, json.JSONDecodeError) else f"is no JSON: {error.msg}")
     except (RecursionError, MemoryError):
-        return _refused(f"is nested deeper than {max_depth} levels (--max-grammar-depth)")
+        return _refused(f"is nested deeper than {_MAX_DEPTH} levels")
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=parser_limits())
     failure = matcher.get_error() if matcher.is_error() else _first_error(tokens, matcher)
     if failure:
@@ -178,7 +179,7 @@ def _refused(reason: str) -> bytes:
 def _prepare(definition: dict[str, Any]) -> Callable[[bytes], bytes]:
     tokens = token_table(Path(definition["model"]))
     special = special_texts(tokens)
-    return lambda frame: _answer(tokens, special, frame, definition["max_depth"])
+    return lambda frame: _answer(tokens, special, frame)
 
 
 if __name__ == "__main__":
