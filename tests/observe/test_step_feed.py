@@ -161,3 +161,13 @@ def test_nothing_is_computed_without_a_watcher(monkeypatch: pytest.MonkeyPatch) 
     with harness.feed.watch(history=3) as first, harness.feed.watch(history=3) as second:
         assert first.read() == second.read()
     assert made.call_count == 3
+
+
+def test_messages_are_dropped_with_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_history, "MAX_ROWS", 6)  # three steps of two rows
+    harness = Harness()
+    with harness.feed.watch() as watcher:
+        for _ in range(8):
+            harness.run()
+            watcher.read()
+    assert sum(message is not None for message in harness.history._messages) == 3

@@ -209,7 +209,7 @@ class StepHistory:
         step = self._ring[place]
         assert step is not None
         self._num_rows -= step.num_rows
-        self._ring[place] = None
+        self._ring[place] = self._messages[place] = None
         self._oldest += 1
 
 
