@@ -40,21 +40,6 @@ def same_batch(client: Client) -> Callable[[], Any]:
     return lambda: list(outcomes)
 
 
-def same_future(client: Client) -> Callable[[], Any]:
-    future = client.submit_future("one")
-    return future.result
-
-
-def new_future(client: Client) -> Callable[[], Any]:
-    client.submit_future("one").result()
-    return lambda: client.submit_future("one")
-
-
-def cancelled_future(client: Client) -> Callable[[], Any]:
-    future = client.submit_future("one")
-    return lambda: (future.cancel(), client.close())
-
-
 def same_closed(client: Client) -> Callable[[], Any]:
     client.generate("one")
     return client.close
@@ -78,8 +63,8 @@ def asyncio_again(client: Client) -> Callable[[], Any]:
     return again
 
 
-ERRORS = (same_client, same_stats, same_stream, same_batch, same_future, new_future, asyncio_again)
-ANSWERS = (same_closed, cancelled_future, first_call)
+ERRORS = (same_client, same_stats, same_stream, same_batch, asyncio_again)
+ANSWERS = (same_closed, first_call)
 OPERATIONS = {function.__name__: function for function in ERRORS + ANSWERS}
 
 

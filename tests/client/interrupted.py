@@ -52,18 +52,8 @@ def poll(client: Client) -> None:
         submitted.poll()
 
 
-def wait_for_futures(client: Client) -> None:
-    futures = [client.submit_future("endless") for _ in range(2)]
-    try:
-        futures[0].result()
-    finally:
-        for future in futures:
-            future.cancel()
-
-
 OPERATIONS: dict[str, Callable[[Client], None]] = {
-    function.__name__: function
-    for function in (read_stream, read_through_the_session, read_each, read_attached, poll, wait_for_futures)
+    function.__name__: function for function in (read_stream, read_through_the_session, read_each, read_attached, poll)
 }
 
 

@@ -50,7 +50,7 @@ def test_every_sampling_field_is_an_option() -> None:
 
 def test_every_request_field_is_an_option() -> None:
     flags = {field.name for field in dataclasses.fields(RequestFlags)}
-    no_flags = {"metadata", "on_delta", "on_token", "on_queued", "response_format", "tools", "tool_choice"}
+    no_flags = {"metadata", "on_queued", "response_format", "tools", "tool_choice"}
     no_flags.add("parallel_tool_calls")
     of_connection = {"on_model_change", "timeout_seconds"}
     assert flags == REQUEST_FIELDS - no_flags - of_connection - {"add_generation_prompt", "queue_position"}

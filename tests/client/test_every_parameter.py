@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.sources import REPOSITORY
 
-from lineclear.client import AdminClient, AsyncAdminClient, AsyncClient, Client, RequestManager, Sampling, Submitted
+from lineclear.client import AdminClient, AsyncAdminClient, AsyncClient, Client, Sampling, Submitted
 from lineclear.client.prompt_calls import EmbedParams, ScoreParams
 from lineclear.client.requests import Params
 from lineclear.client.retry import RetryPolicy
@@ -43,7 +43,7 @@ VALUES: dict[str, Any] = {
     "tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False, "omit_text": True, "logprobs": True,
     "top_logprobs": 2, "prompt_logprobs": 1, "logprob_token_ids": [5], "echo": True, "keep_special_tokens": True,
     "token_timings": True, "queue_position": True, "timeout_seconds": 7.0, "tenant": "eve", "metadata": {"a": "b"},
-    "on_delta": None, "on_token": None, "on_queued": None,
+    "on_queued": None,
 }  # fmt: skip
 NEEDS = {"json_whitespace": {"json_object": True}, "constraint_start": {"json_object": True}}
 """What a parameter needs beside it."""
@@ -97,20 +97,11 @@ def results(found: Any) -> Any:
 GENERATING: dict[str, Callable[..., Any]] = {
     "stream": lambda client, prompt, **given: client.stream(prompt, **given).read_all(),
     "generate": lambda client, prompt, **given: client.generate(prompt, **given),
-    "submit_future": lambda client, prompt, **given: client.submit_future(prompt, **given).result(60),
-    "submit": lambda client, prompt, **given: client.submit(prompt, **given).future().result(60),
+    "submit": lambda client, prompt, **given: client.submit(prompt, **given).result(),
     "iter_batch": lambda client, prompt, **given: results(client.iter_batch([prompt], concurrency=1, **given)),
     "as_completed": lambda client, prompt, **given: results(client.as_completed([prompt], concurrency=1, **given)),
     "generate_batch": lambda client, prompt, **given: client.generate_batch([prompt], concurrency=1, **given),
-    "add_request": lambda client, prompt, **given: requested(client, "add_request", prompt, **given),
-    "add_requests": lambda client, prompt, **given: requested(client, "add_requests", [prompt], **given),
 }
-
-
-def requested(client: Client, method: str, prompt: Any, **given: Any) -> Any:
-    with client.manager() as manager:
-        getattr(manager, method)(prompt, **given)
-        return manager.get_result(timeout_seconds=60)
 
 
 PROMPT_CALLS: dict[str, tuple[Callable[..., Any], type]] = {
@@ -220,9 +211,6 @@ CASES: dict[type, dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
 }
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("Submitted", "on_queued"): "test_queue_notice.py",
-    ("RequestManager", "request_id"): "test_request_manager.py",
-    ("RequestManager", "timeout_seconds"): "test_request_manager.py",
-    ("RequestManager", "handler"): "test_request_manager.py",
     **{(method, name): "test_batch.py" for method in ("iter_batch", "as_completed", "generate_batch")
        for name in ("concurrency", "window", "return_exceptions", "progress")},
     **{("Client", name): "test_clients.py" for name in ("target", "credentials")},
@@ -234,7 +222,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
 
 
 def arguments() -> Iterator[tuple[type, str, str]]:
-    for owner in (Client, Submitted, AdminClient, RequestManager):
+    for owner in (Client, Submitted, AdminClient):
         for name, function in inspect.getmembers(owner, inspect.isfunction):
             if name.startswith("_") or name in GENERATING:
                 continue

@@ -15,6 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.client import AsyncClient, Client, Queued
+from lineclear.errors import InvalidRequest
 from lineclear.v1 import inference_pb2 as pb
 
 NOTICE = "waiting in the queue, 3 ahead, about 1.5 s"
@@ -92,6 +93,19 @@ def test_exception_of_the_callback_cancels_the_request(server: Any, queue: Queue
 
     with Client(server.target) as client, pytest.raises(ZeroDivisionError):
         client.generate("x", on_queued=fail)
+
+
+def test_client_for_threads_takes_no_coroutine_function(server: Any, queue: Queue) -> None:
+    async def note(queued: Queued) -> None:
+        pass
+
+    with Client(server.target) as client, pytest.raises(TypeError, match="plain function"):
+        client.generate("x", on_queued=note)
+
+
+def test_submit_takes_no_callback(server: Any) -> None:
+    with Client(server.target) as client, pytest.raises(InvalidRequest, match="give it to attach"):
+        client.submit("x", on_queued=print)
 
 
 @pytest.mark.parametrize("command", [("generate",), ("chat",)])

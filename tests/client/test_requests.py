@@ -44,7 +44,7 @@ def test_every_schema_field_is_a_parameter() -> None:
     params = fields(sampling_pb2.SamplingParams) - {"structured_output"} | fields(sampling_pb2.StructuredOutput)
     assert params | set(stops.values()) == SAMPLING_FIELDS == EVERYTHING.keys() | forms
     own = {"timeout_seconds", "metadata", "add_generation_prompt", "on_model_change", "tenant", "response_format"}
-    own |= {"on_delta", "on_token", "on_queued", "tools", "tool_choice", "parallel_tool_calls"}
+    own |= {"on_queued", "tools", "tool_choice", "parallel_tool_calls"}
     elsewhere = {"text", "token_ids", "chat", "sampling", "stop", "output"}
     elsewhere.add("resume")  # the clients do that by themselves
     assert (fields(pb.GenerateRequest) - elsewhere) | fields(pb.OutputOptions) | own == REQUEST_FIELDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -182,13 +183,14 @@ def test_tokens_are_counted_as_the_caller_sees_them(
 @pytest.mark.parametrize("kind", [{"num_beams": 4}, {"best_of": 4}], ids=["beams", "best_of"])
 def test_cancel_and_deadline_end_everything(service: ToyService, kind: dict[str, int]) -> None:
     params: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, **kind}
-    with Client(service.target) as client:
+    with Client(service.target) as client, ThreadPoolExecutor() as thread:
         with pytest.raises(DeadlineExceeded):
             client.generate(PROMPT, timeout_seconds=0.4, **params)
         until(lambda: is_idle(client.stats()))
-        future = client.submit_future(PROMPT, request_id=f"held-{next(iter(kind))}", **params)
+        request_id = f"held-{next(iter(kind))}"
+        future = thread.submit(client.generate, PROMPT, request_id=request_id, **params)
         until(lambda: client.stats().gauges.num_requests_running > 1)
-        assert client.cancel(future.request_id)
+        assert client.cancel(request_id)
         assert isinstance(future.exception(), Cancelled)
         until(lambda: is_idle(client.stats()))
         with pytest.raises(InvalidRequest, match="2000"):
@@ -208,8 +210,8 @@ def test_submitted_request_is_running_before_its_outputs_arrive(service: ToyServ
 def test_beams_are_running_in_between_two_steps_of_a_search(service: ToyService) -> None:
     """The core has no request of a search then, and an idle engine publishes its figures at once."""
     seen: list[tuple[int, int]] = []
-    with Client(service.target) as client:
-        future = client.submit_future(PROMPT, num_beams=4, max_tokens=200, ignore_eos=True)
+    with Client(service.target) as client, ThreadPoolExecutor() as thread:
+        future = thread.submit(client.generate, PROMPT, num_beams=4, max_tokens=200, ignore_eos=True)
         until(lambda: client.stats().gauges.num_requests_running == 4)
         while not future.done():
             gauges = client.stats().gauges

@@ -121,11 +121,10 @@ def test_submitted_outputs_are_read_again_and_from_another_client(service: ToySe
         assert again.cancel()
 
 
-def test_batch_and_future_and_more_outputs_than_slots(service: ToyService) -> None:
+def test_batch_and_more_outputs_than_slots(service: ToyService) -> None:
     with Client(service.target) as client:
         for result in client.generate_batch([PROMPT] * 3, n=2, **PARAMS):
             check(result, SEEDS[:2])
-        check(client.submit_future(PROMPT, n=2, **PARAMS).result(), SEEDS[:2])
         many = client.generate(PROMPT, n=20, **{**PARAMS, "seed": 0})
     assert [list(output.token_ids) for output in many.outputs] == [right(seed) for seed in range(20)]
 

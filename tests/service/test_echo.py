@@ -61,7 +61,7 @@ def test_all_outputs_share_one_prompt(service: ToyService, route: str, outputs: 
             again = submitted.attach().read_all()
             assert again.prompt_token_ids == tuple(PROMPT), "each reader gets it"
         else:
-            result = client.submit_future(PROMPT, **params).result()
+            result, _ = client.generate_batch([PROMPT, PROMPT], concurrency=2, **params)
         assert (result.prompt_text, result.prompt_token_ids) == ("Hello, how are you?", tuple(PROMPT))
         assert len(result.outputs) == outputs.get("n", 1)
 

@@ -111,9 +111,9 @@ def test_prompt_logprobs_in_session(service: ToyService) -> None:
     """Requests that run at the same time share a Session."""
     with Client(service.target, sessions=True) as client:
         options: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True, "prompt_logprobs": 0}
-        futures = [client.submit_future([i, *PROMPT], **options) for i in range(1, 9)]
-        for i, future in enumerate(futures, 1):
-            assert plain(future.result().prompt_logprobs) == right([i, *PROMPT], 0)
+        found = client.generate_batch([[i, *PROMPT] for i in range(1, 9)], concurrency=8, **options)
+        for i, result in enumerate(found, 1):
+            assert plain(result.prompt_logprobs) == right([i, *PROMPT], 0)
         submitted = client.submit(PROMPT, **options)
         assert plain(submitted.result().prompt_logprobs) == right(PROMPT, 0)
         assert plain(submitted.attach().read_all().prompt_logprobs) == right(PROMPT, 0), "each reader gets them"

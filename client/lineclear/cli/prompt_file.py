@@ -24,7 +24,7 @@ from lineclear.client.requests import REQUEST_FIELDS, SAMPLING_FIELDS, Request
 from lineclear.errors import InvalidRequest
 
 _IN_MEMORY_BYTES = 1 << 20
-_PARAMETERS = (SAMPLING_FIELDS | REQUEST_FIELDS) - {"metadata", "on_delta", "on_token", "on_queued"}
+_PARAMETERS = (SAMPLING_FIELDS | REQUEST_FIELDS) - {"metadata", "on_queued"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,12 @@ from ._async.admin_client import AsyncAdminClient
 from ._async.answer_stream import AsyncStream
 from ._async.batch_workers import AsyncBatchResults
 from ._async.client import AsyncClient, AsyncSubmitted
-from ._async.request_manager import AsyncRequestManager
 from ._sync.admin_client import AdminClient
 from ._sync.answer_stream import Stream
 from ._sync.batch_workers import BatchResults
 from ._sync.client import Client, Submitted
-from ._sync.request_manager import RequestManager
 from .admin_results import StepRow, step_rows
 from .chat_messages import ChatMessage, ToolCall, ToolCallDelta
-from .futures import AnswerFuture, AsyncAnswerFuture
 from .local_server import LocalServer, ServerStartError
 from .prompt_calls import ContinuationScore, Embeddings, Scores
 from .requests import OnModelChange, RepetitionDetection, Request, Sampling
@@ -55,12 +52,9 @@ __version__ = installed_version()
 
 __all__ = [
     "AdminClient",
-    "AnswerFuture",
     "AsyncAdminClient",
-    "AsyncAnswerFuture",
     "AsyncBatchResults",
     "AsyncClient",
-    "AsyncRequestManager",
     "AsyncStream",
     "AsyncSubmitted",
     "BatchResults",
@@ -81,7 +75,6 @@ __all__ = [
     "Queued",
     "RepetitionDetection",
     "Request",
-    "RequestManager",
     "RetryPolicy",
     "Sampling",
     "Scores",

@@ -11,10 +11,8 @@ from .channel import Pairs
 from .message_fields import filled
 from .requests import (
     Metadata,
-    OnDelta,
     OnModelChange,
     OnQueued,
-    OnToken,
     Params,
     Prompt,
     Request,
@@ -40,8 +38,6 @@ class CallOptions:
     retry: RetryPolicy
     on_wait: OnWait | None = None
     on_model_change: OnModelChange = "error"
-    on_delta: OnDelta | None = None
-    on_token: OnToken | None = None
     on_queued: OnQueued | None = None
     response_format: Any = None
 
@@ -61,11 +57,6 @@ class CallOptions:
     def may_go_elsewhere(self) -> bool:
         """Whether any server of the model can answer. A submitted request is known to one server only."""
         return isinstance(self.message, pb.GenerateRequest)
-
-    @property
-    def has_callbacks(self) -> bool:
-        """Whether `on_delta` or `on_token` is called."""
-        return self.on_delta is not None or self.on_token is not None
 
     @property
     def has_own_id(self) -> bool:
@@ -106,8 +97,6 @@ class ClientConfig:
             retry=self.retry,
             on_wait=self.on_wait,
             on_model_change=_checked(request.on_model_change or self.on_model_change),
-            on_delta=request.on_delta,
-            on_token=request.on_token,
             on_queued=request.on_queued,
             response_format=request.response_format,
         )

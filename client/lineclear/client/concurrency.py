@@ -1,6 +1,6 @@
 """Waiting, once for tasks of an event loop (`Async...`) and once for threads.
 
-The source in `_async` uses the first of each pair. `client/unasync.py` puts the second in its place.
+The source in `_async` uses the first of each pair. `client/generate_sources.py` puts the second in its place.
 """
 
 from __future__ import annotations
@@ -68,13 +68,11 @@ class AsyncCondition:
     ) -> None:
         pass
 
-    async def wait(self, timeout_seconds: float | None = None) -> None:
-        """Wait for the next `notify_all`, at most that long."""
+    async def wait(self) -> None:
+        """Wait for the next `notify_all`."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_seconds):
-                await waiter
+        await waiter
 
     def notify_all(self) -> None:
         """Resume every task that waits."""
@@ -131,32 +129,16 @@ class Inbox(Generic[T]):
     def __init__(self, timeout_seconds: float | None) -> None:
         self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        self._on_put: Callable[[], None] | None = None
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds until the deadline, None without one."""
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `get` returns or raises at once."""
-        return not self._items.empty() or self.seconds_left == 0
-
-    def when_filled(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after each `put` from now on, on its thread."""
-        self._on_put = callback
 
     def put(self, item: T) -> None:
         """Add an item."""
         self._items.put(item)
-        if self._on_put is not None:
-            self._on_put()
 
     def get(self) -> T:
         """Remove and return the next item. Raises TimeoutError once the deadline has passed."""
+        deadline = self._deadline
         try:
-            return self._items.get(timeout=self.seconds_left)
+            return self._items.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             raise TimeoutError from None
 

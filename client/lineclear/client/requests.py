@@ -21,7 +21,7 @@ from lineclear.v1 import sampling_pb2
 from .chat_messages import ChatMessage, Tool, ToolChoice, is_chat, set_message, set_tools
 from .message_fields import set_field, set_given
 from .response_format import schema_of
-from .results import Delta, Queued
+from .results import Queued
 
 Metadata: TypeAlias = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
 
@@ -40,12 +40,8 @@ OnModelChange: TypeAlias = Literal["error", "restart"]
 JsonWhitespace: TypeAlias = Literal["compact", "any"]
 """Whitespace between the tokens of JSON: none, or any."""
 
-OnDelta: TypeAlias = Callable[[Delta], object]
-"""Called with each piece of an answer, by its reader. An AsyncClient awaits what it returns if that is awaitable."""
-OnToken: TypeAlias = Callable[[int], object]
-"""Called with each token id, as `OnDelta`."""
 OnQueued: TypeAlias = Callable[[Queued], object]
-"""Called with the place of a request that waits in the queue, as `OnDelta`."""
+"""Called with the place of a request that waits in the queue. An AsyncClient awaits an awaitable that it returns."""
 
 
 # A text, token ids, or the turns of a conversation.
@@ -204,8 +200,6 @@ class Params(TypedDict, total=False):
     timeout_seconds: float | None
     tenant: str | None
     metadata: Metadata
-    on_delta: OnDelta | None
-    on_token: OnToken | None
     on_queued: OnQueued | None
 
 
@@ -230,9 +224,8 @@ class Request:
     the answer. `prompt_logprobs`: those of the prompt's tokens, and of this many most likely in their places.
     `tenant`: whose share of the server the request takes, unless the token or certificate of the client names one.
 
-    `on_delta` is called with each Delta, then `on_token` with each of its token ids, on the thread or task that reads
-    the answer and before a loop over the stream gets the delta. If one raises, the request is cancelled and the reader
-    gets the exception. `on_queued` is called at once with the place of a request that has to wait in the queue.
+    `on_queued` is called at once with the place of a request that has to wait in the queue, on the thread or task that
+    reads the answer. If it raises, the request is cancelled and the reader gets the exception.
     """
 
     prompt: Prompt
@@ -264,8 +257,6 @@ class Request:
     timeout_seconds: float | Unset | None = UNSET
     tenant: str | None = None
     metadata: Metadata = ()
-    on_delta: OnDelta | None = None
-    on_token: OnToken | None = None
     on_queued: OnQueued | None = None
 
     @classmethod

@@ -64,6 +64,8 @@ def submittable(prompt: Prompt | Request, sampling: Sampling | None = None, **pa
     request = Request.of(prompt, sampling, **params)
     if request.response_format is not None:
         raise InvalidRequest.at("response_format", "must be unset in submit(); give json_schema, and parse the text")
+    if request.on_queued is not None:
+        raise InvalidRequest.at("on_queued", "must be unset in submit(); give it to attach()")
     if request.on_model_change is not None:
         raise InvalidRequest.at("on_model_change", "must be unset in submit(): the server does not start it over")
     return request

@@ -31,38 +31,28 @@ class Call(Protocol[Res_co]):
     def cancel(self) -> None: ...
 
 
-class AsyncStreamTransport(Protocol):
-    """The calls whose answers are streams. `target` names the server in error messages."""
+class AsyncTransport(Protocol):
+    """The calls that a client makes. `target` names the server in error messages."""
 
     @property
     def target(self) -> str: ...
     def stream_async(
         self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
     ) -> AsyncCall[Res]: ...
-
-
-class StreamTransport(Protocol):
-    """`AsyncStreamTransport` for threads."""
-
-    @property
-    def target(self) -> str: ...
-    def stream(
-        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
-    ) -> Call[Res]: ...
-
-
-class AsyncTransport(AsyncStreamTransport, Protocol):
-    """The calls that a client makes."""
-
     async def unary_async(
         self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
     ) -> Res: ...
     async def close_async(self) -> None: ...
 
 
-class Transport(StreamTransport, Protocol):
+class Transport(Protocol):
     """`AsyncTransport` for threads."""
 
+    @property
+    def target(self) -> str: ...
+    def stream(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> Call[Res]: ...
     def unary(
         self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
     ) -> Res: ...

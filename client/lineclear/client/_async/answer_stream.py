@@ -20,7 +20,7 @@ from ..results import Delta, Generation, Queued, queued_from_proto
 from ..retry import ReplicaSearch, ResumeState
 from ..session_messages import SessionRefused, names_one_server
 from ..sigint import AsyncCanceller
-from ..transports import AsyncCall, AsyncStreamTransport
+from ..transports import AsyncCall, AsyncTransport
 
 
 class AsyncStream:
@@ -34,7 +34,7 @@ class AsyncStream:
     The call starts when the block is entered. Leaving the block before the end of the answer cancels the request.
     """
 
-    def __init__(self, transport: AsyncStreamTransport, options: CallOptions) -> None:
+    def __init__(self, transport: AsyncTransport, options: CallOptions) -> None:
         self._transport = transport
         self._options = options
         # A submitted request is known to one server only.
@@ -42,7 +42,6 @@ class AsyncStream:
         self._call: AsyncCall[pb.GenerateResponse] | None = None
         self._stop = AsyncEvent()  # set by cancel(); it also ends a pause between calls
         self._canceller = AsyncCanceller(self.cancel)
-        self._has_callbacks = options.has_callbacks
         message = options.message
         self._arrives_whole = isinstance(message, pb.GenerateRequest) and arrives_whole(message.sampling)
         self._assembler = AnswerAssembler(message.from_index if isinstance(message, pb.AttachRequest) else 0)
@@ -146,10 +145,7 @@ class AsyncStream:
         if self._ended:
             raise StopAsyncIteration
         with self._canceller.guard():
-            delta = await self._next(self._call)
-        if self._has_callbacks:
-            await self._call_back(delta)
-        return delta
+            return await self._next(self._call)
 
     def cancel(self) -> None:
         """Cancel the request. A loop over the stream ends with Cancelled. Safe from any thread or task."""
@@ -196,19 +192,6 @@ class AsyncStream:
         self._reported = self._queued
         if self._options.on_queued is not None and self._queued is not None:
             await async_call(self._options.on_queued, self._queued)
-
-    async def _call_back(self, delta: Delta) -> None:
-        options = self._options
-        try:
-            if options.on_delta is not None:
-                await async_call(options.on_delta, delta)
-            if options.on_token is not None:
-                for token_id in delta.token_ids:
-                    await async_call(options.on_token, token_id)
-        except BaseException:
-            self.cancel()
-            self._ended = True
-            raise
 
     def _add(self, message: pb.GenerateResponse | None) -> Delta | None:
         """Add a response, or None at the end of the stream, to the answer.

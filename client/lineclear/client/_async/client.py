@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar, Unpack, cast
 
@@ -13,12 +12,10 @@ from lineclear.errors import DuplicateRequest, LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
 from .. import rpc_methods
-from .._async.answer_stream import AsyncStream as LoopStream  # unasync: keep
 from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config
 from ..channel import Options, Pairs, default_target
 from ..chat_messages import ChatMessage
 from ..concurrency import async_sleep
-from ..futures import AsyncAnswerFuture, AsyncFutures
 from ..message_fields import filled
 from ..prompt_calls import (
     Embeddings,
@@ -54,7 +51,6 @@ from ..submitted import SubmittedStatus, submit_request, submittable, submitted_
 from ..transports import AsyncTransport
 from .answer_stream import AsyncStream
 from .batches import AsyncBatches
-from .request_manager import AsyncRequestManager
 from .transport import AsyncGrpcTransport
 
 Req = TypeVar("Req")
@@ -73,7 +69,6 @@ class AsyncSubmitted:
         """Its place in the queue on arrival, if it waited and `queue_position=True` was given to `submit`."""
         self._client = client
         self._metadata = metadata
-        self._future: AsyncAnswerFuture | None = None
 
     def __repr__(self) -> str:
         return f"AsyncSubmitted({self.request_id!r})"
@@ -92,13 +87,6 @@ class AsyncSubmitted:
     async def result(self, *, timeout_seconds: float | None = None) -> Generation:
         """Wait for the complete answer. Raises the LineclearError that the request ended with."""
         return await self.attach(timeout_seconds=timeout_seconds).read_all()
-
-    def future(self) -> AsyncAnswerFuture:
-        """Return the future of the answer, which is read in the background. Its `cancel` does not end the request."""
-        if self._future is None:
-            options = self._client._config.attaching(self.request_id, 0, self._metadata, None)
-            self._future = self._client._futures.start(options)
-        return self._future
 
     async def poll(self, *, timeout_seconds: float | Unset | None = UNSET) -> SubmittedStatus:
         """Return the state and the answer so far. Raises UnknownRequest if the server does not have the request."""
@@ -158,7 +146,6 @@ class AsyncClient(AsyncBatches):
         self._transport = transport or AsyncGrpcTransport(
             default_target() if target is None else target, credentials, options, sessions
         )
-        self._futures = AsyncFutures(self._transport, LoopStream)
 
     @property
     def target(self) -> str:
@@ -175,7 +162,6 @@ class AsyncClient(AsyncBatches):
 
     async def close(self) -> None:
         """Cancel all calls and disconnect."""
-        await self._futures.close()
         await self._transport.close_async()
 
     def stream(
@@ -193,27 +179,12 @@ class AsyncClient(AsyncBatches):
         """Return the complete answer. Arguments and errors are those of `stream`. Ctrl-C cancels the request."""
         return await self.stream(prompt, sampling, **params).read_all()
 
-    def submit_future(
-        self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
-    ) -> AsyncAnswerFuture:
-        """Send a request and return the future of its answer, without waiting. Arguments are those of `stream`.
-
-        Its `cancel` cancels the request on the server; its exception is the LineclearError of the request. At most
-        MAX_OPEN_FUTURES (256) requests are open at once; the others wait in the client, in order.
-        """
-        return self._futures.start(self._config.outgoing(prompt, sampling, **params))
-
-    def manager(self) -> AsyncRequestManager:
-        """Return a manager of requests whose results are read as they finish."""
-        return AsyncRequestManager(self.submit_future)
-
     async def submit(
         self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
     ) -> AsyncSubmitted:
         """Submit a request and return once it is queued. The server generates the answer without a reader.
 
-        `timeout_seconds` is the deadline of the answer, not of this call. With a callback the answer is read
-        in the background: `future()` of the result has the end, and the exception of a callback.
+        `timeout_seconds` is the deadline of the answer, not of this call.
         """
         options = self._config.outgoing(submittable(prompt, sampling, **params))
         request = submit_request(options)
@@ -225,14 +196,7 @@ class AsyncClient(AsyncBatches):
             if options.has_own_id:
                 raise
             # The id is random: an earlier attempt of this call did arrive.
-        submitted = AsyncSubmitted(self, request.request.request_id, options.metadata, queued)
-        if options.has_callbacks or options.on_queued is not None:
-            attaching = self._config.attaching(submitted.request_id, 0, options.metadata, None)
-            callbacks = replace(
-                attaching, on_delta=options.on_delta, on_token=options.on_token, on_queued=options.on_queued
-            )
-            submitted._future = self._futures.start(callbacks)
-        return submitted
+        return AsyncSubmitted(self, request.request.request_id, options.metadata, queued)
 
     def submitted(self, request_id: str, *, metadata: Metadata | None = None) -> AsyncSubmitted:
         """Return the request that this or another client submitted. Makes no call."""

@@ -144,7 +144,7 @@ class AsyncSessionCall:
     def __init__(self, session: AsyncSession, handle: int, timeout_seconds: float | None, num_outputs: int = 1) -> None:
         self._session = session
         self._handle = handle
-        self.inbox = AsyncInbox[Item](timeout_seconds)
+        self._inbox = AsyncInbox[Item](timeout_seconds)
         self._lock = threading.Lock()
         self._is_over = False  # nothing more is put into the inbox
         self._is_read = False
@@ -154,10 +154,10 @@ class AsyncSessionCall:
         if self._is_read:
             raise StopAsyncIteration
         try:
-            item = await self.inbox.get()
+            item = await self._inbox.get()
         except TimeoutError:
             self._end(errors.DeadlineExceeded("the deadline of the call passed before the answer was complete"))
-            item = await self.inbox.get()
+            item = await self._inbox.get()
         if isinstance(item, pb.GenerateResponse):
             return item
         self._is_read = True
@@ -175,9 +175,9 @@ class AsyncSessionCall:
                 if self._num_open:
                     return
             self._is_over = not isinstance(item, pb.GenerateResponse)
-            self.inbox.put(item)
+            self._inbox.put(item)
         if self._is_over:
-            self.inbox.close()
+            self._inbox.close()
             self._session.remove(self._handle)
 
     def cancel(self) -> None:

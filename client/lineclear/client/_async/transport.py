@@ -83,8 +83,6 @@ class _TrackedCall(AsyncCall[Res]):
         self._call = call
         self._on_end: Callable[[], None] | None = on_end
         self._translator = translator
-        self.inbox = getattr(call, "inbox", None)
-        """The inbox of a request of the Session."""
 
     async def __anext__(self) -> Res:
         self._translator.owner.enter()

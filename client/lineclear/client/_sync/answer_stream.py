@@ -21,7 +21,7 @@ from ..results import Delta, Generation, Queued, queued_from_proto
 from ..retry import ReplicaSearch, ResumeState
 from ..session_messages import SessionRefused, names_one_server
 from ..sigint import Canceller
-from ..transports import Call, StreamTransport
+from ..transports import Call, Transport
 
 
 class Stream:
@@ -35,7 +35,7 @@ class Stream:
     The call starts when the block is entered. Leaving the block before the end of the answer cancels the request.
     """
 
-    def __init__(self, transport: StreamTransport, options: CallOptions) -> None:
+    def __init__(self, transport: Transport, options: CallOptions) -> None:
         self._transport = transport
         self._options = options
         # A submitted request is known to one server only.
@@ -43,7 +43,6 @@ class Stream:
         self._call: Call[pb.GenerateResponse] | None = None
         self._stop = Event()  # set by cancel(); it also ends a pause between calls
         self._canceller = Canceller(self.cancel)
-        self._has_callbacks = options.has_callbacks
         message = options.message
         self._arrives_whole = isinstance(message, pb.GenerateRequest) and arrives_whole(message.sampling)
         self._assembler = AnswerAssembler(message.from_index if isinstance(message, pb.AttachRequest) else 0)
@@ -147,10 +146,7 @@ class Stream:
         if self._ended:
             raise StopIteration
         with self._canceller.guard():
-            delta = self._next(self._call)
-        if self._has_callbacks:
-            self._call_back(delta)
-        return delta
+            return self._next(self._call)
 
     def cancel(self) -> None:
         """Cancel the request. A loop over the stream ends with Cancelled. Safe from any thread."""
@@ -196,19 +192,6 @@ class Stream:
         self._reported = self._queued
         if self._options.on_queued is not None and self._queued is not None:
             call(self._options.on_queued, self._queued)
-
-    def _call_back(self, delta: Delta) -> None:
-        options = self._options
-        try:
-            if options.on_delta is not None:
-                call(options.on_delta, delta)
-            if options.on_token is not None:
-                for token_id in delta.token_ids:
-                    call(options.on_token, token_id)
-        except BaseException:
-            self.cancel()
-            self._ended = True
-            raise
 
     def _add(self, message: pb.GenerateResponse | None) -> Delta | None:
         """Add a response, or None at the end of the stream, to the answer.

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar, Unpack, cast
 
@@ -14,12 +13,10 @@ from lineclear.errors import DuplicateRequest, LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
 from .. import rpc_methods
-from .._async.answer_stream import AsyncStream as LoopStream  # unasync: keep
 from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config
 from ..channel import Options, Pairs, default_target
 from ..chat_messages import ChatMessage
 from ..concurrency import sleep
-from ..futures import AnswerFuture, Futures
 from ..message_fields import filled
 from ..prompt_calls import (
     Embeddings,
@@ -55,7 +52,6 @@ from ..submitted import SubmittedStatus, submit_request, submittable, submitted_
 from ..transports import Transport
 from .answer_stream import Stream
 from .batches import Batches
-from .request_manager import RequestManager
 from .transport import GrpcTransport
 
 Req = TypeVar("Req")
@@ -74,7 +70,6 @@ class Submitted:
         """Its place in the queue on arrival, if it waited and `queue_position=True` was given to `submit`."""
         self._client = client
         self._metadata = metadata
-        self._future: AnswerFuture | None = None
 
     def __repr__(self) -> str:
         return f"Submitted({self.request_id!r})"
@@ -93,13 +88,6 @@ class Submitted:
     def result(self, *, timeout_seconds: float | None = None) -> Generation:
         """Wait for the complete answer. Raises the LineclearError that the request ended with."""
         return self.attach(timeout_seconds=timeout_seconds).read_all()
-
-    def future(self) -> AnswerFuture:
-        """Return the future of the answer, which is read in the background. Its `cancel` does not end the request."""
-        if self._future is None:
-            options = self._client._config.attaching(self.request_id, 0, self._metadata, None)
-            self._future = self._client._futures.start(options)
-        return self._future
 
     def poll(self, *, timeout_seconds: float | Unset | None = UNSET) -> SubmittedStatus:
         """Return the state and the answer so far. Raises UnknownRequest if the server does not have the request."""
@@ -159,7 +147,6 @@ class Client(Batches):
         self._transport = transport or GrpcTransport(
             default_target() if target is None else target, credentials, options, sessions
         )
-        self._futures = Futures(self._transport, LoopStream)
 
     @property
     def target(self) -> str:
@@ -176,7 +163,6 @@ class Client(Batches):
 
     def close(self) -> None:
         """Cancel all calls and disconnect."""
-        self._futures.close()
         self._transport.close()
 
     def stream(self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Stream:
@@ -192,25 +178,10 @@ class Client(Batches):
         """Return the complete answer. Arguments and errors are those of `stream`. Ctrl-C cancels the request."""
         return self.stream(prompt, sampling, **params).read_all()
 
-    def submit_future(
-        self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
-    ) -> AnswerFuture:
-        """Send a request and return the future of its answer, without waiting. Arguments are those of `stream`.
-
-        Its `cancel` cancels the request on the server; its exception is the LineclearError of the request. At most
-        MAX_OPEN_FUTURES (256) requests are open at once; the others wait in the client, in order.
-        """
-        return self._futures.start(self._config.outgoing(prompt, sampling, **params))
-
-    def manager(self) -> RequestManager:
-        """Return a manager of requests whose results are read as they finish."""
-        return RequestManager(self.submit_future)
-
     def submit(self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Submitted:
         """Submit a request and return once it is queued. The server generates the answer without a reader.
 
-        `timeout_seconds` is the deadline of the answer, not of this call. With a callback the answer is read
-        in the background: `future()` of the result has the end, and the exception of a callback.
+        `timeout_seconds` is the deadline of the answer, not of this call.
         """
         options = self._config.outgoing(submittable(prompt, sampling, **params))
         request = submit_request(options)
@@ -222,14 +193,7 @@ class Client(Batches):
             if options.has_own_id:
                 raise
             # The id is random: an earlier attempt of this call did arrive.
-        submitted = Submitted(self, request.request.request_id, options.metadata, queued)
-        if options.has_callbacks or options.on_queued is not None:
-            attaching = self._config.attaching(submitted.request_id, 0, options.metadata, None)
-            callbacks = replace(
-                attaching, on_delta=options.on_delta, on_token=options.on_token, on_queued=options.on_queued
-            )
-            submitted._future = self._futures.start(callbacks)
-        return submitted
+        return Submitted(self, request.request.request_id, options.metadata, queued)
 
     def submitted(self, request_id: str, *, metadata: Metadata | None = None) -> Submitted:
         """Return the request that this or another client submitted. Makes no call."""

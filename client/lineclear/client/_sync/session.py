@@ -145,7 +145,7 @@ class SessionCall:
     def __init__(self, session: Session, handle: int, timeout_seconds: float | None, num_outputs: int = 1) -> None:
         self._session = session
         self._handle = handle
-        self.inbox = Inbox[Item](timeout_seconds)
+        self._inbox = Inbox[Item](timeout_seconds)
         self._lock = threading.Lock()
         self._is_over = False  # nothing more is put into the inbox
         self._is_read = False
@@ -155,10 +155,10 @@ class SessionCall:
         if self._is_read:
             raise StopIteration
         try:
-            item = self.inbox.get()
+            item = self._inbox.get()
         except TimeoutError:
             self._end(errors.DeadlineExceeded("the deadline of the call passed before the answer was complete"))
-            item = self.inbox.get()
+            item = self._inbox.get()
         if isinstance(item, pb.GenerateResponse):
             return item
         self._is_read = True
@@ -176,9 +176,9 @@ class SessionCall:
                 if self._num_open:
                     return
             self._is_over = not isinstance(item, pb.GenerateResponse)
-            self.inbox.put(item)
+            self._inbox.put(item)
         if self._is_over:
-            self.inbox.close()
+            self._inbox.close()
             self._session.remove(self._handle)
 
     def cancel(self) -> None:

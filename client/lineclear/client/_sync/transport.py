@@ -82,8 +82,6 @@ class _TrackedCall(Call[Res]):
         self._call = call
         self._on_end: Callable[[], None] | None = on_end
         self._translator = translator
-        self.inbox = getattr(call, "inbox", None)
-        """The inbox of a request of the Session."""
 
     def __next__(self) -> Res:
         self._translator.owner.enter()
