@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # Modules to compile at set-up, by importing them.
 SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner_factory, lineclear.cli.app
 
-.PHONY: help demo test serve bench bench-micro bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images lint format stubs baseline clean
+.PHONY: help demo test serve bench bench-micro bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images lint format stubs baseline clean ready
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -34,12 +34,12 @@ help: ## This list
 	@echo "Variables: PYTHON (an interpreter >= 3.11), TORCH (what pip installs as PyTorch), JOBS (test processes),"
 	@echo "MODEL, PEERS (of transformers, vllm, llama), WORK (w1 to w5) and BENCH_HOME (environments and models) of bench"
 
-demo: $(STAMP) ## Serve the demo model, stream prompts, and compare with static batching
+demo: ready ## Serve the demo model, stream prompts, and compare with static batching
 	@$(BIN)/python demo/run.py $(ARGS)
 
 # Bytecode is written also where the environment says otherwise, as in many containers: the tests start hundreds of
 # processes, and each would compile its modules again.
-test: $(STAMP) ## Run every check: ruff, import-linter, mypy, pytest
+test: ready ## Run every check: ruff, import-linter, mypy, pytest
 	@start=$$(date +%s); failed=; export OMP_NUM_THREADS=1; unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX; \
 	$(BIN)/python -m mypy >$(VENV)/mypy.txt 2>&1 & mypy=$$!; \
 	for step in 'ruff check .' 'ruff format --check .' lint-imports 'python -m pytest -q -n $(JOBS) --dist loadfile'; do \
@@ -49,39 +49,39 @@ test: $(STAMP) ## Run every check: ruff, import-linter, mypy, pytest
 	echo "--- $$(( $$(date +%s) - start )) s"; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed"; exit 1; fi; echo "all passed"
 
-serve: $(STAMP) ## Serve the model directory MODEL, by default the demo model: make serve MODEL=path ARGS=--help
+serve: ready ## Serve the model directory MODEL, by default the demo model: make serve MODEL=path ARGS=--help
 	@$(BIN)/lineclear serve $(if $(MODEL),--model $(MODEL),--demo) $(ARGS)
 
-bench: $(STAMP) ## Compare lineclear and PEERS on one workload, in turns; see bench/README.md
+bench: ready ## Compare lineclear and PEERS on one workload, in turns; see bench/README.md
 	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' bench/environments.sh $(BENCH_HOME) $(PEERS)
 	@$(BIN)/python -m bench.models --out $(BENCH_HOME)/models --only $(or $(MODEL),llama-110m-shape)
 	@$(BIN)/python -m bench.compare lineclear $(PEERS) --home $(BENCH_HOME) --model $(or $(MODEL),llama-110m-shape) \
 		--work $(WORK) $(ARGS)
 
-bench-micro: $(STAMP) ## Measure the parts of lineclear by themselves
+bench-micro: ready ## Measure the parts of lineclear by themselves
 	@$(BIN)/python -m bench.models --out $(BENCH_HOME)/models --only $(or $(MODEL),llama-110m-shape)
 	@$(BIN)/python -m bench.micro --model $(BENCH_HOME)/models/$(or $(MODEL),llama-110m-shape) $(ARGS)
 
-bench-neighbour: $(STAMP) ## Tokens a second beside 0, 1 and 2 busy processes; NEIGHBOUR_PEERS="vllm llama" to compare
+bench-neighbour: ready ## Tokens a second beside 0, 1 and 2 busy processes; NEIGHBOUR_PEERS="vllm llama" to compare
 	@test -z '$(NEIGHBOUR_PEERS)' || PYTHON='$(PYTHON)' TORCH='$(TORCH)' bench/environments.sh $(BENCH_HOME) $(NEIGHBOUR_PEERS)
 	@$(BIN)/python -m bench.models --out $(BENCH_HOME)/models --only llama-110m-shape
 	@for model in $(BENCH_HOME)/models/llama-110m-shape demo/model; do $(BIN)/python -m bench.neighbour --model $$model \
 		--home $(BENCH_HOME) --contenders auto 1 $$(nproc) $(NEIGHBOUR_PEERS) --turns $(or $(TURNS),3) $(ARGS) || exit 1; done
 
-browser-test: $(STAMP) ## Test the status page in a headless Chromium; IMAGES=FOLDER for screenshots, CHROMIUM=program
+browser-test: ready ## Test the status page in a headless Chromium; IMAGES=FOLDER for screenshots, CHROMIUM=program
 	@test -n "$$(command -v $(or $(CHROMIUM),chromium chromium-browser google-chrome))" || { echo "No Chromium was found." \
 		"Install one (on Debian or Ubuntu: apt install chromium), or name it: make browser-test CHROMIUM=/path/to/chrome"; exit 1; }
 	@STATUS_IMAGES=$(if $(IMAGES),$(abspath $(IMAGES))) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/service/test_status_page.py
 
-simulation: $(STAMP) ## Simulate SEEDS (20,000) histories, half with faults to the end, half without at the end
+simulation: ready ## Simulate SEEDS (20,000) histories, half with faults to the end, half without at the end
 	@$(BIN)/python tests/simulation/replay.py 0 $(or $(SEEDS),20000) --check
 
-fuzz: $(STAMP) ## Send 100,000 damaged frames to decoder and link, and as many damaged requests to a server
+fuzz: ready ## Send 100,000 damaged frames to decoder and link, and as many damaged requests to a server
 	@cd tests && ../$(BIN)/python -m fuzz.frames --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m fuzz.requests --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m fuzz.requests --cancels 20000
 
-chaos: $(STAMP) ## Kill workers and schedulers under load, and update the model
+chaos: ready ## Kill workers and schedulers under load, and update the model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),3000) --parallel 2 --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),500) --num-workers 2 --streams 32 --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),300) --parallel 2 --seed $(or $(SEED),1)
@@ -92,39 +92,43 @@ chaos: $(STAMP) ## Kill workers and schedulers under load, and update the model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --mix --of scheduler --kills $(or $(KILLS),30) --model ../demo/model --streams 8
 	@cd tests && ../$(BIN)/python -m campaigns.rolling --updates $(or $(UPDATES),100) --seed $(or $(SEED),1)
 
-mutants: $(STAMP) ## Plant each listed bug, and COUNT (100) mutants drawn at random, and check that tests fail
+mutants: ready ## Plant each listed bug, and COUNT (100) mutants drawn at random, and check that tests fail
 	@cd tests && ../$(BIN)/python -m simulation.test_mutations
 	@cd tests && ../$(BIN)/python -m support.mutants
 	@cd tests && ../$(BIN)/python -m campaigns.mutation --count $(or $(COUNT),100) --seed $(or $(SEED),1)
 
-privacy: $(STAMP) ## Test whether response times reveal another tenant's prompts; TRIALS (800) with each worker
+privacy: ready ## Test whether response times reveal another tenant's prompts; TRIALS (800) with each worker
 	@cd tests && ../$(BIN)/python -m campaigns.privacy --trials $(or $(TRIALS),800) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.privacy --trials $(or $(TRIALS),800) --model ../demo/model
 
-soak: $(STAMP) ## Run SECONDS (3600) of load, kills, slow and lost clients, and check answers and memory
+soak: ready ## Run SECONDS (3600) of load, kills, slow and lost clients, and check answers and memory
 	@cd tests && ../$(BIN)/python -m campaigns.soak --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1)
 
-hostile: $(STAMP) ## Run SECONDS (60) of each kind of hostile client beside a stream
+hostile: ready ## Run SECONDS (60) of each kind of hostile client beside a stream
 	@cd tests && ../$(BIN)/python -m campaigns.hostile --seconds $(or $(SECONDS),60) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-images: $(STAMP) ## Build both images with BUILDER (podman, docker) and test them with 16 streams
+images: ready ## Build both images with BUILDER (podman, docker) and test them with 16 streams
 	@$(BIN)/python deploy/try_images.py $(if $(BUILDER),--builder $(BUILDER)) -- $(BUILD_FLAGS)
 
-lint: $(STAMP) ## ruff, import-linter and mypy only
+lint: ready ## ruff, import-linter and mypy only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
 
-format: $(STAMP) ## Format the sources with ruff
+format: ready ## Format the sources with ruff
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
 
-stubs: $(STAMP) ## Generate the Python stubs from the .proto files
+stubs: ready ## Generate the Python stubs from the .proto files
 	@$(BIN)/python protos/generate.py && git status --short protos
 
-baseline: $(STAMP) ## Make today's public API the baseline of `buf breaking`
+baseline: ready ## Make today's public API the baseline of `buf breaking`
 	@npx --yes @bufbuild/buf build protos --exclude-source-info -o protos/baseline.binpb
 
 clean: ## Remove .venv and all caches and builds
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Every run writes the generated client anew, in milliseconds, so a clone that was set up before a `git pull` has it.
+ready: $(STAMP)
+	@$(BIN)/python client/generate_sources.py
 
 # The stamp is written last, so that an interrupted set-up is repeated. TORCH replaces the pin of torch. hatchling is
 # installed first, so that the project is built with the pinned version, without build isolation. pip does not compile,

@@ -1,13 +1,15 @@
-"""Builds the C++ kernels into the worker's package, one library for each instruction set of this machine's kind.
+"""Generates the client for threads, and builds the C++ kernels into the worker's package.
 
-Runs with every wheel and editable install. Without a compiler, or with LINECLEAR_NATIVE=0, nothing is built and the
-worker computes with torch: a client or a scheduler must install anywhere.
+Runs with every wheel and editable install. There is one library for each instruction set of this machine's kind.
+Without a compiler, or with LINECLEAR_NATIVE=0, none is built and the worker computes with torch: a client or a
+scheduler must install anywhere.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -32,7 +34,7 @@ VARIANTS = {
 }
 
 
-class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
+class GeneratedFiles(BuildHookInterface):  # type: ignore[type-arg]
     """The hook hatchling calls before it packs."""
 
     PLUGIN_NAME = "custom"
@@ -41,6 +43,8 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
         """Build what can be built; a wheel with libraries in it is for this platform only."""
         if self.target_name != "wheel":
             return
+        runpy.run_path(str(Path(self.root) / "client/generate_sources.py"))["main"]()
+        build_data["artifacts"].append("/client/lineclear/client/_sync/*.py")
         if build(Path(self.root)):
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{_platform_tag()}"

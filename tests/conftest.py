@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# The tests are those of the client for threads that belongs to the sources.
+runpy.run_path(str(Path(__file__).parents[1] / "client/generate_sources.py"))["main"]()
 
 # How long an example takes says nothing on a machine that does other things too.
 settings.register_profile("untimed", deadline=None)

@@ -131,7 +131,7 @@ EXTRAS = {
     "common": ("scheduler", "worker"),
     "scheduler_svc": ("scheduler",),
     "gpu_worker": ("worker",),
-    "client": ("cli",),
+    "client/lineclear": ("cli",),
     **dict.fromkeys(("tests", "demo", "bench", "docs"), ("dev",)),
 }
 """The extras of pyproject.toml whose packages each folder may import."""

@@ -1,1 +1,1 @@
-"""The client for asyncio, and the source of `_sync`: after a change run `client/unasync.py`."""
+"""The client for asyncio, and the source of `_sync`."""
