@@ -2,12 +2,14 @@
 
     python client/generate_sources.py
 
-Runs with every build and install, and before the tests. git ignores what it writes. The source awaits only what
-`concurrency.py` and `grpc_channel.py` have for both, so names are all there is to replace.
+The source awaits only what `concurrency.py` and `grpc_channel.py` have for both, so names are all there is to replace.
+Also writes `call_params.py`, the keyword arguments of calls, from the table in `parameters.py`. Runs with every build
+and install, and before the tests. git ignores what it writes.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -15,7 +17,22 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent / "lineclear" / "client"
 SOURCE, GENERATED = PACKAGE / "_async", PACKAGE / "_sync"
 
-HEADER = "# Generated from _async/{name} by client/generate_sources.py. Do not edit.\n"
+HEADER = "# Generated from {source} by client/generate_sources.py. Do not edit.\n"
+PARAMS = '''"""The keyword arguments of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from .chat_messages import Tool, ToolChoice
+from .parameters import EarlyStopping, JsonWhitespace, Metadata, OnModelChange, OnQueued, Repetition
+
+
+class Params(TypedDict, total=False):
+    """The keyword arguments of a call: the fields of `Sampling`, then those of `Request`."""
+
+'''
 REPLACEMENTS = [
     (r"any number of tasks of one event loop", "any number of threads"),
     (r"any thread or task", "any thread"),
@@ -41,7 +58,19 @@ def generated(name: str) -> str:
     text = (SOURCE / name).read_text(encoding="utf-8")
     for pattern, replacement in REPLACEMENTS:
         text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
-    return HEADER.format(name=name) + text
+    return HEADER.format(source=f"_async/{name}") + text
+
+
+def params() -> str:
+    """Return the text of `call_params.py`."""
+    tree = ast.parse((PACKAGE / "parameters.py").read_text(encoding="utf-8"))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    lines = []
+    for field in (*classes["Sampling"].body, *classes["Parameters"].body):
+        if isinstance(field, ast.AnnAssign) and (name := ast.unparse(field.target)) not in ("prompt", "sampling"):
+            kind = re.sub(r"^Annotated\[(.+), ['\"].*\]$", r"\1", ast.unparse(field.annotation))
+            lines.append(f"    {name}: {kind.replace('Unset | ', '')}\n")
+    return HEADER.format(source="parameters.py") + PARAMS + "".join(lines)
 
 
 def main() -> None:
@@ -53,6 +82,7 @@ def main() -> None:
             path.unlink()
     for name in names:
         _write(GENERATED / name, generated(name))
+    _write(PACKAGE / "call_params.py", params())
 
 
 def _write(path: Path, text: str) -> None:

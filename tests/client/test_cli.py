@@ -44,12 +44,12 @@ def test_prompt_from_standard_input(cli: Any, server: Any) -> None:
 
 
 def test_every_sampling_field_is_an_option() -> None:
-    flags = [field.name for field in dataclasses.fields(SamplingFlags)]
+    flags = [option.name for option in SamplingFlags.options]
     assert sorted(flags) == sorted(field.name for field in dataclasses.fields(Sampling))
 
 
 def test_every_request_field_is_an_option() -> None:
-    flags = {field.name for field in dataclasses.fields(RequestFlags)}
+    flags = {option.name for option in RequestFlags.options}
     no_flags = {"metadata", "on_queued", "response_format", "tools", "tool_choice"}
     no_flags.add("parallel_tool_calls")
     of_connection = {"on_model_change", "timeout_seconds"}

@@ -129,7 +129,7 @@ def test_every_keyword_of_a_generating_method_has_an_effect(method: str) -> None
     for name in VALUES:
         prompt = CHAT if name in CHAT_ONLY else "a b"
         plain, changed = (outcome(GENERATING[method], name, is_given=x, prompt=prompt) for x in (False, True))
-        if name == "on_queued":  # the fake transport sends no place, but the request asks for it
+        if name == "on_queued" and method != "submit":  # the fake transport sends no place, but the request asks for it
             assert "queue_position: true" in str(changed)
         elif plain == changed:
             silent.append(name)

@@ -22,6 +22,7 @@ def test_a_change_of_the_source_is_generated_and_a_file_without_source_removed(t
     shutil.copy(REPOSITORY / "client/generate_sources.py", tmp_path)
     folder = tmp_path / "lineclear/client"
     shutil.copytree(CLIENT / "_async", folder / "_async")
+    shutil.copy(CLIENT / "parameters.py", folder)
     main = runpy.run_path(str(tmp_path / "generate_sources.py"))["main"]
     main()
     (folder / "_async/session.py").write_text("async def close() -> None: ...\n")

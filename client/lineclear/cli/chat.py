@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lineclear.client import ChatMessage, Client, ToolCall, sigint
-from lineclear.client.requests import SAMPLING_FIELDS, Params, Sampling
+from lineclear.client.call_params import Params
+from lineclear.client.parameters import Sampling
+from lineclear.client.requests import SAMPLING_FIELDS
 from lineclear.errors import LineclearError
 
 from . import output

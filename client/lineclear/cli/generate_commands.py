@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lineclear.client.requests import Params, Request
+from lineclear.client.call_params import Params
+from lineclear.client.requests import Request
 from lineclear.exit_codes import ExitCode
 
 from . import batch_run, chat, exit_status, output

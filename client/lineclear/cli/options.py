@@ -1,6 +1,7 @@
-"""The options that several commands share: dataclasses whose fields are options.
+"""The options that several commands share, in bundles.
 
-A command takes such a dataclass as one argument; `expanded` shows typer its fields instead.
+A command takes a bundle as one argument; `expanded` shows typer its options instead. A bundle is a dataclass whose
+fields are options, or has the flags of a table of parameters (`client/parameters.py`).
 """
 
 from __future__ import annotations
@@ -8,18 +9,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, cast, get_type_hints
+from typing import Annotated, Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
 import grpc
 import typer
 
 from lineclear.client import Client
+from lineclear.client.call_params import Params
 from lineclear.client.channel import DEFAULT_TARGET
-from lineclear.client.requests import Params, RepetitionDetection, Request, Sampling, pairs
+from lineclear.client.parameters import (
+    EarlyStopping,
+    JsonWhitespace,
+    Parameters,
+    Repetition,
+    RepetitionDetection,
+    Sampling,
+)
+from lineclear.client.requests import Request, pairs
 from lineclear.client.results import Queued
 from lineclear.errors import InvalidRequest
 
@@ -53,18 +64,18 @@ def numbers(text: str | None, flag: str) -> list[int] | None:
         raise typer.BadParameter("token ids are whole numbers separated by commas", param_hint=flag) from None
 
 
-def _repetition(text: str | None) -> RepetitionDetection | None:
+def _repetition(text: str) -> RepetitionDetection:
     flag = "--repetition-detection"
-    found = numbers(text, flag)
-    if found is not None and len(found) not in (2, 3):
+    found = numbers(text, flag) or []
+    if len(found) not in (2, 3):
         raise typer.BadParameter("is SIZE,COUNT or SIZE,COUNT,LEAST_SIZE, for instance 20,4", param_hint=flag)
-    return None if found is None else RepetitionDetection(*found)
+    return RepetitionDetection(*found)
 
 
-def _content(file: Path | None, flag: str) -> str | None:
+def _content(file: Path, flag: str) -> str:
     """Return the text of a file. Raises typer.BadParameter."""
     try:
-        return None if file is None else file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         raise typer.BadParameter("is a readable text file", param_hint=flag) from None
 
@@ -185,227 +196,134 @@ class Connection:
         return client
 
 
-@dataclass(frozen=True)
-class SamplingFlags:
-    """The fields of `Sampling`. Without an option the server's default applies."""
+_PANELS = {
+    STOPPING: "max_tokens exponential_decay_start exponential_decay_factor min_tokens ignore_eos stop stop_regex "
+    "stop_token_ids eos_token_ids include_stop_string repetition_detection",
+    FORM: "json_schema json_object regex choice grammar json_whitespace constraint_start",
+    OUTPUT: "logprobs top_logprobs logprob_token_ids prompt_logprobs echo token_timings keep_special_tokens omit_text",
+}
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
+_SHORT = {"max_tokens": "-n", "temperature": "-T", "stop": "-s"}
+_SEEN_IN_JSON = "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "token_timings", "omit_text"
+_IN_FILE = "json_schema", "grammar"
+_SWITCHES = "ignore_eos", "include_stop_string"
+"""Flags with a --no- form."""
+_TEXTS = list[str] | None
+_KINDS: dict[Any, tuple[Any, str | None]] = {
+    Mapping[int, float] | None: (_TEXTS, "ID=BIAS"),
+    Sequence[int] | None: (str | None, "ID,ID,..."),
+    Sequence[str] | None: (_TEXTS, "TEXT"),
+    str | Sequence[str] | None: (_TEXTS, "TEXT"),
+    Repetition | None: (str | None, "SIZE,COUNT"),
+    JsonWhitespace | None: (Whitespace | None, None),
+    EarlyStopping | None: (StopBeams | None, None),
+    "choice": (str | None, "TEXT,TEXT,..."),
+    "bad_words": (_TEXTS, "WORD"),
+    "constraint_start": (str | None, "TEXT"),
+    "forced_first_token_id": (int | None, "ID"),
+}
+"""Type and metavar of a flag, by its name, else by the type of the parameter, else that type itself."""
 
-    max_tokens: Annotated[int | None, _option(STOPPING, "Max output tokens.", "--max-tokens", "-n")] = None
-    temperature: Annotated[
-        float | None, _option(SAMPLING, "0 is greedy; higher is more varied. [0, 10]", "--temperature", "-T")
-    ] = None
-    top_k: Annotated[int | None, _option(SAMPLING, "Keep the k most likely tokens; 0 keeps all.")] = None
-    top_p: Annotated[float | None, _option(SAMPLING, "Keep the smallest set that reaches this probability. (0, 1]")] = (
-        None
-    )
-    min_p: Annotated[
-        float | None, _option(SAMPLING, "Drop tokens less likely than this share of the most likely one. [0, 1]")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, _option(SAMPLING, "Divides the logits of tokens seen before. [0.01, 10]")
-    ] = None
-    presence_penalty: Annotated[
-        float | None, _option(SAMPLING, "Subtracted from tokens already in the output. [-2, 2]")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, _option(SAMPLING, "Subtracted once per occurrence in the output. [-2, 2]")
-    ] = None
-    logit_bias: Annotated[
-        list[str] | None, _option(SAMPLING, "Add to a token's logit. May be repeated.", metavar="ID=BIAS")
-    ] = None
-    allowed_token_ids: Annotated[str | None, _option(SAMPLING, "Sample only these tokens.", metavar="ID,ID,...")] = None
-    banned_token_ids: Annotated[str | None, _option(SAMPLING, "Never sample these tokens.", metavar="ID,ID,...")] = None
-    bad_words: Annotated[
-        list[str] | None, _option(SAMPLING, "Never write this word. May be repeated.", metavar="WORD")
-    ] = None
-    begin_banned_token_ids: Annotated[
-        str | None, _option(SAMPLING, "Never begin with these tokens.", metavar="ID,ID,...")
-    ] = None
-    forced_first_token_id: Annotated[int | None, _option(SAMPLING, "Begin with this token.", metavar="ID")] = None
-    no_repeat_ngram_size: Annotated[
-        int | None, _option(SAMPLING, "Write no sequence of this many tokens twice; 0 allows all. [0, 100]")
-    ] = None
-    exponential_decay_start: Annotated[
-        int | None, _option(STOPPING, "Output tokens from which --exponential-decay-factor acts. [0, 100000]")
-    ] = None
-    exponential_decay_factor: Annotated[
-        float | None, _option(STOPPING, "Makes the end more likely with each token. [1, 10]")
-    ] = None
-    n: Annotated[
-        int | None, _option(SAMPLING, "Number of outputs, each with a seed of its own: --seed + index.", "--n")
-    ] = None
-    typical_p: Annotated[
-        float | None, _option(SAMPLING, "Keep tokens next to the entropy up to this probability. (0, 1]")
-    ] = None
-    top_n_sigma: Annotated[
-        float | None, _option(SAMPLING, "Drop logits this many deviations below the highest; 0 keeps all.")
-    ] = None
-    xtc_probability: Annotated[
-        float | None, _option(SAMPLING, "Probability that the most likely tokens are excluded. [0, 1]")
-    ] = None
-    xtc_threshold: Annotated[
-        float | None, _option(SAMPLING, "Probability from which XTC excludes tokens. Default 0.1. (0, 0.5]")
-    ] = None
-    dynatemp_range: Annotated[
-        float | None, _option(SAMPLING, "Let the temperature follow the entropy within this range. [0, 10]")
-    ] = None
-    dynatemp_exponent: Annotated[
-        float | None, _option(SAMPLING, "Power of the entropy for --dynatemp-range. [0, 10]")
-    ] = None
-    dry_multiplier: Annotated[
-        float | None, _option(SAMPLING, "DRY: penalize what continues a repetition; 0 is off. [0, 100]")
-    ] = None
-    dry_base: Annotated[float | None, _option(SAMPLING, "Growth of the DRY penalty. Default 1.75. [1, 10]")] = None
-    dry_allowed_length: Annotated[
-        int | None, _option(SAMPLING, "Shortest repetition that DRY penalizes. Default 2.")
-    ] = None
-    dry_penalty_last_n: Annotated[
-        int | None, _option(SAMPLING, "Tokens in which DRY looks for repetitions; -1: all, the default.")
-    ] = None
-    dry_sequence_breakers: Annotated[
-        list[str] | None, _option(SAMPLING, "A repetition ends at this text. May be repeated.", metavar="TEXT")
-    ] = None
-    best_of: Annotated[
-        int | None, _option(SAMPLING, "Generate this many outputs and show the --n most likely ones.")
-    ] = None
-    num_beams: Annotated[int | None, _option(SAMPLING, "Beam search with this many beams. [1, 32]")] = None
-    length_penalty: Annotated[
-        float | None, _option(SAMPLING, "With --num-beams: above 0 prefers long outputs. Default 1. [-10, 10]")
-    ] = None
-    early_stopping: Annotated[
-        StopBeams | None, _option(SAMPLING, "With --num-beams: when to stop, as in transformers.")
-    ] = None
-    seed: Annotated[int | None, _option(SAMPLING, "The same seed gives the same answer. [0, 2**64)")] = None
-    min_tokens: Annotated[int | None, _option(STOPPING, "Do not stop before this many output tokens.")] = None
-    ignore_eos: Annotated[
-        bool | None, _option(STOPPING, "Continue after end-of-sequence.", "--ignore-eos/--no-ignore-eos")
-    ] = None
-    stop: Annotated[
-        list[str] | None, _option(STOPPING, "End before this text. May be repeated.", "--stop", "-s", metavar="TEXT")
-    ] = None
-    stop_regex: Annotated[str | None, _option(STOPPING, "End before text that this regular expression matches.")] = None
-    stop_token_ids: Annotated[str | None, _option(STOPPING, "End at one of these tokens.", metavar="ID,ID,...")] = None
-    eos_token_ids: Annotated[
-        str | None, _option(STOPPING, "End-of-sequence tokens in place of the model's.", metavar="ID,ID,...")
-    ] = None
-    include_stop_string: Annotated[
-        bool | None,
-        _option(STOPPING, "Keep the stop text in the answer.", "--include-stop-string/--no-include-stop-string"),
-    ] = None
-    json_schema: Annotated[
-        Path | None, _option(FORM, "Answer with JSON of the schema in this file.", exists=True, dir_okay=False)
-    ] = None
-    json_object: Annotated[bool | None, _option(FORM, "Answer with a JSON object.", "--json-object")] = None
-    regex: Annotated[str | None, _option(FORM, "Answer with a text that this regular expression matches.")] = None
-    choice: Annotated[str | None, _option(FORM, "Answer with one of these texts.", metavar="TEXT,TEXT,...")] = None
-    grammar: Annotated[
-        Path | None, _option(FORM, "Answer with a text of the Lark grammar in this file.", exists=True, dir_okay=False)
-    ] = None
-    json_whitespace: Annotated[
-        Whitespace | None, _option(FORM, "Whitespace in JSON: none, or any. Default compact.")
-    ] = None
-    constraint_start: Annotated[
-        str | None, _option(FORM, "The form begins behind this text, such as </think>.", metavar="TEXT")
-    ] = None
 
-    repetition_detection: Annotated[
-        str | None,
-        _option(STOPPING, "End where a pattern of at most SIZE tokens appears COUNT times.", metavar="SIZE,COUNT"),
-    ] = None
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _parameter_flag(name: str, kind: Any, text: str) -> inspect.Parameter:
+    """Return the flag of a parameter of the client as a parameter of a command."""
+    kind, metavar = _KINDS.get(name) or _KINDS.get(kind) or (kind, None)
+    text = re.sub("`([a-z_]+)`", lambda match: _flag_of(match[1]), text)
+    names = [_flag_of(name)]
+    settings: dict[str, Any] = {"metavar": metavar} if metavar else {}
+    if kind == _TEXTS:
+        text += " May be repeated."
+    if name in _SEEN_IN_JSON:
+        text = f"With --json: {text[0].lower()}{text[1:]}"
+    if name in _IN_FILE:
+        kind, settings, text = Path | None, {"exists": True, "dir_okay": False}, text.rstrip(".") + ", in a file."
+    if name in _SWITCHES:
+        names = [f"{names[0]}/--no-{names[0][2:]}"]
+    if name in _SHORT:
+        names.append(_SHORT[name])
+    annotation = Annotated[kind, _option(_PANEL_OF.get(name, SAMPLING), text, *names, **settings)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _parameter_flags(table: type[Any]) -> list[inspect.Parameter]:
+    """Return a flag for each parameter with a help text."""
+    hints = get_type_hints(table, include_extras=True)
+    return [
+        _parameter_flag(name, get_args(hint)[0], hint.__metadata__[0])
+        for name, hint in hints.items()
+        if get_origin(hint) is Annotated
+    ]
+
+
+def _bias(entries: list[str]) -> dict[int, float]:
+    try:
+        return {int(token): float(value) for token, _, value in (entry.partition("=") for entry in entries)}
+    except ValueError:
+        raise typer.BadParameter("is ID=BIAS, for instance 42=-1.5", param_hint="--logit-bias") from None
+
+
+_VALUES: dict[str, Callable[[Any], Any]] = {
+    "logit_bias": _bias,
+    "early_stopping": _STOP_BEAMS.__getitem__,
+    "repetition_detection": _repetition,
+    "choice": lambda text: text.split(","),
+    "json_whitespace": lambda choice: choice.value,
+}
+"""How the value of a flag becomes that of the parameter, where it is not the same."""
+
+
+class _ParameterFlags:
+    """Flags from a table of parameters. Without a flag the server's default applies."""
+
+    options: ClassVar[list[inspect.Parameter]]
+
+    def __init__(self, **given: Any) -> None:
+        self._given = given
+
+    def _values(self) -> dict[str, Any]:
+        """Return the parameters. Raises typer.BadParameter."""
+        values: dict[str, Any] = {}
+        for name, given in self._given.items():
+            if given is None or given == []:
+                continue
+            if name in _IN_FILE:
+                values[name] = _content(given, _flag_of(name))
+            elif name.endswith("token_ids"):
+                values[name] = numbers(given, _flag_of(name))
+            else:
+                values[name] = _VALUES[name](given) if name in _VALUES else given
+        return values
+
+
+class SamplingFlags(_ParameterFlags):
+    """The fields of `Sampling`."""
+
+    options = _parameter_flags(Sampling)
 
     def sampling(self) -> Sampling:
         """Return the sampling parameters. Raises typer.BadParameter."""
-        bias: dict[int, float] = {}
-        for entry in self.logit_bias or ():
-            token, _, value = entry.partition("=")
-            try:
-                bias[int(token)] = float(value)
-            except ValueError:
-                raise typer.BadParameter("is ID=BIAS, for instance 42=-1.5", param_hint="--logit-bias") from None
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        given |= {
-            "logit_bias": bias or None,
-            "early_stopping": None if self.early_stopping is None else _STOP_BEAMS[self.early_stopping],
-            "stop": self.stop or None,
-            "repetition_detection": _repetition(self.repetition_detection),
-            "bad_words": self.bad_words or None,
-            "dry_sequence_breakers": self.dry_sequence_breakers or None,
-            "begin_banned_token_ids": numbers(self.begin_banned_token_ids, "--begin-banned-token-ids"),
-            "allowed_token_ids": numbers(self.allowed_token_ids, "--allowed-token-ids"),
-            "banned_token_ids": numbers(self.banned_token_ids, "--banned-token-ids"),
-            "stop_token_ids": numbers(self.stop_token_ids, "--stop-token-ids"),
-            "eos_token_ids": numbers(self.eos_token_ids, "--eos-token-ids"),
-            "json_schema": _content(self.json_schema, "--json-schema"),
-            "choice": None if self.choice is None else self.choice.split(","),
-            "grammar": _content(self.grammar, "--grammar"),
-            "json_whitespace": None if self.json_whitespace is None else self.json_whitespace.value,
-        }
-        return Sampling(**given)
+        return Sampling(**self._values())
 
 
-@dataclass(frozen=True)
-class RequestFlags:
-    """The fields of `Request` other than prompt and sampling."""
+class RequestFlags(_ParameterFlags):
+    """The fields of `Request` that have a help text."""
 
-    request_id: Annotated[str | None, _option(SAMPLING, "Name of the request. By default the server makes one.")] = None
-    tenant: Annotated[str | None, _option(SAMPLING, "Tenant whose share of the server it takes.")] = None
-    model: Annotated[str | None, _option(SAMPLING, "Name of the model that must answer.")] = None
-    model_fingerprint: Annotated[str | None, _option(SAMPLING, "Fingerprint of the model that must answer.")] = None
-    priority: Annotated[int | None, _option(SAMPLING, "0 (most urgent) to 255. Default 128.")] = None
-    expected_tokens: Annotated[int | None, _option(SAMPLING, "Output tokens to expect. Orders waiting requests.")] = (
-        None
-    )
-    num_speculative_tokens: Annotated[
-        int | None, _option(SAMPLING, "Most draft tokens that a step verifies; 0: none. By default the server's.")
-    ] = None
-    cache_salt: Annotated[str | None, _option(SAMPLING, "Share cached prefixes only with requests of this salt.")] = (
-        None
-    )
-    adapter: Annotated[str | None, _option(SAMPLING, "Name of a loaded LoRA adapter.")] = None
-    truncate_prompt_tokens: Annotated[int | None, _option(SAMPLING, "Keep at most this many last prompt tokens.")] = (
-        None
-    )
-    logprobs: Annotated[bool, _option(OUTPUT, "With --json: log probability of each token.", "--logprobs")] = False
-    top_logprobs: Annotated[
-        int | None, _option(OUTPUT, "With --json: and of this many of the most likely tokens. [0, 20]")
-    ] = None
-    logprob_token_ids: Annotated[
-        str | None, _option(OUTPUT, "With --json: and of these token ids, separated by commas.", metavar="IDS")
-    ] = None
-    prompt_logprobs: Annotated[
-        int | None,
-        _option(OUTPUT, "With --json: log probability of each prompt token and of this many most likely. [0, 20]"),
-    ] = None
-    echo: Annotated[bool, _option(OUTPUT, "Show the prompt before the answer.", "--echo")] = False
-    token_timings: Annotated[bool, _option(OUTPUT, "With --json: when each token was made.", "--token-timings")] = False
-    keep_special_tokens: Annotated[
-        bool, _option(OUTPUT, "Keep the text of special tokens.", "--keep-special-tokens")
-    ] = False
-    omit_text: Annotated[bool, _option(OUTPUT, "With --json: token ids only, no text.", "--omit-text")] = False
-
-    def params(self) -> Params:
-        given = {field.name: getattr(self, field.name) or None for field in dataclasses.fields(self)}
-        for name in (
-            "priority",
-            "truncate_prompt_tokens",
-            "prompt_logprobs",
-            "num_speculative_tokens",
-            "expected_tokens",
-        ):  # 0 has a meaning, or is rejected
-            given[name] = getattr(self, name)
-        given["logprob_token_ids"] = numbers(self.logprob_token_ids, "--logprob-token-ids")
-        return cast("Params", given)
+    options = _parameter_flags(Parameters)
 
     def check_text(self) -> None:
         """Raise typer.BadParameter for an option that is seen in JSON only."""
         for name in _SEEN_IN_JSON:
-            if getattr(self, name) not in (None, False):
-                raise typer.BadParameter("needs --json", param_hint=f"--{name.replace('_', '-')}")
+            if self._given[name] not in (None, False):
+                raise typer.BadParameter("needs --json", param_hint=_flag_of(name))
 
     def request(self, prompt: Any, sampling: Sampling) -> Request:
-        return Request.of(prompt, sampling, **self.params())
-
-
-_SEEN_IN_JSON = "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "token_timings", "omit_text"
+        """Return the request for a prompt. Raises typer.BadParameter."""
+        given = {name: value for name, value in self._values().items() if value != ""}
+        return Request.of(prompt, sampling, **cast("Params", given))
 
 
 @dataclass(frozen=True)
@@ -459,8 +377,21 @@ class Shown:
 BUNDLES: tuple[type[Any], ...] = (Connection, SamplingFlags, RequestFlags, ToolFlags, Shown)
 
 
+def options_of(kind: type[Any]) -> list[inspect.Parameter]:
+    """Return the options of a bundle as parameters of a command."""
+    if issubclass(kind, _ParameterFlags):
+        return kind.options
+    types = get_type_hints(kind, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name]
+        )
+        for field in dataclasses.fields(kind)
+    ]
+
+
 def expanded(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the function with the fields of each dataclass as parameters instead of the dataclass."""
+    """Return the function with the options of each bundle as parameters instead of the bundle."""
     hints = get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
     bundles: dict[str, type[Any]] = {}
@@ -471,18 +402,12 @@ def expanded(function: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=only, annotation=kind))
             continue
         bundles[parameter.name] = kind
-        types = get_type_hints(kind, include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name]
-            )
-            for field in dataclasses.fields(kind)
-        ]
+        parameters += options_of(kind)
 
     @functools.wraps(function)
     def wrapper(**given: Any) -> None:
         for name, kind in bundles.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+            given[name] = kind(**{option.name: given.pop(option.name) for option in options_of(kind)})
         function(**given)
 
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

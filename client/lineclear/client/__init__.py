@@ -25,8 +25,9 @@ from ._sync.client import Client, Submitted
 from .admin_results import StepRow, step_rows
 from .chat_messages import ChatMessage, ToolCall, ToolCallDelta
 from .local_server import LocalServer, ServerStartError
+from .parameters import OnModelChange, RepetitionDetection, Sampling
 from .prompt_calls import ContinuationScore, Embeddings, Scores
-from .requests import OnModelChange, RepetitionDetection, Request, Sampling
+from .requests import Request
 from .results import (
     Delta,
     FinishReason,

@@ -7,20 +7,11 @@ from typing import Any, Unpack, get_args
 
 from lineclear.v1 import inference_pb2 as pb
 
+from .call_params import Params
 from .channel import Pairs
 from .message_fields import filled
-from .requests import (
-    Metadata,
-    OnModelChange,
-    OnQueued,
-    Params,
-    Prompt,
-    Request,
-    Sampling,
-    Unset,
-    of_tenant,
-    pairs,
-)
+from .parameters import Metadata, OnModelChange, OnQueued, Prompt, Sampling, Unset
+from .requests import Request, of_tenant, pairs
 from .retry import OnWait, RetryPolicy, RetryState
 
 DEFAULT_TIMEOUT_SECONDS = 600.0

@@ -9,9 +9,11 @@ from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 from lineclear.errors import InvalidRequest
 from lineclear.v1 import inference_pb2 as pb
 
+from .call_params import Params
 from .chat_messages import Tool
 from .message_fields import set_field
-from .requests import Metadata, Params, Request, Unset
+from .parameters import Metadata, Unset
+from .requests import Request
 from .results import TokenLogprobs, token_logprobs
 
 TextOrIds: TypeAlias = str | Sequence[int]

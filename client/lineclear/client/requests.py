@@ -9,213 +9,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Unpack
 
 from lineclear.errors import InvalidRequest, MalformedMessage
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
-from .chat_messages import ChatMessage, Tool, ToolChoice, is_chat, set_message, set_tools
+from .call_params import Params
+from .chat_messages import ChatMessage, is_chat, set_message, set_tools
 from .message_fields import set_field, set_given
+from .parameters import Metadata, Parameters, Prompt, RepetitionDetection, Sampling
 from .response_format import schema_of
-from .results import Queued
-
-Metadata: TypeAlias = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
-
-
-class Unset(Enum):
-    """The default of a field for which None is a value."""
-
-    UNSET = "unset"
-
-
-UNSET: Final = Unset.UNSET
-
-OnModelChange: TypeAlias = Literal["error", "restart"]
-"""What happens to an answer whose model is replaced: it raises ModelChanged, or it starts over."""
-
-JsonWhitespace: TypeAlias = Literal["compact", "any"]
-"""Whitespace between the tokens of JSON: none, or any."""
-
-OnQueued: TypeAlias = Callable[[Queued], object]
-"""Called with the place of a request that waits in the queue. An AsyncClient awaits an awaitable that it returns."""
-
-
-# A text, token ids, or the turns of a conversation.
-Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class RepetitionDetection:
-    """Ends an answer whose last tokens are one pattern of at most `max_pattern_size` tokens, `min_count` times."""
-
-    max_pattern_size: int
-    min_count: int
-    min_pattern_size: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """Sampling parameters and stop conditions. Reusable for many requests.
-
-    `SamplingParams` and `StopConditions` in `lineclear/v1/sampling.proto` have the meaning, bounds and default of
-    each field. `json_schema`, `json_object`, `regex`, `choice`, `grammar`, `json_whitespace` and `constraint_start` are
-    the fields of its `StructuredOutput`; give at most one of the first five.
-    """
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    banned_token_ids: Sequence[int] | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
-    ignore_eos: bool | None = None
-    bad_words: Sequence[str] | None = None
-    begin_banned_token_ids: Sequence[int] | None = None
-    forced_first_token_id: int | None = None
-    no_repeat_ngram_size: int | None = None
-    exponential_decay_start: int | None = None
-    exponential_decay_factor: float | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: Sequence[str] | None = None
-    stop: str | Sequence[str] | None = None
-    stop_regex: str | None = None
-    stop_token_ids: Sequence[int] | None = None
-    eos_token_ids: Sequence[int] | None = None
-    include_stop_string: bool | None = None
-    repetition_detection: RepetitionDetection | Mapping[str, int] | None = None
-    n: int | None = None
-    json_schema: str | Mapping[str, Any] | None = None
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_whitespace: JsonWhitespace | None = None
-    constraint_start: str | None = None
-    best_of: int | None = None
-    num_beams: int | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
-
-    def replace(self, **changes: Any) -> Sampling:
-        """Return a copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
-
-
-class Params(TypedDict, total=False):
-    """The keyword arguments of a call: the fields of `Sampling`, then those of `Request`."""
-
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    banned_token_ids: Sequence[int] | None
-    seed: int | None
-    min_tokens: int | None
-    max_tokens: int | None
-    ignore_eos: bool | None
-    bad_words: Sequence[str] | None
-    begin_banned_token_ids: Sequence[int] | None
-    forced_first_token_id: int | None
-    no_repeat_ngram_size: int | None
-    exponential_decay_start: int | None
-    exponential_decay_factor: float | None
-    typical_p: float | None
-    top_n_sigma: float | None
-    xtc_probability: float | None
-    xtc_threshold: float | None
-    dynatemp_range: float | None
-    dynatemp_exponent: float | None
-    dry_multiplier: float | None
-    dry_base: float | None
-    dry_allowed_length: int | None
-    dry_penalty_last_n: int | None
-    dry_sequence_breakers: Sequence[str] | None
-    stop: str | Sequence[str] | None
-    stop_regex: str | None
-    stop_token_ids: Sequence[int] | None
-    eos_token_ids: Sequence[int] | None
-    include_stop_string: bool | None
-    repetition_detection: RepetitionDetection | Mapping[str, int] | None
-    n: int | None
-    truncate_prompt_tokens: int | None
-    json_schema: str | Mapping[str, Any] | None
-    json_object: bool | None
-    regex: str | None
-    choice: Sequence[str] | None
-    grammar: str | None
-    json_whitespace: JsonWhitespace | None
-    constraint_start: str | None
-    best_of: int | None
-    num_beams: int | None
-    length_penalty: float | None
-    early_stopping: bool | Literal["never"] | None
-    request_id: str | None
-    priority: int | None
-    expected_tokens: int | None
-    num_speculative_tokens: int | None
-    cache_salt: str | None
-    adapter: str | None
-    model: str | None
-    model_fingerprint: str | None
-    response_format: Any
-    on_model_change: OnModelChange | None
-    add_generation_prompt: bool | None
-    tools: Sequence[Tool] | None
-    tool_choice: ToolChoice | None
-    parallel_tool_calls: bool | None
-    omit_text: bool | None
-    logprobs: bool | None
-    top_logprobs: int | None
-    prompt_logprobs: int | None
-    logprob_token_ids: Sequence[int] | None
-    echo: bool | None
-    keep_special_tokens: bool | None
-    token_timings: bool | None
-    queue_position: bool | None
-    timeout_seconds: float | None
-    tenant: str | None
-    metadata: Metadata
-    on_queued: OnQueued | None
-
 
 SAMPLING_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Sampling))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Parameters):
     """A prompt and its parameters, in place of a prompt in any call.
 
-    `truncate_prompt_tokens`: the prompt keeps at most so many of its last tokens.
-    `expected_tokens`: how long the answer will probably be; the server orders waiting requests by it.
-    `num_speculative_tokens`: the most drafts that a step verifies; 0: none. They never change the answer.
     `timeout_seconds`: the deadline of the answer, by default that of the client. With None the server applies its own
-    (`Limits.default_deadline_seconds`, 600 s by default). `model` (a name) and `model_fingerprint`: the model that must
-    answer. `adapter`: the name of a loaded LoRA adapter. `on_model_change`: by default that of the client.
+    (`Limits.default_deadline_seconds`, 600 s by default). `on_model_change`: by default that of the client.
     `response_format`: pydantic model, dataclass, TypedDict or JSON Schema of the answer; `Generation.parsed` is then
     a value of it.
     `tools`: what the model may call in a conversation. `tool_choice`: "auto" (the default), "none", "required" or a
@@ -228,36 +42,7 @@ class Request:
     reads the answer. If it raises, the request is cancelled and the reader gets the exception.
     """
 
-    prompt: Prompt
-    sampling: Sampling | None = None
-    truncate_prompt_tokens: int | None = None
-    request_id: str | None = None
-    priority: int | None = None
-    expected_tokens: int | None = None
-    num_speculative_tokens: int | None = None
-    cache_salt: str | None = None
-    adapter: str | None = None
-    model: str | None = None
-    model_fingerprint: str | None = None
-    response_format: Any = None
-    on_model_change: OnModelChange | None = None
-    add_generation_prompt: bool | None = None
-    tools: Sequence[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    omit_text: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: Sequence[int] | None = None
-    echo: bool | None = None
-    keep_special_tokens: bool | None = None
-    token_timings: bool | None = None
-    queue_position: bool | None = None
-    timeout_seconds: float | Unset | None = UNSET
-    tenant: str | None = None
-    metadata: Metadata = ()
-    on_queued: OnQueued | None = None
+    __slots__ = ()
 
     @classmethod
     def of(cls, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Request:
@@ -294,15 +79,8 @@ class Request:
             raise InvalidRequest.at(given[0], "needs a list of chat messages as the prompt")
         sampling = _merged(self._with_format(), default_sampling)
         _set_sampling(message, sampling)
-        set_field(message, "request_id", self.request_id)
-        set_field(message, "priority", self.priority)
-        set_field(message, "expected_tokens", self.expected_tokens)
-        set_field(message, "num_speculative_tokens", self.num_speculative_tokens)
-        set_field(message, "cache_salt", self.cache_salt)
-        set_field(message, "adapter", self.adapter)
-        set_field(message, "truncate_prompt_tokens", self.truncate_prompt_tokens)
-        set_field(message, "model", self.model)
-        set_field(message, "model_fingerprint", self.model_fingerprint)
+        for name in _SCALARS:
+            set_field(message, name, getattr(self, name))
         for name in _OUTPUT_OPTIONS:
             set_field(message.output, name, getattr(self, name), path=f"output.{name}")
         if self.logprob_token_ids is not None:
@@ -334,6 +112,7 @@ def arrives_whole(sampling: sampling_pb2.SamplingParams) -> bool:
 
 
 REQUEST_FIELDS: Final = frozenset(f.name for f in dataclasses.fields(Request)) - {"prompt", "sampling"}
+_SCALARS: Final = tuple(name for name in pb.GenerateRequest.DESCRIPTOR.fields_by_name if name in REQUEST_FIELDS)
 
 
 def tokenize_request(prompt: str | Sequence[ChatMessage] | Sequence[Mapping[str, Any]]) -> pb.TokenizeRequest:
@@ -463,14 +242,12 @@ def _set_sampling(message: pb.GenerateRequest, sampling: Sampling) -> None:
             _extend(getattr(params, name), value, path)
         else:
             set_field(params, name, value, path=path)
-    if sampling.stop is not None:
-        strings = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
-        _extend(stop.strings, strings, "stop.strings")
+    strings = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
+    lists = {"strings": strings, "token_ids": sampling.stop_token_ids, "eos_token_ids": sampling.eos_token_ids}
+    for name, values in lists.items():
+        if values is not None:
+            _extend(getattr(stop, name), values, f"stop.{name}")
     set_field(stop, "regex", sampling.stop_regex, path="stop.regex")
-    if sampling.stop_token_ids is not None:
-        _extend(stop.token_ids, sampling.stop_token_ids, "stop.token_ids")
-    if sampling.eos_token_ids is not None:
-        _extend(stop.eos_token_ids, sampling.eos_token_ids, "stop.eos_token_ids")
     set_field(stop, "include_stop_string", sampling.include_stop_string, path="stop.include_stop_string")
     if sampling.repetition_detection is not None:
         _set_repetition(stop.repetition_detection, sampling.repetition_detection)

@@ -10,9 +10,11 @@ from lineclear.errors import InvalidRequest, LineclearError
 from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
+from .call_params import Params
 from .call_settings import CallOptions
 from .chat_messages import ToolCall
-from .requests import Params, Prompt, Request, Sampling
+from .parameters import Prompt, Sampling
+from .requests import Request
 from .results import Queued, queued_from_proto
 from .retry import bounded
 

@@ -20,7 +20,7 @@ from ..admin_results import (
     update_scheduling_request,
 )
 from ..message_fields import filled, seconds
-from ..requests import UNSET
+from ..parameters import UNSET
 from ..retry import MAX_TIMEOUT_SECONDS
 from .client import AsyncClient
 

@@ -9,8 +9,10 @@ from typing import Literal, TypeVar, Unpack, overload
 from lineclear.errors import LineclearError
 
 from ..batch_window import ALL_AT_ONCE, DEFAULT_CONCURRENCY, BatchWindow, Outcome, checked_window, default_concurrency
+from ..call_params import Params
+from ..parameters import Prompt, Sampling, Unset
 from ..progress import Progress, display
-from ..requests import Params, Prompt, Request, Sampling, Unset
+from ..requests import Request
 from ..results import Generation, Model
 from ..sigint import AsyncCanceller
 from .answer_stream import AsyncStream

@@ -12,11 +12,13 @@ from lineclear.errors import DuplicateRequest, LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
 from .. import rpc_methods
+from ..call_params import Params
 from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config
 from ..channel import Options, Pairs, default_target
 from ..chat_messages import ChatMessage
 from ..concurrency import async_sleep
 from ..message_fields import filled
+from ..parameters import UNSET, Metadata, OnModelChange, OnQueued, Prompt, Sampling, Unset
 from ..prompt_calls import (
     Embeddings,
     EmbedParams,
@@ -30,21 +32,7 @@ from ..prompt_calls import (
     score_request,
     scores_from,
 )
-from ..requests import (
-    UNSET,
-    Metadata,
-    OnModelChange,
-    OnQueued,
-    Params,
-    Prompt,
-    Request,
-    Sampling,
-    Unset,
-    authorized,
-    detokenize_request,
-    pairs,
-    tokenize_request,
-)
+from ..requests import Request, authorized, detokenize_request, pairs, tokenize_request
 from ..results import Generation, HealthStatus, Model, Queued, Stats, from_proto, queued_from_proto
 from ..retry import RetryPolicy
 from ..submitted import SubmittedStatus, submit_request, submittable, submitted_status
