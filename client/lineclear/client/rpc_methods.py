@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from lineclear.errors import InvalidRequest
 from lineclear.v1 import admin_pb2, steps_pb2
@@ -19,6 +19,8 @@ from .results import HealthStatus
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
+_Req = TypeVar("_Req", bound=Message)
+_Res = TypeVar("_Res", bound=Message)
 
 SERVICE: Final = "lineclear.v1.InferenceService"
 ADMIN: Final = "lineclear.v1.AdminService"
@@ -53,96 +55,40 @@ def decode_health_response(data: bytes) -> HealthStatus:
     return statuses[data[1]] if data[1] < len(statuses) else HealthStatus.UNKNOWN
 
 
-GENERATE: Final[Method[pb.GenerateRequest, pb.GenerateResponse]] = Method(
-    f"/{SERVICE}/Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
-)
-SESSION: Final[Method[pb.SessionRequest, pb.SessionResponse]] = Method(
-    f"/{SERVICE}/Session", pb.SessionRequest.SerializeToString, pb.SessionResponse.FromString
-)
-SUBMIT: Final[Method[pb.SubmitRequest, pb.SubmitResponse]] = Method(
-    f"/{SERVICE}/Submit", pb.SubmitRequest.SerializeToString, pb.SubmitResponse.FromString
-)
+def _method(service: str, request: type[_Req], response: type[_Res]) -> Method[_Req, _Res]:
+    """Return the method with the name of its request."""
+    path = f"/{service}/{request.__name__.removesuffix('Request')}"
+    return Method(path, request.SerializeToString, response.FromString)
+
+
+GENERATE: Final = _method(SERVICE, pb.GenerateRequest, pb.GenerateResponse)
+SESSION: Final = _method(SERVICE, pb.SessionRequest, pb.SessionResponse)
+SUBMIT: Final = _method(SERVICE, pb.SubmitRequest, pb.SubmitResponse)
 ATTACH: Final[Method[pb.AttachRequest, pb.GenerateResponse]] = Method(
     f"/{SERVICE}/Attach", pb.AttachRequest.SerializeToString, lambda data: pb.AttachResponse.FromString(data).response
 )
-GET_RESULT: Final[Method[pb.GetResultRequest, pb.GetResultResponse]] = Method(
-    f"/{SERVICE}/GetResult", pb.GetResultRequest.SerializeToString, pb.GetResultResponse.FromString
-)
-CANCEL: Final[Method[pb.CancelRequest, pb.CancelResponse]] = Method(
-    f"/{SERVICE}/Cancel", pb.CancelRequest.SerializeToString, pb.CancelResponse.FromString
-)
-SCORE: Final[Method[pb.ScoreRequest, pb.ScoreResponse]] = Method(
-    f"/{SERVICE}/Score", pb.ScoreRequest.SerializeToString, pb.ScoreResponse.FromString
-)
-EMBED: Final[Method[pb.EmbedRequest, pb.EmbedResponse]] = Method(
-    f"/{SERVICE}/Embed", pb.EmbedRequest.SerializeToString, pb.EmbedResponse.FromString
-)
-TOKENIZE: Final[Method[pb.TokenizeRequest, pb.TokenizeResponse]] = Method(
-    f"/{SERVICE}/Tokenize", pb.TokenizeRequest.SerializeToString, pb.TokenizeResponse.FromString
-)
-DETOKENIZE: Final[Method[pb.DetokenizeRequest, pb.DetokenizeResponse]] = Method(
-    f"/{SERVICE}/Detokenize", pb.DetokenizeRequest.SerializeToString, pb.DetokenizeResponse.FromString
-)
-GET_MODEL: Final[Method[pb.GetModelRequest, pb.GetModelResponse]] = Method(
-    f"/{SERVICE}/GetModel", pb.GetModelRequest.SerializeToString, pb.GetModelResponse.FromString
-)
-GET_STATS: Final[Method[pb.GetStatsRequest, pb.GetStatsResponse]] = Method(
-    f"/{SERVICE}/GetStats", pb.GetStatsRequest.SerializeToString, pb.GetStatsResponse.FromString
-)
+GET_RESULT: Final = _method(SERVICE, pb.GetResultRequest, pb.GetResultResponse)
+CANCEL: Final = _method(SERVICE, pb.CancelRequest, pb.CancelResponse)
+SCORE: Final = _method(SERVICE, pb.ScoreRequest, pb.ScoreResponse)
+EMBED: Final = _method(SERVICE, pb.EmbedRequest, pb.EmbedResponse)
+TOKENIZE: Final = _method(SERVICE, pb.TokenizeRequest, pb.TokenizeResponse)
+DETOKENIZE: Final = _method(SERVICE, pb.DetokenizeRequest, pb.DetokenizeResponse)
+GET_MODEL: Final = _method(SERVICE, pb.GetModelRequest, pb.GetModelResponse)
+GET_STATS: Final = _method(SERVICE, pb.GetStatsRequest, pb.GetStatsResponse)
 HEALTH: Final[Method[str, HealthStatus]] = Method(
     "/grpc.health.v1.Health/Check",
     encode_health_request,
     decode_health_response,
     {"NOT_FOUND": HealthStatus.SERVICE_UNKNOWN},
 )
-DRAIN: Final[Method[admin_pb2.DrainRequest, admin_pb2.DrainResponse]] = Method(
-    f"/{ADMIN}/Drain", admin_pb2.DrainRequest.SerializeToString, admin_pb2.DrainResponse.FromString
-)
-DUMP_RECORDING: Final[Method[admin_pb2.DumpRecordingRequest, admin_pb2.DumpRecordingResponse]] = Method(
-    f"/{ADMIN}/DumpRecording",
-    admin_pb2.DumpRecordingRequest.SerializeToString,
-    admin_pb2.DumpRecordingResponse.FromString,
-)
-FLUSH_PREFIX_CACHE: Final[Method[admin_pb2.FlushPrefixCacheRequest, admin_pb2.FlushPrefixCacheResponse]] = Method(
-    f"/{ADMIN}/FlushPrefixCache",
-    admin_pb2.FlushPrefixCacheRequest.SerializeToString,
-    admin_pb2.FlushPrefixCacheResponse.FromString,
-)
-RESTART_WORKERS: Final[Method[admin_pb2.RestartWorkersRequest, admin_pb2.RestartWorkersResponse]] = Method(
-    f"/{ADMIN}/RestartWorkers",
-    admin_pb2.RestartWorkersRequest.SerializeToString,
-    admin_pb2.RestartWorkersResponse.FromString,
-)
-SET_LOG_LEVEL: Final[Method[admin_pb2.SetLogLevelRequest, admin_pb2.SetLogLevelResponse]] = Method(
-    f"/{ADMIN}/SetLogLevel",
-    admin_pb2.SetLogLevelRequest.SerializeToString,
-    admin_pb2.SetLogLevelResponse.FromString,
-)
-WATCH_STEPS: Final[Method[steps_pb2.WatchStepsRequest, steps_pb2.WatchStepsResponse]] = Method(
-    f"/{ADMIN}/WatchSteps", steps_pb2.WatchStepsRequest.SerializeToString, steps_pb2.WatchStepsResponse.FromString
-)
-GET_SCHEDULING: Final[Method[admin_pb2.GetSchedulingRequest, admin_pb2.GetSchedulingResponse]] = Method(
-    f"/{ADMIN}/GetScheduling",
-    admin_pb2.GetSchedulingRequest.SerializeToString,
-    admin_pb2.GetSchedulingResponse.FromString,
-)
-LOAD_ADAPTER: Final[Method[admin_pb2.LoadAdapterRequest, admin_pb2.LoadAdapterResponse]] = Method(
-    f"/{ADMIN}/LoadAdapter",
-    admin_pb2.LoadAdapterRequest.SerializeToString,
-    admin_pb2.LoadAdapterResponse.FromString,
-)
-UNLOAD_ADAPTER: Final[Method[admin_pb2.UnloadAdapterRequest, admin_pb2.UnloadAdapterResponse]] = Method(
-    f"/{ADMIN}/UnloadAdapter",
-    admin_pb2.UnloadAdapterRequest.SerializeToString,
-    admin_pb2.UnloadAdapterResponse.FromString,
-)
-LIST_ADAPTERS: Final[Method[admin_pb2.ListAdaptersRequest, admin_pb2.ListAdaptersResponse]] = Method(
-    f"/{ADMIN}/ListAdapters",
-    admin_pb2.ListAdaptersRequest.SerializeToString,
-    admin_pb2.ListAdaptersResponse.FromString,
-)
-UPDATE_SCHEDULING: Final[Method[admin_pb2.UpdateSchedulingRequest, admin_pb2.UpdateSchedulingResponse]] = Method(
-    f"/{ADMIN}/UpdateScheduling",
-    admin_pb2.UpdateSchedulingRequest.SerializeToString,
-    admin_pb2.UpdateSchedulingResponse.FromString,
-)
+DRAIN: Final = _method(ADMIN, admin_pb2.DrainRequest, admin_pb2.DrainResponse)
+DUMP_RECORDING: Final = _method(ADMIN, admin_pb2.DumpRecordingRequest, admin_pb2.DumpRecordingResponse)
+FLUSH_PREFIX_CACHE: Final = _method(ADMIN, admin_pb2.FlushPrefixCacheRequest, admin_pb2.FlushPrefixCacheResponse)
+RESTART_WORKERS: Final = _method(ADMIN, admin_pb2.RestartWorkersRequest, admin_pb2.RestartWorkersResponse)
+SET_LOG_LEVEL: Final = _method(ADMIN, admin_pb2.SetLogLevelRequest, admin_pb2.SetLogLevelResponse)
+WATCH_STEPS: Final = _method(ADMIN, steps_pb2.WatchStepsRequest, steps_pb2.WatchStepsResponse)
+GET_SCHEDULING: Final = _method(ADMIN, admin_pb2.GetSchedulingRequest, admin_pb2.GetSchedulingResponse)
+LOAD_ADAPTER: Final = _method(ADMIN, admin_pb2.LoadAdapterRequest, admin_pb2.LoadAdapterResponse)
+UNLOAD_ADAPTER: Final = _method(ADMIN, admin_pb2.UnloadAdapterRequest, admin_pb2.UnloadAdapterResponse)
+LIST_ADAPTERS: Final = _method(ADMIN, admin_pb2.ListAdaptersRequest, admin_pb2.ListAdaptersResponse)
+UPDATE_SCHEDULING: Final = _method(ADMIN, admin_pb2.UpdateSchedulingRequest, admin_pb2.UpdateSchedulingResponse)
