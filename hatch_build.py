@@ -44,7 +44,8 @@ class GeneratedFiles(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name != "wheel":
             return
         runpy.run_path(str(Path(self.root) / "client/generate_sources.py"))["main"]()
-        build_data["artifacts"] += ["/client/lineclear/client/_sync/*.py", "/client/lineclear/client/call_params.py"]
+        generated = ("_sync/*.py", "call_params.py", "server_status.py")
+        build_data["artifacts"] += [f"/client/lineclear/client/{name}" for name in generated]
         if build(Path(self.root)):
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{_platform_tag()}"

@@ -3,8 +3,9 @@
     python client/generate_sources.py
 
 The source awaits only what `concurrency.py` and `grpc_channel.py` have for both, so names are all there is to replace.
-Also writes `call_params.py`, the keyword arguments of calls, from the table in `parameters.py`. Runs with every build
-and install, and before the tests. git ignores what it writes.
+Also writes `call_params.py`, the keyword arguments of calls, from the table in `parameters.py`, and `server_status.py`,
+the answers of GetModel and GetStats, from their messages. Runs with every build and install, and before the tests. git
+ignores what it writes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent / "lineclear" / "client"
+PROTO = PACKAGE.parents[2] / "protos/lineclear/v1/inference.proto"
 SOURCE, GENERATED = PACKAGE / "_async", PACKAGE / "_sync"
 
 HEADER = "# Generated from {source} by client/generate_sources.py. Do not edit.\n"
@@ -33,6 +35,17 @@ class Params(TypedDict, total=False):
     """The keyword arguments of a call: the fields of `Sampling`, then those of `Request`."""
 
 '''
+STATUS = '''"""The served model and the statistics of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+'''
+STATUS_CLASSES = {"GetModelResponse": "Model", "GetStatsResponse": "Stats"} | {
+    name: name for name in ("Adapter", "Limits", "Counters", "Gauges", "Quantiles", "WorkerStatus", "WorkerStats")
+}
+"""The class of each message."""
+TYPES = {"string": "str", "double": "float", "google.protobuf.Duration": "float", "uint32": "int", "uint64": "int"}
 REPLACEMENTS = [
     (r"any number of tasks of one event loop", "any number of threads"),
     (r"any thread or task", "any thread"),
@@ -73,6 +86,31 @@ def params() -> str:
     return HEADER.format(source="parameters.py") + PARAMS + "".join(lines)
 
 
+def status() -> str:
+    """Return the text of `server_status.py`: a dataclass for each message, with its comments. Durations are seconds."""
+    proto, classes = PROTO.read_text(encoding="utf-8"), []
+    for message, name in STATUS_CLASSES.items():
+        found = re.search(rf"((?://.*\n)+)message {message} {{\n((?:.*\n)*?)}}\n", proto)
+        assert found is not None, message
+        fields = re.findall(r"((?: *//.*\n)+) *(repeated |optional |)([\w.]+) (\w+) = \d+;", found[2])
+        lines = [_documented(*field) for field in fields]
+        head = f'\n\n@dataclass(frozen=True, slots=True)\nclass {name}:\n    """{_sentences(found[1])}"""\n\n'
+        classes.append(head + "".join(lines))
+    return HEADER.format(source=PROTO.name) + STATUS + "".join(classes)
+
+
+def _documented(comment: str, label: str, kind: str, name: str) -> str:
+    """Return a field of a message as that of a dataclass."""
+    name += "_seconds" if kind.endswith("Duration") else ""
+    kind = TYPES.get(kind) or STATUS_CLASSES.get(kind, kind)
+    kind = {"repeated ": f"tuple[{kind}, ...]", "optional ": f"{kind} | None"}.get(label, kind)
+    return f'    {name}: {kind}\n    """{_sentences(comment)}"""\n'
+
+
+def _sentences(comment: str) -> str:
+    return " ".join(comment.replace("//", " ").split()).replace('"', "`")
+
+
 def main() -> None:
     """Write the files that are missing or have changed, and remove those without a source."""
     GENERATED.mkdir(exist_ok=True)
@@ -83,6 +121,7 @@ def main() -> None:
     for name in names:
         _write(GENERATED / name, generated(name))
     _write(PACKAGE / "call_params.py", params())
+    _write(PACKAGE / "server_status.py", status())
 
 
 def _write(path: Path, text: str) -> None:

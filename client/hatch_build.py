@@ -17,4 +17,5 @@ class GeneratedClient(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Generate the files, which git ignores, and add them to the wheel."""
         runpy.run_path(str(Path(self.root) / "generate_sources.py"))["main"]()
-        build_data["artifacts"] += ["/lineclear/client/_sync/*.py", "/lineclear/client/call_params.py"]
+        generated = ("_sync/*.py", "call_params.py", "server_status.py")
+        build_data["artifacts"] += [f"/lineclear/client/{name}" for name in generated]

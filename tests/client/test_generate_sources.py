@@ -19,11 +19,12 @@ def test_no_asynchronous_word_is_left_in_the_generated_client() -> None:
 
 
 def test_a_change_of_the_source_is_generated_and_a_file_without_source_removed(tmp_path: Path) -> None:
-    shutil.copy(REPOSITORY / "client/generate_sources.py", tmp_path)
-    folder = tmp_path / "lineclear/client"
+    folder = tmp_path / "client/lineclear/client"
     shutil.copytree(CLIENT / "_async", folder / "_async")
+    shutil.copytree(REPOSITORY / "protos/lineclear/v1", tmp_path / "protos/lineclear/v1")
     shutil.copy(CLIENT / "parameters.py", folder)
-    main = runpy.run_path(str(tmp_path / "generate_sources.py"))["main"]
+    shutil.copy(REPOSITORY / "client/generate_sources.py", tmp_path / "client")
+    main = runpy.run_path(str(tmp_path / "client/generate_sources.py"))["main"]
     main()
     (folder / "_async/session.py").write_text("async def close() -> None: ...\n")
     (folder / "_async/transport.py").unlink()

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from lineclear.client import results
+from lineclear.client import results, server_status
 from lineclear.v1 import inference_pb2 as pb
 
 MIRRORED: list[tuple[type[Any], Any]] = [
-    (results.Started, pb.Started), (results.Usage, pb.Usage), (results.Timings, pb.Timings),
-    (results.Limits, pb.Limits), (results.Model, pb.GetModelResponse), (results.Counters, pb.Counters),
-    (results.Gauges, pb.Gauges), (results.Quantiles, pb.Quantiles), (results.WorkerStatus, pb.WorkerStatus),
-    (results.Stats, pb.GetStatsResponse), (results.TopLogprob, pb.TopLogprob),
-    (results.TokenLogprobs, pb.TokenLogprobs),
+    *((getattr(results, name), getattr(pb, name)) for name in ("Started", "Usage", "Timings", "TopLogprob")),
+    (results.TokenLogprobs, pb.TokenLogprobs), (server_status.Model, pb.GetModelResponse),
+    (server_status.Stats, pb.GetStatsResponse),
+    *((getattr(server_status, name), getattr(pb, name))
+      for name in ("Adapter", "Limits", "Counters", "Gauges", "Quantiles", "WorkerStatus", "WorkerStats")),
 ]  # fmt: skip
 
 
@@ -43,9 +43,11 @@ def test_durations_become_seconds_and_lists_tuples() -> None:
     timings = pb.Timings(preemptions=2)
     timings.queue_time.FromMicroseconds(1_250_000)
     assert results.from_proto(results.Timings, timings) == results.Timings(queue_time_seconds=1.25, preemptions=2)
-    model = results.from_proto(results.Model, pb.GetModelResponse(eos_token_ids=[1, 2], limits=pb.Limits(num_blocks=3)))
+    model = results.from_proto(
+        server_status.Model, pb.GetModelResponse(eos_token_ids=[1, 2], limits=pb.Limits(num_blocks=3))
+    )
     assert (model.eos_token_ids, model.limits.num_blocks) == ((1, 2), 3)
-    stats = results.from_proto(results.Stats, pb.GetStatsResponse(step_seconds=pb.Quantiles(p99=2.0)))
+    stats = results.from_proto(server_status.Stats, pb.GetStatsResponse(step_seconds=pb.Quantiles(p99=2.0)))
     assert stats.step_seconds.p99 == 2.0
 
 

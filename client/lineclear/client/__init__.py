@@ -33,19 +33,16 @@ from .results import (
     FinishReason,
     Generation,
     HealthStatus,
-    Limits,
-    Model,
     Output,
-    Quantiles,
     Queued,
     Started,
-    Stats,
     Timings,
     TokenLogprobs,
     TopLogprob,
     Usage,
 )
 from .retry import RetryPolicy
+from .server_status import Limits, Model, Quantiles, Stats
 from .submitted import SubmittedStatus
 
 __version__ = installed_version()

@@ -13,7 +13,8 @@ from ..call_params import Params
 from ..parameters import Prompt, Sampling, Unset
 from ..progress import Progress, display
 from ..requests import Request
-from ..results import Generation, Model
+from ..results import Generation
+from ..server_status import Model
 from ..sigint import AsyncCanceller
 from .answer_stream import AsyncStream
 from .batch_workers import AsyncBatchResults, AsyncBatchWorkers

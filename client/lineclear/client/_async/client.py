@@ -33,8 +33,9 @@ from ..prompt_calls import (
     scores_from,
 )
 from ..requests import Request, authorized, detokenize_request, pairs, tokenize_request
-from ..results import Generation, HealthStatus, Model, Queued, Stats, from_proto, queued_from_proto
+from ..results import Generation, HealthStatus, Queued, from_proto, queued_from_proto
 from ..retry import RetryPolicy
+from ..server_status import Model, Stats
 from ..submitted import SubmittedStatus, submit_request, submittable, submitted_status
 from ..transports import AsyncTransport
 from .answer_stream import AsyncStream
