@@ -155,7 +155,7 @@ def test_every_alias_is_a_flag_of_its_setting(program: Program) -> None:
     assert len(aliases) >= 10
     for alias, name in aliases.items():
         value = "" if program.kind.model_fields[name].annotation is bool else "=1"
-        assert list(command_line.parse(program.kind, [f"{flag_of(alias)}{value}"], unknown_flag="").values) == [name]
+        assert list(command_line.parse(program.kind, [f"{flag_of(alias)}{value}"])[0]) == [name]
 
 
 def test_an_alias_has_one_meaning() -> None:
@@ -254,6 +254,7 @@ def help_of(program: Program, words: list[str], capsys: pytest.CaptureFixture[st
 def test_help_lists_each_setting_in_one_group(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
     lines = help_of(program, ["--help"], capsys)
     assert max(map(len, lines)) <= 100
+    assert program is WORKER or "lineclear-worker --help" in " ".join(lines)
     lines = lines[lines.index("Model:") :]
     titles = [line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z].*:", line)]
     assert titles[-1] == "Other"
@@ -272,6 +273,13 @@ def test_help_lists_each_setting_in_one_group(program: Program, capsys: pytest.C
     assert "Other" not in of_group.values()
     sizes = [list(of_group.values()).count(title) for title in titles[:-1]]
     assert max(sizes) <= 20, "a group of everything is no group"
+
+
+@pytest.mark.parametrize(("program", "name"), SETTINGS, ids=IDS)
+def test_every_number_is_bounded_above(program: Program, name: str) -> None:
+    field = program.kind.model_fields[name]
+    if field.annotation in (int, float):
+        assert {type(rule).__name__ for rule in field.metadata} & {"Le", "Lt"}
 
 
 @pytest.mark.parametrize(("program", "name"), SETTINGS, ids=IDS)

@@ -28,19 +28,6 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "lineclear.toml"
-    file.write_text('model = "file"\nmax_batch_size = 3\nscheduling_policy = "shortest"\nprefix_cache = false\n')
-    monkeypatch.setenv("LINECLEAR_MAX_BATCH_SIZE", "5")
-    monkeypatch.setenv("LINECLEAR_SCHEDULING_POLICY", "priority")
-    settings, _ = load(["--config", str(file), "--scheduling-policy", "deadline"])
-    assert settings.model == "file"
-    assert settings.max_batch_size == 5
-    assert settings.scheduling_policy == "deadline"
-    assert settings.prefix_cache is False
-    assert settings.max_queue_size == 1024
-
-
 def test_config_file_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "lineclear.toml"
     file.write_text("max_batch_size = 3\n")
@@ -115,11 +102,6 @@ def test_settings_are_frozen() -> None:
     settings = SchedulerSettings()
     with pytest.raises(ValueError, match="frozen"):
         settings.max_batch_size = 7  # type: ignore[misc]
-
-
-def test_every_setting_is_described() -> None:
-    for name, field in SchedulerSettings.model_fields.items():
-        assert field.description, name
 
 
 def test_policies_match_the_core() -> None:
@@ -213,12 +195,6 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         load(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"lineclear-scheduler {version('lineclear')}\n"
-
-
-def test_help_names_the_worker_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        load(["--help"])
-    assert "lineclear-worker --help" in " ".join(capsys.readouterr().out.split())
 
 
 def test_all_wrong_settings_are_reported_at_once() -> None:

@@ -29,54 +29,53 @@ class FlagValue(NamedTuple):
     value: str | bool
 
 
-class CommandLine(NamedTuple):
-    """What a command line sets, and a sentence for each thing that is wrong with it."""
+class Hints(NamedTuple):
+    """What to do about unknown flags and words. `{}` stands for the flag with its value, or the word."""
 
-    values: dict[str, FlagValue]
-    """By setting; the last flag of a setting counts."""
-    errors: list[str]
+    unknown_flag: str = "--help lists them"
+    """About a flag that resembles no other."""
+    unknown_word: str = ""
+    """About a word that belongs to no flag."""
+    elsewhere: Mapping[str, str] = MappingProxyType({})
+    """About each flag of another program."""
 
 
 def parse(
-    kind: type[BaseModel],
-    words: Sequence[str],
-    *,
-    unknown_flag: str,
-    unknown_word: str = "",
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
-) -> CommandLine:
-    """Read the flags of the settings class `kind`.
+    kind: type[BaseModel], words: Sequence[str], hints: Hints | None = None
+) -> tuple[dict[str, FlagValue], list[str]]:
+    """Return the flags of the settings class `kind` by setting, and a sentence for each thing that is wrong.
 
-    `unknown_flag` is what to do about a flag that resembles none of them, `unknown_word` about a word that belongs to
-    no flag, `elsewhere` about each flag of another program. `{}` in them stands for the flag with its value, or the
-    word.
+    The last flag of a setting counts.
     """
-    flags, line = _flags(kind), CommandLine({}, [])
-    remaining = list(words)
+    flags, remaining, hints = _flags(kind), list(words), hints or Hints()
+    values: dict[str, FlagValue] = {}
+    errors: list[str] = []
     while remaining:
         word = remaining.pop(0)
         flag, equals, value = word.partition("=")
         has_next = bool(remaining) and not _is_flag(remaining[0])
         if flag not in flags:
             if not _is_flag(word):
-                line.errors.append(_stray(word, unknown_word))
+                hint = f"; {hints.unknown_word.format(word)}" if hints.unknown_word else ""
+                errors.append(f"there is no argument {word}{hint}")
             else:
                 text = f"{word} {remaining.pop(0)}" if has_next and not equals else word
-                line.errors.append(_unknown(flag, text, flags, elsewhere, unknown_flag))
+                errors.append(_unknown(flag, text, flags, hints))
             continue
         name, switch = flags[flag]
         if switch is not None:
             if equals:
-                line.errors.append(_switch_with_value(word, flag, switch))
-            line.values[name] = FlagValue(flag, word, switch)
+                positive = flag if switch else f"--{flag.removeprefix('--no-')}"
+                errors.append(f"{word}: {positive} takes no value; write {positive} or --no-{positive[2:]}")
+            values[name] = FlagValue(flag, word, switch)
         elif equals:
-            line.values[name] = FlagValue(flag, word, value)
+            values[name] = FlagValue(flag, word, value)
         elif has_next:
             value = remaining.pop(0)
-            line.values[name] = FlagValue(flag, f"{flag} {shlex.quote(value)}", value)
+            values[name] = FlagValue(flag, f"{flag} {shlex.quote(value)}", value)
         else:
-            line.errors.append(f"{flag} has no value; give {allowed(kind.model_fields[name])}")
-    return line
+            errors.append(f"{flag} has no value; give {allowed(kind.model_fields[name])}")
+    return values, errors
 
 
 def _flags(kind: type[BaseModel]) -> dict[str, tuple[str, bool | None]]:
@@ -100,19 +99,11 @@ def _is_flag(word: str) -> bool:
     return False
 
 
-def _unknown(flag: str, text: str, known: Collection[str], elsewhere: Mapping[str, str], otherwise: str) -> str:
+def _unknown(flag: str, text: str, known: Collection[str], hints: Hints) -> str:
+    elsewhere = hints.elsewhere
     if hint := OTHER_SERVERS.get(flag) or elsewhere.get(flag, "").format(text):
         return f"there is no flag {flag}; {hint}"
     if near := difflib.get_close_matches(flag, [*known, *elsewhere], n=1, cutoff=_NEAR):
         hint = elsewhere.get(near[0], "").format(near[0])
         return f"there is no flag {flag}; is it {near[0]}?" + (f" {hint[0].upper()}{hint[1:]}" if hint else "")
-    return f"there is no flag {flag}; {otherwise}"
-
-
-def _stray(word: str, otherwise: str) -> str:
-    return f"there is no argument {word}" + (f"; {otherwise.format(word)}" if otherwise else "")
-
-
-def _switch_with_value(word: str, flag: str, is_on: bool) -> str:
-    name = flag if is_on else f"--{flag.removeprefix('--no-')}"
-    return f"{word}: {name} takes no value; write {name} or --no-{name[2:]}"
+    return f"there is no flag {flag}; {hints.unknown_flag}"

@@ -15,14 +15,13 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import AliasChoices, AliasGenerator, PrivateAttr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from . import command_line, settings_help
-from .command_line import CommandLine
+from .command_line import FlagValue, Hints
 from .flag_aliases import names_of
 from .setting_fields import allowed, flag_of
 
@@ -59,26 +58,18 @@ class ProcessSettings(BaseSettings):
         return self._sources.named(sentence) if self._sources else sentence
 
 
-def load(
-    kind: type[Settings],
-    words: Sequence[str],
-    *,
-    unknown_flag: str = "--help lists them",
-    unknown_word: str = "",
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
-) -> Settings:
+def load(kind: type[Settings], words: Sequence[str], hints: Hints | None = None) -> Settings:
     """Return the settings from flags, environment and, if `kind` has a setting `config`, the TOML file that it names.
 
-    Raises ConfigurationError with one line for each thing that is wrong; SystemExit(0) after --help and --version. See
-    command_line.parse for the other arguments.
+    Raises ConfigurationError with one line for each thing that is wrong; SystemExit(0) after --help and --version.
     """
     prefix = kind.model_config.get("env_prefix", "")
     settings_help.answer(kind, words, program=kind.program, prefix=prefix)
-    line = command_line.parse(kind, words, unknown_flag=unknown_flag, unknown_word=unknown_word, elsewhere=elsewhere)
-    if line.errors:
-        raise ConfigurationError("\n".join(line.errors))
-    file = _config_file(line, prefix) if "config" in kind.model_fields else ""
-    sources = Sources(kind, line, os.environ, file, _read(file) if file else {})
+    flags, errors = command_line.parse(kind, words, hints)
+    if errors:
+        raise ConfigurationError("\n".join(errors))
+    file = _config_file(flags, prefix) if "config" in kind.model_fields else ""
+    sources = Sources(kind, flags, os.environ, file, _read(file) if file else {})
     try:
         settings = kind(**sources.arguments())
     except ValidationError as error:
@@ -87,8 +78,8 @@ def load(
     return settings
 
 
-def _config_file(line: CommandLine, prefix: str) -> str:
-    if flag := line.values.get("config"):
+def _config_file(flags: Mapping[str, FlagValue], prefix: str) -> str:
+    if flag := flags.get("config"):
         return str(flag.value)
     return next((value for name, value in os.environ.items() if name.upper() == f"{prefix}CONFIG"), "")
 
@@ -118,14 +109,14 @@ class Sources:
     def __init__(
         self,
         kind: type[BaseSettings],
-        line: CommandLine,
+        flags: Mapping[str, FlagValue],
         environment: Mapping[str, str],
         file: str = "",
         entries: Mapping[str, Any] | None = None,
     ) -> None:
         self._fields = kind.model_fields
         self._prefix = kind.model_config.get("env_prefix", "")
-        self._line = line
+        self._flags = flags
         self._file = file
         self._entries = entries or {}
         self._environment = environment
@@ -135,7 +126,7 @@ class Sources:
     def arguments(self) -> dict[str, Any]:
         """Return flags and entries of the file for the constructor, which reads the environment itself."""
         entries = {key: value for key, value in self._entries.items() if not self._beaten(self._settings.get(key, key))}
-        return entries | {name: flag.value for name, flag in self._line.values.items()}
+        return entries | {name: flag.value for name, flag in self._flags.items()}
 
     def named(self, sentence: str) -> str:
         """Return the sentence with each flag replaced by what set it."""
@@ -143,7 +134,7 @@ class Sources:
 
     def of(self, name: str) -> Source:
         """Return the source whose value counts."""
-        if flag := self._line.values.get(name):
+        if flag := self._flags.get(name):
             return Source(flag.flag, flag.text)
         if variable := self._variable(name):
             return Source(variable, f"{variable}={shlex.quote(self._environment[variable])}")
@@ -171,7 +162,7 @@ class Sources:
         return f"{source.given} is not {allowed(self._fields[name])}"
 
     def _beaten(self, name: str) -> bool:
-        return name in self._line.values or bool(self._variable(name))
+        return name in self._flags or bool(self._variable(name))
 
     def _variable(self, name: str) -> str | None:
         names = (f"{self._prefix}{name}".upper() for name in names_of(name))

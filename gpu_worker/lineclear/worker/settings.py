@@ -12,6 +12,7 @@ from pydantic import field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lineclear.process import settings_base
+from lineclear.process.command_line import Hints
 from lineclear.process.device_names import check_device
 from lineclear.process.setting_fields import Group
 from lineclear.worker.placement import MachineShare
@@ -128,5 +129,5 @@ class WorkerSettings(settings_base.ProcessSettings):
 
 def load(argv: Sequence[str]) -> WorkerSettings:
     """Return the settings from flags and environment. Raises as settings_base.load."""
-    otherwise = "--help lists them, and those of the scheduler come before the lone `--`"
-    return settings_base.load(WorkerSettings, argv, unknown_flag=otherwise)
+    hints = Hints("--help lists them, and those of the scheduler come before the lone `--`")
+    return settings_base.load(WorkerSettings, argv, hints)

@@ -103,9 +103,10 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
     with _socket_directory(settings) as directory, contextlib.ExitStack() as stack:
         link = WorkerLink(directory, max_plans_in_flight=settings.pipeline_depth)
         stack.callback(link.close)
+        drain_seconds = settings.drain_timeout_seconds + _WORKER_DRAIN_MARGIN_SECONDS
         supervisor = WorkerSupervisor(
             _worker_command(settings, model, directory, worker_flags),
-            limits=_supervisor_limits(settings),
+            limits=replace(settings.part(SupervisorLimits), drain_timeout_seconds=drain_seconds),
             flags=_placements(settings),
             standby=settings.standby_worker,
             on_give_up=lambda reason: shutdown.start(_WITHOUT_WORKER[supervisor.given_up or GiveUpReason.BUG], reason),
@@ -205,11 +206,6 @@ def _placements(settings: SchedulerSettings) -> list[list[str]]:
     return [
         [*share, *(f"--device={device}" for device in devices[index : index + 1])] for index, share in enumerate(shares)
     ]
-
-
-def _supervisor_limits(settings: SchedulerSettings) -> SupervisorLimits:
-    drain_seconds = settings.drain_timeout_seconds + _WORKER_DRAIN_MARGIN_SECONDS
-    return replace(settings.part(SupervisorLimits), drain_timeout_seconds=drain_seconds)
 
 
 if __name__ == "__main__":

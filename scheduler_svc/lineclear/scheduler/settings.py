@@ -13,6 +13,7 @@ from pydantic_settings import SettingsConfigDict
 
 from lineclear.api_limits import MAX_REQUEST_BYTES
 from lineclear.process import settings_base
+from lineclear.process.command_line import Hints
 from lineclear.process.device_names import split_devices
 from lineclear.process.flag_aliases import flags_of_worker
 from lineclear.scheduler.addresses import is_local, is_tcp
@@ -201,13 +202,8 @@ def load(argv: Sequence[str]) -> tuple[SchedulerSettings, tuple[str, ...]]:
     own, worker_flags = _split(argv)
     if own == ["--spawn-worker", "--version"]:  # lineclear serve --version
         own = ["--version"]
-    settings = settings_base.load(
-        SchedulerSettings,
-        own,
-        unknown_word="a model is named by --model {}",
-        elsewhere=flags_of_worker(),
-    )
-    return settings, worker_flags
+    hints = Hints(unknown_word="a model is named by --model {}", elsewhere=flags_of_worker())
+    return settings_base.load(SchedulerSettings, own, hints), worker_flags
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

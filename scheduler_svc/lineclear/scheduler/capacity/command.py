@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lineclear.exit_codes import ExitCode
 from lineclear.process import settings_base
+from lineclear.process.command_line import Hints
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.capacity import fit, report
 from lineclear.scheduler.capacity.arrivals import (
@@ -59,7 +60,9 @@ def _fit(words: Sequence[str]) -> int:
 
 
 def _simulate(words: Sequence[str]) -> int:
-    settings = settings_base.load(SimulationSettings, words, unknown_word="the arrivals are named by --arrivals {}")
+    settings = settings_base.load(
+        SimulationSettings, words, Hints(unknown_word="the arrivals are named by --arrivals {}")
+    )
     timing = _timing(settings)
     outcomes: list[Outcome] = []
     limits = settings.part(CoreLimits)

@@ -33,20 +33,11 @@ class GrammarPool:
         self._settings = settings
         self._pool: LimitedProcesses | None = None
         if model is not None:
-            definition = pack_definition(model, cpu_seconds=settings.max_grammar_seconds)
-            module = "lineclear.scheduler.text.grammar_process"
-            max_bytes, what = 8 * settings.max_grammar_bytes + 4096, "forms of structured output are compiled or wait"
-            self._pool = LimitedProcesses(
-                Work(
-                    "structured output",
-                    module,
-                    definition,
-                    settings.max_grammar_seconds,
-                    max_bytes,
-                    settings.max_queue_size,
-                    what,
-                )
-            )
+            seconds, most = settings.max_grammar_seconds, 8 * settings.max_grammar_bytes + 4096
+            module, what = "lineclear.scheduler.text.grammar_process", "forms of structured output are compiled or wait"
+            definition = pack_definition(model, cpu_seconds=seconds)
+            work = Work("structured output", module, definition, seconds, most, settings.max_queue_size, what)
+            self._pool = LimitedProcesses(work)
         self._known: OrderedDict[bytes, asyncio.Task[str | InvalidRequest]] = OrderedDict()
 
     @property

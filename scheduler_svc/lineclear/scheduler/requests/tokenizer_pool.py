@@ -32,7 +32,6 @@ _INLINE_TOKENS = 512  # decoded in about 100 us; also the size of a slice
 _MAX_BUSY = 64  # large inputs in progress or waiting: seconds of work for two threads, megabytes of text
 _PAUSE_SECONDS = 0.001  # between slices, so that the engine's thread gets the interpreter lock
 _MESSAGE_BYTES = 64  # cost of a message in addition to its content
-_EXPANSION = 8  # largest rendered conversation, as a multiple of max_prompt_bytes
 
 T = TypeVar("T")
 
@@ -52,13 +51,7 @@ class TokenizerPool:
         self._chat = chat
         self._pool: TemplatePool | None = None
         if chat is not None:
-            max_bytes = _EXPANSION * settings.max_prompt_bytes + 65536
-            self._pool = TemplatePool(
-                chat,
-                cpu_seconds=settings.max_chat_template_seconds,
-                max_bytes=max_bytes,
-                max_waiting=settings.max_queue_size,
-            )
+            self._pool = TemplatePool(chat, settings)
         self._texts = _semaphore(settings.tokenizer_threads, _MAX_BUSY, "inputs are being tokenized or wait for that")
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
         _start_all(self._threads, settings.tokenizer_threads)
