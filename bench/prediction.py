@@ -27,10 +27,10 @@ from typing import Any
 from bench.lineclear_serve import REQUEST_SECONDS, serving
 from bench.measure import commit, machine
 from lineclear.client import AdminClient, AsyncClient, Client
-from lineclear.scheduler.capacity import fit
-from lineclear.scheduler.capacity.arrivals import Arrival, PoissonTraffic, parse_length, read
-from lineclear.scheduler.capacity.step_timing import StepTiming
-from lineclear.scheduler.capacity.virtual_run import VirtualRun
+from lineclear.planner import fit
+from lineclear.planner.arrivals import Arrival, PoissonTraffic, parse_length, read
+from lineclear.planner.step_timing import StepTiming
+from lineclear.planner.virtual_run import VirtualRun
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.settings import load
 

@@ -19,6 +19,8 @@ COPY common common
 COPY scheduler_svc scheduler_svc
 COPY gpu_worker gpu_worker
 COPY client client
+COPY planner planner
+COPY embedded embedded
 COPY demo/model demo/model
 # The base has no compiler, so the worker's kernels are not built.
 RUN python3 -m pip --python /opt/lineclear/bin/python install --no-cache-dir --compile --no-deps --prefix /opt/product .

@@ -94,13 +94,15 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("lineclear-scheduler", "structlog", "scheduler"),
         ("lineclear-worker", "structlog", "worker"),
+        ("python -m lineclear.planner", "pydantic", "scheduler"),
         ("lineclear", "rich", "cli"),
     ],
 )
 def test_missing_package_prints_the_install_command(bare: Path, command: str, package: str, extra: str) -> None:
     (wheel,) = bare.glob("*.whl")
+    program, *words = command.split()
     done = subprocess.run(
-        [bare / "venv/bin" / command, "--demo"], capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        [bare / "venv/bin" / program, *words, "--demo"], capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert done.returncode == (2 if command == "lineclear" else 78)
     assert len(done.stderr.splitlines()) == 1, done.stderr

@@ -47,7 +47,7 @@ VIOLATIONS = {
         "from lineclear.wire.messages import Row",
     ),
     "The embedded scheduler is the core and the standard library": (
-        "scheduler_svc/lineclear/embedded/options",
+        "embedded/lineclear/embedded/options",
         "import lineclear.scheduler.settings",
     ),
     "The client needs no command line library": ("client/lineclear/client/channel", "import typer"),

@@ -132,6 +132,8 @@ EXTRAS = {
     "scheduler_svc": ("scheduler",),
     "gpu_worker": ("worker",),
     "client/lineclear": ("cli",),
+    "planner": ("scheduler",),
+    "embedded": (),
     **dict.fromkeys(("tests", "demo", "bench", "docs"), ("dev",)),
 }
 """The extras of pyproject.toml whose packages each folder may import."""

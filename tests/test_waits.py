@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("protos", "common", "scheduler_svc", "gpu_worker")
+PACKAGES = ("protos", "common", "scheduler_svc", "gpu_worker", "planner", "embedded")
 WITHOUT_ARGUMENTS = frozenset({"join", "wait", "get", "acquire", "result", "communicate", "recv", "recv_multipart"})
 """Methods that wait for ever if called without arguments."""
 
@@ -28,11 +28,11 @@ BOUNDED = {
     "scheduler_svc/lineclear/scheduler/engine/worker_process.py:WorkerProcess.reap:self._process.wait()": (
         "called once pidfd reports the exit"
     ),
-    "scheduler_svc/lineclear/embedded/answers.py:Answer.__iter__:woken.wait()": (
+    "embedded/lineclear/embedded/answers.py:Answer.__iter__:woken.wait()": (
         "a caller's thread; the request's deadline, and the end of the batcher, which fails every request"
     ),
     (
-        "scheduler_svc/lineclear/embedded/step_loop.py:StepLoop._call:"
+        "embedded/lineclear/embedded/step_loop.py:StepLoop._call:"
         "asyncio.run_coroutine_threadsafe(_as_coroutine(found), self._loop).result()"
     ): "a daemon thread; the caller's step function bounds its time",
     "gpu_worker/lineclear/worker/result_collector.py:ResultCollector._run:self._items.get()": (

@@ -41,6 +41,13 @@ def install_command(extra: str) -> str:
     return f"pip install '{name}[{extra}]{f' @ {url}' if url else ''}'"
 
 
+def missing_package(error: ModuleNotFoundError, extra: str) -> str:
+    """Return what to install for `error`. Raises `error` if the missing module is one of lineclear."""
+    if error.name is None or error.name.startswith("lineclear"):
+        raise error
+    return f"the package {error.name} is not installed; run: {install_command(extra)}"
+
+
 def _installed() -> tuple[str, Distribution] | None:
     for name in (SERVER, CLIENT):
         try:

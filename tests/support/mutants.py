@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from support.sources import REPOSITORY
+from support.sources import REPOSITORY, ROOTS
 
-_SOURCES = ("protos", "common", "scheduler_svc", "gpu_worker", "client")
+_SOURCES = tuple(root.name for root in ROOTS)
 _BOUND_SECONDS = 300.0
 _PATIENCE = 20.0
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ROOTS = tuple(REPOSITORY / name for name in ("protos", "common", "scheduler_svc", "gpu_worker", "client"))
+_NAMES = ("protos", "common", "scheduler_svc", "gpu_worker", "client", "planner", "embedded")
+ROOTS = tuple(REPOSITORY / name for name in _NAMES)
 
 
 def imports(source: str) -> Iterator[tuple[str, int]]:

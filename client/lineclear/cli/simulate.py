@@ -1,4 +1,4 @@
-"""`lineclear simulate`: becomes the planner, which is in the scheduler's package."""
+"""`lineclear simulate`: becomes the planner."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ def run(arguments: Sequence[str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     # -P: a file in the working directory must not shadow a package.
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "lineclear.scheduler.command", "simulate", *arguments])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "lineclear.planner", *arguments])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lineclear.exit_codes import ExitCode
-from lineclear.extras import install_command
+from lineclear.extras import missing_package
 from lineclear.process import core_dumps, parent_death
 from lineclear.process.standby import Standby
 
@@ -27,10 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             standby.run_in_background(_import_app)
         from .app import serve
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("lineclear"):
-            raise
-        sentence = f"the package {error.name} is not installed; run: {install_command('worker')}"
-        print(f"lineclear-worker: {sentence}", file=sys.stderr)
+        print(f"lineclear-worker: {missing_package(error, 'worker')}", file=sys.stderr)
         return ExitCode.CONFIGURATION
 
     return serve(sys.argv[1:] if argv is None else argv, supervised, standby)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from lineclear.exit_codes import ExitCode
-from lineclear.extras import install_command
+from lineclear.extras import missing_package
 
 
 def main() -> int:
@@ -13,11 +13,7 @@ def main() -> int:
     try:
         from lineclear.scheduler.main import main as run
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("lineclear"):
-            raise
-        sentence = f"the package {error.name} is not installed; run: {install_command('scheduler')}"
-        program = "lineclear simulate" if sys.argv[1:2] == ["simulate"] else "lineclear-scheduler"
-        print(f"{program}: {sentence}", file=sys.stderr)
+        print(f"lineclear-scheduler: {missing_package(error, 'scheduler')}", file=sys.stderr)
         return ExitCode.CONFIGURATION
     return run()
 

@@ -54,16 +54,12 @@ _WITHOUT_WORKER = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a scheduler until it is shut down, replay a recording, or simulate a load. Returns the exit code."""
+    """Run a scheduler until it is shut down, or replay a recording. Returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["replay"]:
         from lineclear.scheduler.flight_recorder import replay
 
         return replay.main(arguments[1:])
-    if arguments[:1] == ["simulate"]:
-        from lineclear.scheduler.capacity import command
-
-        return command.main(arguments[1:])
     malloc_arenas.limit_arenas()  # before other threads start
     core_dumps.disable()
     faulthandler.enable()

@@ -11,9 +11,9 @@ import pytest
 from support.engine_harness import EngineHarness
 from support.toy_worker import ToyOptions
 
-from lineclear.scheduler.capacity.arrivals import Arrival, PoissonTraffic, parse_length
-from lineclear.scheduler.capacity.step_timing import StepTiming, WorkerCapacity
-from lineclear.scheduler.capacity.virtual_run import Outcome, VirtualRun
+from lineclear.planner.arrivals import Arrival, PoissonTraffic, parse_length
+from lineclear.planner.step_timing import StepTiming, WorkerCapacity
+from lineclear.planner.virtual_run import Outcome, VirtualRun
 from lineclear.scheduler.core.events import Failed, Finished
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import QUEUE_ORDERS, STRATEGIES, PolicySettings

@@ -17,9 +17,9 @@ from itertools import repeat
 from typing import Any
 
 from lineclear.errors import LineclearError
-from lineclear.scheduler.capacity.arrivals import Arrival
-from lineclear.scheduler.capacity.distribution import Distribution
-from lineclear.scheduler.capacity.step_timing import StepTiming, StepWork
+from lineclear.planner.arrivals import Arrival
+from lineclear.planner.distribution import Distribution
+from lineclear.planner.step_timing import StepTiming, StepWork
 from lineclear.scheduler.core.block_pool import BlockHasher
 from lineclear.scheduler.core.events import Event, Failed, Finished, StepTokens
 from lineclear.scheduler.core.limits import CoreLimits

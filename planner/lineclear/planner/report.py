@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from lineclear.scheduler.capacity.virtual_run import Outcome
+from lineclear.planner.virtual_run import Outcome
 
 _COLUMNS = (
     *("workers", "req/s", "done", "lost", "tok/s", "TTFT ms", "p50", "p99", "ITL ms", "p50", "p99"),

@@ -11,11 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lineclear.exit_codes import ExitCode
-from lineclear.process import settings_base
-from lineclear.process.command_line import Hints
-from lineclear.process.settings_base import ConfigurationError
-from lineclear.scheduler.capacity import fit, report
-from lineclear.scheduler.capacity.arrivals import (
+from lineclear.planner import fit, report
+from lineclear.planner.arrivals import (
     Arrival,
     BadArrivals,
     PoissonTraffic,
@@ -24,9 +21,12 @@ from lineclear.scheduler.capacity.arrivals import (
     read,
     scaled,
 )
-from lineclear.scheduler.capacity.settings import SimulationSettings, worker_counts
-from lineclear.scheduler.capacity.step_timing import StepTiming
-from lineclear.scheduler.capacity.virtual_run import Outcome, curve
+from lineclear.planner.settings import SimulationSettings, worker_counts
+from lineclear.planner.step_timing import StepTiming
+from lineclear.planner.virtual_run import Outcome, curve
+from lineclear.process import settings_base
+from lineclear.process.command_line import Hints
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.core.limits import CoreLimits
 
 

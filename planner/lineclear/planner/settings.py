@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from pydantic import field_validator
 
+from lineclear.planner.arrivals import parse_length
 from lineclear.process.setting_fields import Group
 from lineclear.scheduler import settings_fields
-from lineclear.scheduler.capacity.arrivals import parse_length
 from lineclear.scheduler.settings import SchedulerSettings
 
 TRAFFIC = Group("Traffic")

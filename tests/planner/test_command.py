@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 from support.time_limits import PATIENCE_SECONDS
 
-from lineclear.scheduler.capacity.arrivals import Arrival, BadArrivals, parse_length, read, scaled
-from lineclear.scheduler.capacity.settings import worker_counts
+from lineclear.planner.arrivals import Arrival, BadArrivals, parse_length, read, scaled
+from lineclear.planner.settings import worker_counts
 
 STEPS = {
     "base_seconds": 0.005,

@@ -13,9 +13,9 @@ import pytest
 from core.harness import make_request
 from support.toy import ToyRunner
 
-from lineclear.scheduler.capacity import fit
-from lineclear.scheduler.capacity.fit import MeasuredStep, NoFit
-from lineclear.scheduler.capacity.step_timing import StepTiming, StepWork, WorkerCapacity
+from lineclear.planner import fit
+from lineclear.planner.fit import MeasuredStep, NoFit
+from lineclear.planner.step_timing import StepTiming, StepWork, WorkerCapacity
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.flight_recorder import recording_files
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from lineclear.scheduler.capacity.step_timing import FORMAT, StepTiming, StepWork, WorkerCapacity, quantiles
+from lineclear.planner.step_timing import FORMAT, StepTiming, StepWork, WorkerCapacity, quantiles
 from lineclear.scheduler.flight_recorder.recorder import FORMAT as RECORDING_FORMAT
 from lineclear.scheduler.flight_recorder.replay import Divergence, NotARecording, replay
 from lineclear.wire.messages import StepPlan
