@@ -228,6 +228,7 @@ def test_exception_of_one_item_fails_only_that_item() -> None:
     with ItemBatcher(lambda items: [ValueError(n) if n == 2 else n for n in items]) as batcher:
         futures = [batcher.submit(n) for n in range(4)]
         assert [type(future.exception()) for future in futures] == [type(None), type(None), ValueError, type(None)]
+        assert batcher.stats().requests_failed == 1
 
 
 def test_item_that_breaks_every_batch_fails_alone() -> None:
@@ -296,7 +297,7 @@ def test_memory_error_halves_the_batch() -> None:
 def test_wrong_number_of_results_is_an_error() -> None:
     with (
         ItemBatcher(lambda items: []) as batcher,
-        pytest.raises(ValueError, match="returned 0 results for 1 items"),
+        pytest.raises(ValueError, match="returned 0 results for 1 requests"),
     ):
         batcher.submit(1).result()
 

@@ -5,8 +5,8 @@ own. Both run the core of the server (`lineclear.scheduler.core`), from asyncio 
 the guide.
 """
 
-from lineclear.embedded.answers import Answer, Completion, ItemFuture
-from lineclear.embedded.item_batcher import MORE, ItemBatcher, More
+from lineclear.embedded.answers import Answer, Completion
+from lineclear.embedded.item_batcher import MORE, ItemBatcher, ItemFuture, More
 from lineclear.embedded.options import Options
 from lineclear.embedded.stats import BatcherStats, StepTotals
 from lineclear.embedded.token_batcher import Batcher, SlotRow, StepBatch

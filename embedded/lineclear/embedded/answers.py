@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any, Generic, TypeVar
 
-from lineclear.errors import DeviceOutOfMemory, NonFiniteLogits, PoisonRequest
-from lineclear.scheduler.core.events import Failed, Finished, FinishReason, RequestStats
+from lineclear.scheduler.core.events import Finished, FinishReason, RequestStats
 
 _T = TypeVar("_T")
 
@@ -36,56 +38,46 @@ class Completion:
         return len(self.tokens) / self.seconds if self.seconds else 0.0
 
 
-class _LoopCallback:
-    """A done callback that runs on the event loop of the task that added it."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[Any], object]) -> None:
-        self._loop = loop
-        self.function: Callable[[Any], object] | None = function
-
-    def __call__(self, future: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._run, future)
-
-    def _run(self, future: Any) -> None:
-        if self.function is not None:
-            self.function(future)
-
-
-class EmbeddedFuture(Future[_T], Generic[_T]):
+class EmbeddedFuture(Future[_T], ABC, Generic[_T]):
     """A concurrent.futures.Future that can be awaited as well, and that `asyncio.wait` takes.
 
     `cancel` ends the request in the queue and while it runs; the step in progress still computes its row.
     """
 
-    def __init__(self, request_id: str, number: int, cancel: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, number: int, cancel: Callable[[str], None], cost: int = 0) -> None:
         super().__init__()
         self.request_id = request_id
         self.number = number
+        self.cost = cost
+        self.is_waiting = True
+        """The request has not been in a step yet."""
         self.failure: BaseException | None = None
         """The last exception of the step function in a step of this request."""
         self._cancel_request = cancel
         self._lock = threading.Lock()
         self._is_cancelled = False
-        self._loop_callbacks: list[_LoopCallback] = []
+        self._loop_callbacks: list[Callable[[Any], object]] = []
 
     def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
         """Call `fn` with this future at its end: on the running event loop if there is one, else on any thread."""
         try:
-            callback = _LoopCallback(asyncio.get_running_loop(), fn)
+            loop = asyncio.get_running_loop()
         except RuntimeError:
             super().add_done_callback(fn)
-        else:
-            self._loop_callbacks.append(callback)
-            super().add_done_callback(callback)
+            return
+        self._loop_callbacks.append(fn)
+        super().add_done_callback(lambda _: _call_soon(loop, self._run_callback, fn))
 
     def remove_done_callback(self, fn: Callable[[Future[_T]], object]) -> int:
         """Drop the callbacks `fn` that were added on an event loop, and return how many there were."""
-        removed = [callback for callback in self._loop_callbacks if callback.function == fn]
-        for callback in removed:
-            callback.function = None
-            self._loop_callbacks.remove(callback)
-        return len(removed)
+        kept = [callback for callback in self._loop_callbacks if callback != fn]
+        removed, self._loop_callbacks = len(self._loop_callbacks) - len(kept), kept
+        return removed
+
+    def _run_callback(self, fn: Callable[[Future[_T]], object]) -> None:
+        if fn in self._loop_callbacks:
+            self._loop_callbacks.remove(fn)
+            fn(self)
 
     def cancel(self) -> bool:
         """Cancel the request. Returns False if it has ended."""
@@ -101,29 +93,16 @@ class EmbeddedFuture(Future[_T], Generic[_T]):
     def __await__(self) -> Generator[Any, None, _T]:
         # Not asyncio.wrap_future: its callback is thread-safe and would take a second turn of the loop.
         loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[_T] = loop.create_future()
-        waiter.add_done_callback(self._on_waiter_done)
-
-        def on_done(future: Future[_T]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._copy_to, waiter)
-
-        super().add_done_callback(on_done)
-        return waiter.__await__()
-
-    def _on_waiter_done(self, waiter: asyncio.Future[_T]) -> None:
-        if waiter.cancelled():
+        waiter: asyncio.Future[None] = loop.create_future()
+        super().add_done_callback(lambda _: _call_soon(loop, _wake_task, waiter))
+        try:
+            yield from waiter
+        except asyncio.CancelledError:
             self.cancel()
-
-    def _copy_to(self, waiter: asyncio.Future[_T]) -> None:
-        if waiter.done():
-            return  # the task that waited is cancelled
+            raise
         if self.cancelled():
-            waiter.cancel()
-        elif (error := self.exception()) is not None:
-            waiter.set_exception(error)
-        else:
-            waiter.set_result(self.result(timeout=0))
+            raise asyncio.CancelledError
+        return self.result(0)
 
     def succeed(self, value: _T) -> None:
         """Set the result, unless the caller has cancelled the request."""
@@ -135,16 +114,9 @@ class EmbeddedFuture(Future[_T], Generic[_T]):
         with contextlib.suppress(InvalidStateError):
             self.set_exception(error)
 
-
-class ItemFuture(EmbeddedFuture[_T], Generic[_T]):
-    """The result of an item."""
-
-    def __init__(self, request_id: str, number: int, cancel: Callable[[str], None], item: Any, cost: int) -> None:
-        super().__init__(request_id, number, cancel)
-        self.item = item
-        self.cost = cost
-        self.outcome: Any = None
-        """What the process function returned for the item last."""
+    @abstractmethod
+    def finish(self, event: Finished) -> None:
+        """Set the result of a request that finished."""
 
 
 class Answer(EmbeddedFuture[Completion]):
@@ -178,7 +150,7 @@ class Answer(EmbeddedFuture[Completion]):
         self.succeed(
             Completion(
                 self.request_id,
-                tuple(self._tokens),
+                self.tokens,
                 event.reason,
                 stats.prompt_tokens,
                 stats.cached_tokens,
@@ -190,50 +162,41 @@ class Answer(EmbeddedFuture[Completion]):
         )
 
     def __iter__(self) -> Iterator[int]:
-        index = 0
-        while True:
-            woken = threading.Event()
-            if self._has_more(index, woken.set):
-                yield self._tokens[index]
-                index += 1
-            elif self.done():
-                break
-            else:
+        woken = threading.Event()
+        for index in count():
+            while self._must_wait(index, woken.set):
                 woken.wait()
+                woken.clear()
+            if index == len(self._tokens):
+                break
+            yield self._tokens[index]
         self.result(0)
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        loop, index = asyncio.get_running_loop(), 0
-        while True:
-            woken = asyncio.Event()
-
-            def wake(woken: asyncio.Event = woken) -> None:
-                loop.call_soon_threadsafe(woken.set)
-
-            if self._has_more(index, wake):
-                yield self._tokens[index]
-                index += 1
-            elif self.done():
-                break
-            else:
+        woken = asyncio.Event()
+        wake = partial(_call_soon, asyncio.get_running_loop(), woken.set)
+        for index in count():
+            while self._must_wait(index, wake):
                 await woken.wait()
+                woken.clear()
+            if index == len(self._tokens):
+                break
+            yield self._tokens[index]
         self.result(0)
 
-    def _has_more(self, index: int, wakeup: Callable[[], None]) -> bool:
-        """Return whether token `index` is there; if it may still come, call `wakeup` at the next change."""
+    def _must_wait(self, index: int, wakeup: Callable[[], None]) -> bool:
+        """Return whether token `index` may still come; then call `wakeup` at the next change."""
         with self._lock:
-            if index < len(self._tokens):
-                return True
-            if not self.done():
-                self._wakeups.append(wakeup)
-            return False
+            if index < len(self._tokens) or self.done():
+                return False
+            self._wakeups.append(wakeup)
+            return True
 
     def _wake(self) -> None:
         with self._lock:
             wakeups, self._wakeups = self._wakeups, []
         for wakeup in wakeups:
-            with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
-                wakeup()
+            wakeup()
 
 
 def queue_seconds(stats: RequestStats) -> float:
@@ -242,10 +205,11 @@ def queue_seconds(stats: RequestStats) -> float:
     return 0.0 if until is None else until - stats.arrival
 
 
-def error_of(event: Failed, future: EmbeddedFuture[Any]) -> BaseException:
-    """Return the exception for a failed request: that of the step function if it is the cause."""
-    if future.failure is not None and isinstance(event.error, PoisonRequest | NonFiniteLogits):
-        return future.failure
-    if future.failure is not None and isinstance(event.error, DeviceOutOfMemory):
-        event.error.__cause__ = future.failure
-    return event.error
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(function, *arguments)
+
+
+def _wake_task(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -11,16 +11,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Any, Final, Generic, NamedTuple, TypeVar, Unpack
 
-from lineclear.embedded import numbers
-from lineclear.embedded.answers import ItemFuture
-from lineclear.embedded.numbers import MAX_COUNT, real, whole
+from lineclear.embedded.answers import EmbeddedFuture
+from lineclear.embedded.numbers import MAX_COUNT, deadline, real, whole
 from lineclear.embedded.options import Options, core_limits
-from lineclear.embedded.stats import StepTotals
 from lineclear.embedded.step_loop import StepLoop
 from lineclear.errors import InvalidRequest, QueueFull
-from lineclear.scheduler.core.events import Finished, FinishReason
+from lineclear.scheduler.core.events import Finished
 from lineclear.scheduler.core.sequence import Request
-from lineclear.wire.messages import Hello, Sampling, StepPlan
+from lineclear.wire.messages import Sampling, StepPlan
 
 _logger = logging.getLogger("lineclear")
 
@@ -41,6 +39,24 @@ class More(Enum):
 
 MORE: Final = More.MORE
 """What the function returns for an item that needs another step."""
+
+
+class ItemFuture(EmbeddedFuture[_Result], Generic[_Result]):
+    """The result of an item."""
+
+    def __init__(self, request_id: str, number: int, cancel: Callable[[str], None], item: Any, cost: int) -> None:
+        super().__init__(request_id, number, cancel, cost)
+        self.item = item
+        self.outcome: Any = None
+        """What the process function returned for the item last."""
+
+    def finish(self, event: Finished) -> None:
+        """Set the result, or the error of an item that needs more steps than it may take."""
+        if self.outcome is MORE:
+            steps = event.stats.completion_tokens
+            self.fail(RuntimeError(f"the item needs more than max_steps = {steps} steps"))
+        else:
+            self.succeed(self.outcome)
 
 
 class _Costs(NamedTuple):
@@ -105,32 +121,27 @@ class ItemBatcher(StepLoop[ItemFuture[_Result]], Generic[_Item, _Result]):
         limits = core_limits(
             options,
             max_queue_tokens=2**62,
+            prefix_cache=False,
             # Otherwise a target would cut an item's cost over several steps.
             target_step_seconds=target_step_ms / 1000 if is_adaptive else 0.0,
         )
         num_slots = limits.max_batch_size
         self._costs = _Costs.of(target_batch_cost, num_slots, max_steps)
         num_blocks = self._costs.num_blocks(num_slots)
-        capacity = Hello(
-            epoch=1,
+        super().__init__(
+            process_fn,
+            options,
+            limits,
             num_blocks=num_blocks,
             block_size=max_steps,
-            num_slots=num_slots,
             max_model_len=num_blocks * max_steps + 1,
-            vocab_size=2,
-            eos_token_ids=(_ENDS,),
             max_step_tokens=num_blocks * max_steps,
         )
-        super().__init__(process_fn, limits, capacity, options.get("on_error", "isolate"))
         self._cost_estimator = cost_estimator
         self._default_cost = whole("default_cost", default_cost, 1, MAX_COUNT)
         self._has_warned = False
         self._max_queue_cost = whole("max_queue_cost", max_queue_cost, 0, MAX_COUNT)
         self._max_steps = max_steps
-        self._slots: dict[int, int] = {}  # slot -> number of its item
-        self._by_number: dict[int, ItemFuture[_Result]] = {}
-        self._waiting_cost = 0
-        self._started: set[int] = set()
         self._step_cost = 0
 
     def submit(
@@ -148,7 +159,7 @@ class ItemBatcher(StepLoop[ItemFuture[_Result]], Generic[_Item, _Result]):
         Raises QueueFull, DuplicateRequest, InvalidRequest or ServerDraining.
         """
         cost = whole("cost", self._estimated_cost(item) if cost is None else cost, 1, MAX_COUNT, InvalidRequest)
-        number = self._next_number()
+        number = next(self._numbers)
         future = ItemFuture[_Result](request_id or str(number), number, self._cancel_request, item, cost)
         request = Request(
             future.request_id,
@@ -156,8 +167,8 @@ class ItemBatcher(StepLoop[ItemFuture[_Result]], Generic[_Item, _Result]):
             Sampling(seed=number, stop_ids=(_ENDS,)),
             self._max_steps,
             stop_ids=frozenset({_ENDS}),
-            priority=numbers.priority(priority),
-            deadline=numbers.deadline(timeout_seconds),
+            priority=whole("priority", priority, 0, 255, InvalidRequest),
+            deadline=deadline(timeout_seconds),
             tenant=tenant,
         )
         with self._lock:
@@ -179,59 +190,19 @@ class ItemBatcher(StepLoop[ItemFuture[_Result]], Generic[_Item, _Result]):
                 _logger.warning("cost_estimator failed; items without an estimate cost default_cost", exc_info=True)
             return self._default_cost
 
-    # --- steps ------------------------------------------------------------------------------------------------------
-
-    def _compute(
-        self, plan: StepPlan, futures: list[ItemFuture[_Result] | None]
-    ) -> tuple[Sequence[int], Sequence[int]]:
-        self._note_slots(plan)
-        tokens = [_ENDS] * len(futures)
-        live = [(index, future) for index, future in enumerate(futures) if future is not None]
-        self._step_cost = sum(future.cost for _, future in live)
-        if not live:
-            return tokens, ()
-        results = self._call([future.item for _, future in live])
-        if len(results) != len(live):
-            raise ValueError(f"the process function returned {len(results)} results for {len(live)} items")
-        for (index, future), result in zip(live, results, strict=True):
+    def _compute(self, plan: StepPlan, futures: list[ItemFuture[_Result] | None]) -> list[Any]:
+        live = [future for future in futures if future is not None]
+        self._step_cost = sum(future.cost for future in live)
+        results = self._call([future.item for future in live], len(live)) if live else []
+        for future, result in zip(live, results, strict=True):
             future.outcome = result
-            tokens[index] = _CONTINUES if result is MORE else _ENDS
-        return tokens, ()
+        return [_ENDS if future is None else _token(future.outcome) for future in futures]
 
-    def _note_slots(self, plan: StepPlan) -> None:
-        with self._lock:
-            for init in plan.inits:
-                number = self._slots[init.slot] = init.sampling.seed
-                if number in self._by_number and number not in self._started:
-                    self._started.add(number)
-                    self._waiting_cost -= self._by_number[number].cost
+    def _sizes(self, plan: StepPlan) -> tuple[int, int]:
+        return self._step_cost, self._step_cost
 
-    def _totals(self, plan: StepPlan, seconds: float) -> StepTotals:
-        return StepTotals(plan.step, plan.num_rows, self._step_cost, self._step_cost, seconds)
 
-    def _futures_in(self, plan: StepPlan) -> list[ItemFuture[_Result]]:
-        numbers = [self._slots[row.slot] for row in plan.rows]
-        return [self._by_number[number] for number in numbers if number in self._by_number]
-
-    # --- requests ---------------------------------------------------------------------------------------------------
-
-    def _on_submit(self, future: ItemFuture[_Result]) -> None:
-        self._by_number[future.number] = future
-        self._waiting_cost += future.cost
-
-    def _on_end(self, future: ItemFuture[_Result]) -> None:
-        with self._lock:
-            self._by_number.pop(future.number, None)
-            if future.number in self._started:
-                self._started.remove(future.number)
-            else:
-                self._waiting_cost -= future.cost
-
-    def _on_finished(self, future: ItemFuture[_Result], event: Finished) -> None:
-        outcome: Any = future.outcome
-        if isinstance(outcome, Exception):
-            future.fail(outcome)
-        elif event.reason is FinishReason.LENGTH and outcome is MORE:
-            future.fail(RuntimeError(f"the item needs more than max_steps = {self._max_steps} steps"))
-        else:
-            future.succeed(outcome)
+def _token(outcome: Any) -> int | Exception:
+    if isinstance(outcome, Exception):
+        return outcome
+    return _CONTINUES if outcome is MORE else _ENDS

@@ -45,11 +45,6 @@ def deadline(timeout_seconds: float | None) -> float | None:
     return time.monotonic() + min(seconds, _LONGEST_SECONDS)
 
 
-def priority(value: int) -> int:
-    """Return a priority. Raises InvalidRequest."""
-    return whole("priority", value, 0, 255, InvalidRequest)
-
-
 def token_ids(name: str, values: Iterable[int]) -> tuple[int, ...]:
     """Return token ids, of a list, an array or any other sequence. Raises InvalidRequest."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from lineclear.embedded.numbers import real, whole
 from lineclear.scheduler.core.limits import CoreLimits
@@ -36,15 +36,15 @@ class Options(TypedDict, total=False):
 def core_limits(
     options: Options,
     *,
-    max_queue_tokens: int,
-    target_batch_tokens: int = 0,
-    preemption_policy: str = "cheapest",
-    max_preemptions: int = 4,
-    prefix_cache: bool = False,
-    target_step_seconds: float = 0.0,
+    target_step_seconds: float,
     max_prefill_slowdown: float = 2.0,
+    preemption_policy: str = "cheapest",
+    **given: Any,
 ) -> CoreLimits:
-    """Return the core's limits of `options`. Raises ValueError for an option that is out of range or unknown."""
+    """Return the core's limits of `options` and of `given`, which are checked.
+
+    Raises ValueError for an option that is out of range, and TypeError for an unknown one.
+    """
     if unknown := options.keys() - Options.__annotations__.keys():
         raise TypeError(f"unknown option {sorted(unknown)[0]!r}; the options are {', '.join(Options.__annotations__)}")
     max_batch_size = whole("max_batch_size", options.get("max_batch_size", 8), 1, 4096)
@@ -54,15 +54,12 @@ def core_limits(
     _check_name("on_error", options.get("on_error", "isolate"), ("isolate", "fail"))
     return CoreLimits(
         max_batch_size=max_batch_size,
-        target_batch_tokens=target_batch_tokens,
         pipeline_depth=1,  # the step function returns the tokens that the next step computes
         max_queue_size=whole("max_queue_size", options.get("max_queue_size", 1024), 1, 2**24),
-        max_queue_tokens=max_queue_tokens,
-        max_preemptions=max_preemptions,
-        prefix_cache=prefix_cache,
         batching_strategy=_check_name("batching_strategy", options.get("batching_strategy", "continuous"), STRATEGIES),
         scheduling_policy=_check_name("scheduling_policy", options.get("scheduling_policy", "fifo"), QUEUE_ORDERS),
         preemption_policy=_check_name("preemption_policy", preemption_policy, PREEMPTION_POLICIES),
+        **given,
         policy=PolicySettings(
             min_batch_size=min_batch_size,
             batch_timeout_seconds=timeout_ms / 1000,

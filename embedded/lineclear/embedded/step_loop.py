@@ -10,22 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from lineclear.embedded.answers import EmbeddedFuture, error_of, queue_seconds
-from lineclear.embedded.core_adapter import SingleWorkerCore
-from lineclear.embedded.options import OnError
+from lineclear.embedded.answers import EmbeddedFuture, queue_seconds
+from lineclear.embedded.numbers import MAX_TOKEN
+from lineclear.embedded.options import Options
 from lineclear.embedded.stats import BatcherStats, StepTotals
-from lineclear.errors import ServerDraining, ShutdownInterrupted
-from lineclear.scheduler.core.events import Event, Failed, Finished, StepTokens
+from lineclear.errors import DeviceOutOfMemory, NonFiniteLogits, PoisonRequest, ServerDraining, ShutdownInterrupted
+from lineclear.scheduler.core.events import Event, Failed, Finished, Started, StepTokens
 from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.poison_detector import WorkerLoss
+from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
-from lineclear.wire.messages import Hello, StepPlan, StepResult
+from lineclear.wire.messages import Hello, StepError, StepErrorKind, StepPlan, StepResult
 
 _F = TypeVar("_F", bound=EmbeddedFuture[Any])
 
@@ -35,31 +37,36 @@ _MIN_TIMER_SECONDS = 0.001
 class StepLoop(ABC, Generic[_F]):
     """The threads and futures of a batcher. A subclass turns plans into calls of the step function.
 
-    The threads start with the first request, or with `start`. Use it as a context manager, or call `stop`.
+    The core has one worker, whose Hello has `capacity`. It joins again after each failed step. The threads start with
+    the first request, or with `start`. Use a batcher as a context manager, or call `stop`.
     """
 
-    def __init__(self, function: Callable[[Any], Any], limits: CoreLimits, capacity: Hello, on_error: OnError) -> None:
+    def __init__(self, function: Callable[[Any], Any], options: Options, limits: CoreLimits, **capacity: Any) -> None:
         self._function = function
-        self._on_error = on_error
-        self._core = SingleWorkerCore(limits, capacity, time.monotonic())
+        self._isolates = options.get("on_error") != "fail"
+        self._capacity = Hello(
+            epoch=1, num_slots=limits.max_batch_size, vocab_size=MAX_TOKEN, eos_token_ids=(), **capacity
+        )
+        self._core = Scheduler(limits)
+        self._core.worker_joined(self._capacity, time.monotonic())
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)  # a request, a stop
         self._timer = threading.Condition(self._lock)  # an earlier deadline, a stop
         self._idle = threading.Condition(self._lock)  # no request is live
         self._futures: dict[str, _F] = {}
-        self._num_submitted = 0
+        self._by_number: dict[int, _F] = {}
+        self._slots: dict[int, int] = {}  # slot -> number of its last request
+        self._waiting_cost = 0
+        self._numbers = itertools.count(1)
         self._timer_at: float | None = None
         self._threads: list[threading.Thread] = []
         self._loop: asyncio.AbstractEventLoop | None = None  # that was running at the start
         self._own_loop: asyncio.AbstractEventLoop | None = None  # of the step thread, for coroutines without it
         self._is_draining = self._is_stopped = False
-        self._failed_steps = 0
+        self._failed_steps = self._num_failed = 0
         self._step_seconds = self._queue_seconds = 0.0
-        self._num_failed = 0
         self._last_step: StepTotals | None = None
         self._failure: BaseException | None = None
-
-    # --- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the threads. What an `async def` returns is awaited on the event loop that runs now, if one does."""
@@ -108,16 +115,13 @@ class StepLoop(ABC, Generic[_F]):
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.stop(drain=kind is None)
 
     async def __aenter__(self) -> Self:
-        self.start()
-        return self
+        return self.__enter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self.aclose(drain=kind is None)
 
     def stats(self) -> BatcherStats:
@@ -143,12 +147,10 @@ class StepLoop(ABC, Generic[_F]):
                 last_step=self._last_step,
             )
 
-    # --- requests ---------------------------------------------------------------------------------------------------
-
-    def _next_number(self) -> int:
-        with self._lock:
-            self._num_submitted += 1
-            return self._num_submitted
+    def cancel(self, request_id: str) -> bool:
+        """Cancel a request by id. Returns False for an id that no live request has."""
+        future = self._futures.get(request_id)
+        return future is not None and future.cancel()
 
     def _submit(self, request: Request, future: _F) -> _F:
         """Queue a request whose sampling seed is the future's number."""
@@ -159,19 +161,14 @@ class StepLoop(ABC, Generic[_F]):
             if self._is_draining:
                 raise ServerDraining("the batcher is stopped; make another one")
             self._core.submit(request, now)
-            self._futures[request.request_id] = future
-            self._on_submit(future)
+            self._futures[request.request_id] = self._by_number[future.number] = future
+            self._waiting_cost += future.cost
             self.start()
             self._work.notify()
             deadline = request.deadline
             if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
                 self._timer.notify()
         return future
-
-    def cancel(self, request_id: str) -> bool:
-        """Cancel a request by id. Returns False for an id that no live request has."""
-        future = self._futures.get(request_id)
-        return future is not None and future.cancel()
 
     def _cancel_request(self, request_id: str) -> None:
         with self._lock:
@@ -182,8 +179,6 @@ class StepLoop(ABC, Generic[_F]):
         """Fail the future and remove its request."""
         future.fail(error)
         self._cancel_request(future.request_id)
-
-    # --- the step thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -196,61 +191,78 @@ class StepLoop(ABC, Generic[_F]):
                 self._own_loop.close()
 
     def _next_plan(self) -> tuple[StepPlan, list[str]] | None:
-        """Wait until a step can be planned and return it; None after a stop."""
+        """Wait until a step can be planned. Return it and the request ids of its samples; None after a stop."""
+        epoch = self._capacity.epoch
         while True:
             with self._lock:
                 if self._is_stopped:
                     return None
                 now = time.monotonic()
                 events = self._core.expire(now)
-                plan, samples, planned = self._core.plan(now)
-                events += planned
+                plan = self._core.plan(epoch, now)
+                samples = self._core.expected_samples(epoch) if plan is not None else []
+                events += self._core.drain_events()
                 if not events and plan is None:
                     deadline = self._core.next_deadline()
                     self._work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
             self._deliver(events)
             if plan is not None:
+                self._slots.update((init.slot, init.sampling.seed) for init in plan.inits)
                 return plan, samples
 
     def _run_step(self, plan: StepPlan, samples: list[str]) -> None:
         futures = [self._futures.get(request_id) for request_id in samples]
         begin = time.perf_counter()
         try:
-            tokens, bad = self._compute(plan, futures)
+            found = self._compute(plan, futures)
         except Exception as error:
             self._on_failed_step(plan, error)
             return
         seconds = time.perf_counter() - begin
-        result = StepResult(plan.epoch, plan.step, tuple(tokens), (), frozenset(bad), seconds)
+        bad = [index for index, entry in enumerate(found) if isinstance(entry, Exception)]
+        for index in bad:
+            if (future := futures[index]) is not None:
+                future.failure = found[index]
+            found[index] = 0
+        result = StepResult(plan.epoch, plan.step, tuple(found), (), frozenset(bad), seconds)
         with self._lock:
             self._step_seconds += seconds
-            self._last_step = self._totals(plan, seconds)
+            self._last_step = StepTotals(plan.step, plan.num_rows, *self._sizes(plan), seconds)
             events = self._core.apply(result, time.monotonic())
         self._deliver(events)
 
-    def _call(self, argument: object) -> Any:
-        """Call the step function and wait for its result."""
+    def _call(self, argument: object, num_results: int) -> list[Any]:
+        """Call the step function and wait for its results."""
         found = self._function(argument)
-        if not inspect.isawaitable(found):
-            return found
-        if self._loop is not None:
-            return asyncio.run_coroutine_threadsafe(_as_coroutine(found), self._loop).result()
-        if self._own_loop is None:
-            self._own_loop = asyncio.new_event_loop()
-        return self._own_loop.run_until_complete(found)
+        if inspect.isawaitable(found):
+            if self._loop is not None:
+                found = asyncio.run_coroutine_threadsafe(_as_coroutine(found), self._loop).result()
+            else:
+                self._own_loop = self._own_loop or asyncio.new_event_loop()
+                found = self._own_loop.run_until_complete(found)
+        results = list(found)
+        if len(results) != num_results:
+            raise ValueError(f"the step function returned {len(results)} results for {num_results} requests")
+        return results
 
     def _on_failed_step(self, plan: StepPlan, error: Exception) -> None:
-        isolates = self._on_error == "isolate"
-        in_step = self._futures_in(plan)
+        """Void the step: its requests run again, computed from their first position."""
+        owners = [self._slots[row.slot] for row in plan.rows]
+        in_step = [self._by_number[number] for number in owners if number in self._by_number]
         for future in in_step:
             future.failure = error
         with self._lock:
             self._failed_steps += 1
-            is_memory = isinstance(error, MemoryError) and isolates
             now = time.monotonic()
-            events = self._core.step_failed(plan, now, out_of_memory=is_memory, is_request_fault=isolates)
+            events: list[Event] = []
+            loss = WorkerLoss.CRASHED if self._isolates else WorkerLoss.CLEAN
+            if isinstance(error, MemoryError) and self._isolates:
+                loss = WorkerLoss.CLEAN
+                events += self._core.on_step_error(StepError(plan.epoch, plan.step, StepErrorKind.OUT_OF_MEMORY), now)
+            events += self._core.worker_lost(plan.epoch, now, loss)
+            events += self._core.worker_joined(self._capacity, now)
         self._deliver(events)
-        if not isolates:
+        if not self._isolates:
             for future in in_step:
                 self._end(future, error)
 
@@ -264,8 +276,6 @@ class StepLoop(ABC, Generic[_F]):
         for future in left:
             future.fail(error)
 
-    # --- the deadline thread ----------------------------------------------------------------------------------------
-
     def _run_timer(self) -> None:
         while True:
             with self._lock:
@@ -278,55 +288,53 @@ class StepLoop(ABC, Generic[_F]):
                     self._timer.wait(None if at is None else max(_MIN_TIMER_SECONDS, at - now))
             self._deliver(events)
 
-    # --- events -----------------------------------------------------------------------------------------------------
-
     def _deliver(self, events: Sequence[Event]) -> None:
         """Pass events to their futures, without the lock."""
         for event in events:
             if isinstance(event, StepTokens):
                 self._on_tokens(event)
+            elif isinstance(event, Started):
+                if (future := self._futures.get(event.request_id)) is not None:
+                    self._stop_waiting(future)
             elif isinstance(event, Finished | Failed):
-                with self._lock:
-                    future = self._futures.pop(event.request_id, None)
-                    self._queue_seconds += queue_seconds(event.stats)
-                    self._num_failed += isinstance(event, Failed)
-                if future is None:
-                    continue
-                self._on_end(future)
-                if isinstance(event, Failed):
-                    future.fail(error_of(event, future))
-                else:
-                    self._on_finished(future, event)
+                self._deliver_end(event)
         if events and self._is_draining:
             with self._lock:
                 self._idle.notify_all()
 
-    # --- of the subclass --------------------------------------------------------------------------------------------
+    def _deliver_end(self, event: Finished | Failed) -> None:
+        with self._lock:
+            future = self._futures.pop(event.request_id, None)
+            self._queue_seconds += queue_seconds(event.stats)
+            self._num_failed += isinstance(event, Failed)
+            if future is None:
+                return
+            self._by_number.pop(future.number, None)
+            self._stop_waiting(future)
+        if isinstance(event, Finished):
+            future.finish(event)
+        elif future.failure is not None and isinstance(event.error, PoisonRequest | NonFiniteLogits):
+            future.fail(future.failure)
+        else:
+            if isinstance(event.error, DeviceOutOfMemory):
+                event.error.__cause__ = future.failure
+            future.fail(event.error)
+
+    def _stop_waiting(self, future: _F) -> None:
+        with self._lock:
+            self._waiting_cost -= future.cost if future.is_waiting else 0
+            future.is_waiting = False
 
     @abstractmethod
-    def _compute(self, plan: StepPlan, futures: list[_F | None]) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the token of each sample, and the indices of the samples that failed.
+    def _compute(self, plan: StepPlan, futures: list[_F | None]) -> list[Any]:
+        """Return the token of each sample, or the exception that its request fails with.
 
         `futures` has the request of each sample; None if it has ended.
         """
 
     @abstractmethod
-    def _totals(self, plan: StepPlan, seconds: float) -> StepTotals:
-        """Return the figures of a computed step."""
-
-    @abstractmethod
-    def _futures_in(self, plan: StepPlan) -> list[_F]:
-        """Return the requests with a row in the plan."""
-
-    @abstractmethod
-    def _on_finished(self, future: _F, event: Finished) -> None:
-        """Set the result."""
-
-    def _on_submit(self, future: _F) -> None:
-        """Note a request. Called with the lock."""
-
-    def _on_end(self, future: _F) -> None:
-        """Note that a request ended."""
+    def _sizes(self, plan: StepPlan) -> tuple[int, int]:
+        """Return `num_tokens` and `total_tokens` of a computed step."""
 
     def _on_tokens(self, event: StepTokens) -> None:
         """Pass tokens on."""

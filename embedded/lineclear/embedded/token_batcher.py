@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Unpack
 
-from lineclear.embedded import numbers
 from lineclear.embedded.answers import Answer
-from lineclear.embedded.numbers import MAX_COUNT, MAX_TOKEN, real, token_ids, whole
+from lineclear.embedded.numbers import MAX_COUNT, deadline, real, token_ids, whole
 from lineclear.embedded.options import Options, core_limits
-from lineclear.embedded.stats import StepTotals
 from lineclear.embedded.step_loop import StepLoop
 from lineclear.errors import InvalidRequest
-from lineclear.scheduler.core.events import Finished, StepTokens
+from lineclear.scheduler.core.events import StepTokens
 from lineclear.scheduler.core.sequence import Request
-from lineclear.wire.messages import BlockCopy, Hello, Row, Sampling, SlotInit, StepPlan
+from lineclear.wire.messages import BlockCopy, Row, Sampling, SlotInit, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,6 @@ class _Slot:
     """The sequence in a slot, as a worker keeps it."""
 
     def __init__(self, init: SlotInit) -> None:
-        self.number = init.sampling.seed
         self.tokens = list(init.tokens)
         self.blocks = list(init.blocks)
         self.prompt_len = init.prompt_len
@@ -139,20 +136,17 @@ class Batcher(StepLoop[Answer]):
             max_prefill_slowdown=max_prefill_slowdown,
         )
         num_slots = limits.max_batch_size
-        capacity = Hello(
-            epoch=1,
+        super().__init__(
+            step_fn,
+            options,
+            limits,
             # A quarter block for each running sequence stays free at an admission.
             num_blocks=num_blocks or num_slots * -(-max_model_len // block_size) + -(-num_slots // 4),
             block_size=block_size,
-            num_slots=num_slots,
             max_model_len=max_model_len,
-            vocab_size=MAX_TOKEN,
-            eos_token_ids=(),
             max_step_tokens=target_batch_tokens or num_slots * max_model_len,
         )
-        super().__init__(step_fn, limits, capacity, options.get("on_error", "isolate"))
-        self._slots: dict[int, _Slot] = {}
-        self._by_number: dict[int, Answer] = {}
+        self._states: dict[int, _Slot] = {}
 
     def submit(
         self,
@@ -178,7 +172,7 @@ class Batcher(StepLoop[Answer]):
             raise InvalidRequest("the prompt has 0 tokens; give at least 1")
         max_tokens = whole("max_tokens", max_tokens, 1, MAX_COUNT, InvalidRequest)
         min_tokens = whole("min_tokens", min_tokens, 0, max_tokens, InvalidRequest)
-        number = self._next_number()
+        number = next(self._numbers)
         answer = Answer(request_id or str(number), number, self._cancel_request, data)
         stops = frozenset(token_ids("stop_ids", stop_ids))
         request = Request(
@@ -187,77 +181,46 @@ class Batcher(StepLoop[Answer]):
             Sampling(seed=number, stop_ids=tuple(stops), min_tokens=min_tokens),
             max_tokens,
             stop_ids=stops,
-            priority=numbers.priority(priority),
-            deadline=numbers.deadline(timeout_seconds),
+            priority=whole("priority", priority, 0, 255, InvalidRequest),
+            deadline=deadline(timeout_seconds),
             tenant=tenant,
         )
         return self._submit(request, answer)
 
-    # --- steps ------------------------------------------------------------------------------------------------------
-
-    def _compute(self, plan: StepPlan, futures: list[Answer | None]) -> tuple[Sequence[int], Sequence[int]]:
-        batch = self._batch(plan)
-        found = list(self._call(batch))
-        sampling_rows = batch.sampling_rows
-        if len(found) != len(sampling_rows):
-            raise ValueError(f"the step function returned {len(found)} tokens for {len(sampling_rows)} sampling rows")
-        bad = [index for index, entry in enumerate(found) if isinstance(entry, Exception)]
-        for index in bad:
-            if (answer := futures[index]) is not None:
-                answer.failure = found[index]
-            found[index] = 0
-        tokens = [int(token) for token in found]
-        for row, token in zip(sampling_rows, tokens, strict=True):
-            self._slots[row.slot].tokens.append(token)
-        return tokens, bad
-
-    def _batch(self, plan: StepPlan) -> StepBatch:
-        """Return the plan's rows with their tokens. Decodes come first, as in the result."""
+    def _compute(self, plan: StepPlan, futures: list[Answer | None]) -> list[Any]:
         for init in plan.inits:
-            self._slots[init.slot] = _Slot(init)
+            self._states[init.slot] = _Slot(init)
         new_slots = {init.slot for init in plan.inits}
         rows = tuple(self._row(row, row.slot in new_slots) for row in plan.rows)
-        return StepBatch(plan.step, rows, plan.copy_blocks)
+        batch = StepBatch(plan.step, rows, plan.copy_blocks)
+        found = self._call(batch, len(batch.sampling_rows))
+        for index, row in enumerate(batch.sampling_rows):
+            if not isinstance(found[index], Exception):
+                found[index] = int(found[index])
+                self._states[row.slot].tokens.append(found[index])
+        return found
 
     def _row(self, row: Row, is_new: bool) -> SlotRow:
-        slot = self._slots[row.slot]
-        slot.blocks += row.new_blocks
-        answer = self._by_number.get(slot.number)
+        state, number = self._states[row.slot], self._slots[row.slot]
+        state.blocks += row.new_blocks
+        answer = self._by_number.get(number)
         return SlotRow(
             row.slot,
-            str(slot.number) if answer is None else answer.request_id,
+            str(number) if answer is None else answer.request_id,
             is_new,
             row.start,
-            tuple(slot.tokens[row.start : row.start + row.num_tokens]),
+            tuple(state.tokens[row.start : row.start + row.num_tokens]),
             row.sample,
-            slot.tokens,
-            slot.blocks,
-            slot.prompt_len,
+            state.tokens,
+            state.blocks,
+            state.prompt_len,
             None if answer is None else answer.data,
         )
 
-    def _totals(self, plan: StepPlan, seconds: float) -> StepTotals:
-        held = sum(row.start + row.num_tokens for row in plan.rows)
-        return StepTotals(plan.step, plan.num_rows, plan.num_tokens, held, seconds)
-
-    def _futures_in(self, plan: StepPlan) -> list[Answer]:
-        slots = {init.slot: init.sampling.seed for init in plan.inits}
-        numbers = [slots.get(row.slot) or self._slots[row.slot].number for row in plan.rows]
-        return [self._by_number[number] for number in numbers if number in self._by_number]
-
-    # --- requests ---------------------------------------------------------------------------------------------------
-
-    def _on_submit(self, future: Answer) -> None:
-        self._by_number[future.number] = future
-
-    def _on_end(self, future: Answer) -> None:
-        self._by_number.pop(future.number, None)
+    def _sizes(self, plan: StepPlan) -> tuple[int, int]:
+        return plan.num_tokens, sum(row.start + row.num_tokens for row in plan.rows)
 
     def _on_tokens(self, event: StepTokens) -> None:
         for request_id, token in zip(event.request_ids, event.tokens, strict=True):
-            answer = self._futures.get(request_id)
-            if answer is not None:
+            if (answer := self._futures.get(request_id)) is not None:
                 answer.add_token(token)
-
-    def _on_finished(self, future: Answer, event: Finished) -> None:
-        future.finish(event)
