@@ -28,6 +28,19 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "lineclear.toml"
+    file.write_text('model = "file"\nmax_batch_size = 3\nscheduling_policy = "shortest"\nprefix_cache = false\n')
+    monkeypatch.setenv("LINECLEAR_MAX_BATCH_SIZE", "5")
+    monkeypatch.setenv("LINECLEAR_SCHEDULING_POLICY", "priority")
+    settings, _ = load(["--config", str(file), "--scheduling-policy", "deadline"])
+    assert settings.model == "file"
+    assert settings.max_batch_size == 5
+    assert settings.scheduling_policy == "deadline"
+    assert settings.prefix_cache is False
+    assert settings.max_queue_size == 1024
+
+
 def test_config_file_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "lineclear.toml"
     file.write_text("max_batch_size = 3\n")
@@ -76,7 +89,7 @@ def test_no_name_equals_a_kubernetes_service_variable() -> None:
         # Constants, and a secret for each process.
         (
             CoreLimits,
-            {"max_preemptions", "max_queue_overtakes", "max_isolated_crashes", "adaptive_drafts", "cache_secret"},
+            {"max_preemptions", "max_queue_overtakes", "max_isolated_crashes", "cache_secret"},
         ),
         (PolicySettings, set()),
         (WorkerTimeouts, set()),

@@ -67,6 +67,11 @@ class SchedulerSettings(SchedulerFields):
         return {share_of(name): weight for name, weight in self.weights.items()}
 
     @property
+    def adaptive_drafts(self) -> bool:
+        """speculative_adaptive, by the core's name."""
+        return self.speculative_adaptive
+
+    @property
     def expected_drafts(self) -> tuple[float, float] | None:
         """The share of rows with drafts, and that of accepted ones, of a new request.
 

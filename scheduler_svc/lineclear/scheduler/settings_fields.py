@@ -233,6 +233,9 @@ class SchedulerFields(settings_base.ProcessSettings):
     model and far fewer weights. Workers that another program starts have this setting of their own."""
     num_speculative_tokens: int = SPECULATION.field(8, ge=1, le=64)
     """Most drafts that a step verifies for a request."""
+    speculative_adaptive: bool = SPECULATION.field(True)
+    """Verify drafts only where that gains time. Otherwise every step verifies as many drafts of each request as
+    --num-speculative-tokens allows."""
 
     # --- queue and requests ---
     max_queue_size: int = REQUESTS.field(1024, ge=1, le=2**20)
