@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import accumulate
+from typing import Any
 
 import pytest
 from core.harness import CoreHarness, make_request
 
+from lineclear.scheduler.core.dump import dump
 from lineclear.scheduler.core.events import Finished
 from lineclear.scheduler.core.fair_share import FairShare
 from lineclear.scheduler.core.sequence import Request, Sequence
@@ -57,7 +59,11 @@ def test_idle_tenant_earns_nothing() -> None:
 
 def charged(order: FairShare, tenant: str = "a") -> float:
     """Return the tokens that a tenant with a live request is charged with."""
-    return float(order.dump()["present"][tenant]["charged"])
+    return float(accounts(order, "_present")[tenant]["_Account"][0])
+
+
+def accounts(order: FairShare, name: str) -> dict[str, Any]:
+    return dict(dump(order)["FairShare"][name]["dict"])
 
 
 def beam_step(step: int) -> list[Request]:
@@ -184,10 +190,10 @@ def test_absent_tenants_are_forgotten() -> None:
         sequence.started_at = 0.0
         sequence.tokens.append(1)
         order.on_finish(sequence)
-    assert list(order.dump()["present"]) == ["t-1"]
-    assert 0 < len(order.dump()["debtors"]) <= 4096
+    assert list(accounts(order, "_present")) == ["t-1"]
+    assert 0 < len(accounts(order, "_debtors")) <= 4096
     order.on_finish(stays)
-    assert order.dump() == {"clock": 0, "present": {}, "debtors": {}}
+    assert accounts(order, "_present") == accounts(order, "_debtors") == {}
 
 
 def test_tokens_beyond_the_expected_ones_are_charged_at_the_end() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 
@@ -86,15 +85,6 @@ def test_error_factor_follows_the_noise() -> None:
     assert noisy.error_factor == pytest.approx(1.15, abs=0.05)  # three times the mean of 0 to 0.1
     noisy.observe(8, 8000, 1e6)
     assert noisy.error_factor < 1.4, "a pause of the machine counts at most as long as the step"
-
-
-def test_state_survives_a_dump() -> None:
-    model, other = StepTimeModel(), StepTimeModel()
-    teach(model, random.Random(1), 20)
-    model.observe(10, 10, 0.1, 4)
-    other.load(json.loads(json.dumps(model.dump())))
-    assert other.dump() == model.dump()
-    assert other.chunk_within(1.0, 1, 1, 0, 0, is_scored=True) == model.chunk_within(1.0, 1, 1, 0, 0, is_scored=True)
 
 
 def test_tolerates_noise() -> None:

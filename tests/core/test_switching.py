@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 from core.harness import CoreHarness, answer, make_request
 
 from lineclear.errors import QueueFull
+from lineclear.scheduler.core.dump import dump_core, load_core
 from lineclear.scheduler.core.events import Started
 from lineclear.scheduler.core.policies import QUEUE_ORDERS, STRATEGIES
+from lineclear.scheduler.flight_recorder.recorder import to_json_types
 
 
 def switch(harness: CoreHarness, **changes: Any) -> None:
@@ -132,7 +135,10 @@ def test_dump_and_load_keep_switched_limits() -> None:
     harness = CoreHarness(max_batch_size=1)
     harness.submit("a", 4, 4)
     switch(harness, scheduling_policy="shortest", max_batch_size=3)
-    assert harness.core.dump()["limits"]["scheduling_policy"] == "shortest"
+    loaded = CoreHarness().core
+    load_core(loaded, json.loads(json.dumps(to_json_types(dump_core(harness.core)))))
+    assert replace(loaded.limits, cache_secret=harness.core.limits.cache_secret) == harness.core.limits
+    assert to_json_types(dump_core(loaded)) == to_json_types(dump_core(harness.core))
     request = make_request("b", 4, 4)
     harness.record(harness.core.submit(request, harness.now))
     harness.run()

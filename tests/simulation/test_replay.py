@@ -10,8 +10,11 @@ import simulation.checked_scheduler
 from simulation.scenario_draw import draw
 from simulation.simulated_run import SimulatedRun
 
+from lineclear.scheduler.core import invariants
+from lineclear.scheduler.core.dump import dump_core, load, load_core
 from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
+from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler, to_json_types
 from lineclear.scheduler.flight_recorder.replay import Divergence, NotARecording, replay
 
 
@@ -34,10 +37,21 @@ def test_history_replays(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
     for seed in range(first, first + 50):
         try:
-            calls += replay(map(json.loads, record(seed, monkeypatch)))
+            lines = record(seed, monkeypatch)
+            calls += replay(map(json.loads, lines))
+            check_loaded_core(lines)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
     assert calls > 1000
+
+
+def check_loaded_core(lines: list[str]) -> None:
+    """Check that a core in the state of a recording has exactly this state."""
+    header, core_state = map(json.loads, lines[:2])
+    core = Scheduler(load(header["limits"]), lambda *_: b"", lambda found: found)
+    load_core(core, core_state)
+    assert json.dumps(to_json_types(dump_core(core))) == lines[1]
+    invariants.check(core)
 
 
 def test_changed_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

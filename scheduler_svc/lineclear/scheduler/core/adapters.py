@@ -7,8 +7,6 @@ one runs behind the plans that are in flight.
 
 from __future__ import annotations
 
-from typing import Any
-
 from lineclear.errors import AdapterLimitReached, AdapterNotFound
 
 NO_ADAPTER = b""
@@ -78,15 +76,3 @@ class AdapterTable:
         self._indices.pop(key, None)
         self._num_uses.pop(key, None)
         self._unloading.discard(key)
-
-    def dump(self) -> list[list[Any]]:
-        """Return a copy of the state."""
-        return [[key, index, self._num_uses[key], key in self._unloading] for key, index in self._indices.items()]
-
-    def load_dump(self, state: list[list[Any]]) -> None:
-        """Restore a dump that went through JSON."""
-        for hexadecimal, index, num_uses, is_unloading in state:
-            key = bytes.fromhex(hexadecimal)
-            self._indices[key], self._num_uses[key] = index, num_uses
-            if is_unloading:
-                self._unloading.add(key)

@@ -18,9 +18,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain
-from typing import Any
 
-from lineclear.scheduler.core.child_blocks import TOKEN_BYTES, ChildBlocks, Donor, min_copied, token_bytes
+from lineclear.scheduler.core.child_blocks import TOKEN_BYTES, ChildBlocks, Donor, min_copied
 
 
 class OutOfBlocks(Exception):
@@ -262,37 +261,6 @@ class BlockPool:
         self._children = ChildBlocks(self.num_blocks, min_copied(self.block_size))
         self._empty.extend(self._cached)
         self._cached.clear()
-
-    def dump(self, pending: Sequence[PendingWrites]) -> dict[str, Any]:
-        """Return a copy of the state, without tokens; `pending` are the values that `load` gets in the same order."""
-        return {
-            "references": list(self._references),
-            "empty": list(self._empty),
-            "cached": list(self._cached),
-            "published": [(block, key) for block, key in enumerate(self._keys) if key is not None],
-            "tainted": sorted(self._tainted),
-            "pending": [[block, pending.index(writes)] for block, writes in self._pending.items()],
-            "unconfirmed": [[block, pending.index(writes)] for block, writes in self._unconfirmed.items()],
-            "children": self._children.dump(),
-            "to_zero": list(self._to_zero),
-        }
-
-    def load(self, state: dict[str, Any], pending: Sequence[PendingWrites], token: int) -> None:
-        """Restore a dump that went through JSON; every published token becomes `token`."""
-        self._references = state["references"]
-        self._empty = deque(state["empty"])
-        self._cached = OrderedDict.fromkeys(state["cached"])
-        self._by_key = {bytes.fromhex(key): block for block, key in state["published"]}
-        blank = token_bytes((token,) * self.block_size)
-        for key, block in self._by_key.items():
-            self._keys[block], self._tokens[block] = key, blank
-        self._tainted = set(state["tainted"])
-        self._pending = {block: pending[index] for block, index in state["pending"]}
-        self._unconfirmed = {block: pending[index] for block, index in state["unconfirmed"]}
-        for block, writes in self._unconfirmed.items():
-            writes.blocks.append(block)
-        self._children.load(state["children"], token)
-        self._to_zero = state["to_zero"]
 
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Check every invariant, given the block tables of all running sequences. Raises AssertionError."""

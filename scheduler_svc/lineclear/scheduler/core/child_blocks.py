@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 TOKEN_BYTES = 4
 _Child = tuple[bytes, int]  # tokens and block
@@ -93,19 +93,6 @@ class ChildBlocks:
             return None
         near = [(self._tokens[children], children)] if isinstance(children, int) else _neighbours(children, wanted)
         return max((Donor(block, _num_common(child, wanted)) for child, block in near), key=_num_positions)
-
-    def dump(self) -> list[Any]:
-        """Return a copy of the state; of tokens only their number."""
-        return [
-            (block, place[: -self._min_bytes], len(self._tokens[block]) // TOKEN_BYTES)
-            for block, place in enumerate(self._places)
-            if place is not None
-        ]
-
-    def load(self, entries: Iterable[Any], token: int) -> None:
-        """Restore a dump that went through JSON; every token becomes `token`."""
-        for block, parent, num_tokens in entries:
-            self.add(block, bytes.fromhex(parent), token_bytes((token,) * num_tokens))
 
     def check(self, published: Sequence[object], references: Sequence[int]) -> None:
         """Check that children and places agree, and that a free block is `published`. Raises AssertionError."""

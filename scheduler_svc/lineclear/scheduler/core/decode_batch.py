@@ -8,8 +8,8 @@ and by decode step, so a step costs nothing per member in Python calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from lineclear.scheduler.core.sequence import Sequence, State
 
@@ -141,23 +141,6 @@ class DecodeBatch:
     def on_result(self, decode_step: int, step: int, now: float) -> None:
         """Confirm the tokens of `decode_step`. Call it for every decode step, in order."""
         self._confirmed = (decode_step, step, now)
-
-    # --- state ------------------------------------------------------------------------------------------------------
-
-    def dump(self) -> dict[str, Any]:
-        """Return a copy of the state; sequences by number."""
-        return {
-            "members": [s.number for s in self._rows],
-            "decode_step": self.decode_step,
-            "step": self._step,
-            "confirmed": list(self._confirmed),
-        }
-
-    def load(self, state: dict[str, Any], sequences: Mapping[int, Sequence]) -> None:
-        """Restore a dump into a new decode batch."""
-        self.decode_step, self._step, self._confirmed = state["decode_step"], state["step"], tuple(state["confirmed"])
-        for number in state["members"]:
-            self._add(sequences[number])
 
     def check(self) -> None:
         """Check every invariant of members that are up to date. Raises AssertionError."""

@@ -6,7 +6,7 @@ and back, and rows with drafts are handled one by one. So the time from result t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 
@@ -86,19 +86,6 @@ class DraftTimes:
         row = rows * max(0.0, self._row_ahead if is_pipelined else self._row_waiting)
         return DraftCosts(position / seconds, missed + row / seconds)
 
-    def dump(self) -> list[Any]:
-        """Return a copy of the state."""
-        return [*(getattr(self, name) for name in _PLAIN_TIMES), list(self._counts)]
-
-    def load(self, state: list[Any]) -> None:
-        """Restore a dump."""
-        *values, self._counts = state
-        for name, value in zip(_PLAIN_TIMES, values, strict=True):
-            setattr(self, name, value)
-
-
-_PLAIN_TIMES = tuple(name for name in DraftTimes.__slots__ if name != "_counts")
-
 
 class TrialBudget:
     """The tokens that trials of drafts may lose on one worker: a share of all tokens, and what drafts gained.
@@ -121,11 +108,3 @@ class TrialBudget:
     def add(self, tokens: float) -> None:
         """Add what drafts gained; negative: what they cost."""
         self.tokens = min(self.tokens + tokens, _MAX_TOKENS)
-
-    def dump(self) -> list[Any]:
-        """Return a copy of the state."""
-        return [self.tokens, self._step]
-
-    def load(self, state: list[Any]) -> None:
-        """Restore a dump."""
-        self.tokens, self._step = state

@@ -9,8 +9,6 @@ Drafts must pay for that: the tokens that they add, by what this sequence accept
 
 from __future__ import annotations
 
-from typing import Any
-
 from lineclear.scheduler.core.draft_costs import DraftCosts
 
 _WEIGHT = 0.1
@@ -104,15 +102,3 @@ class DraftHistory:
         self.paused_until, self.trial_rows, self.balance = None, _TRIAL_ROWS, 0.0
         found, accepted = self.least
         self.found, self.accepted = max(self.found, found), max(self.accepted, accepted)
-
-    def dump(self) -> list[Any]:
-        """Return a copy of the state."""
-        return [getattr(self, name) for name in self.__slots__]
-
-    @classmethod
-    def load(cls, state: list[Any]) -> DraftHistory:
-        """Return the history of a dump."""
-        history = cls()
-        for name, value in zip(cls.__slots__, state, strict=True):
-            setattr(history, name, value)
-        return history

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
 from lineclear.scheduler.core.sequence import Sequence
 
 
@@ -31,19 +28,6 @@ class DraftPauses:
         found = [(at, sequence) for at in ended for sequence in self._by_step.pop(at)]
         self._first = min(self._by_step, default=0)
         return [s for at, s in found if s.in_decode_batch and s.epoch == epoch and _pauses_until(s, at)]
-
-    def dump(self) -> list[Any]:
-        """Return a copy of the state; sequences by number."""
-        return [[step, [s.number for s in paused]] for step, paused in self._by_step.items()]
-
-    def load(self, state: Iterable[Any], sequences: Mapping[int, Sequence]) -> None:
-        """Restore a dump."""
-        self._by_step = {step: {sequences[number]: None for number in numbers} for step, numbers in state}
-        self._first = min(self._by_step, default=0)
-
-    def sequences(self) -> list[Sequence]:
-        """Return every sequence that a dump names; some have ended."""
-        return [sequence for paused in self._by_step.values() for sequence in paused]
 
 
 def _pauses_until(sequence: Sequence, step: int) -> bool:

@@ -14,9 +14,8 @@ decides in each step; a key that stays lets one queue serve all orders and costs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
 
 from lineclear.scheduler.core.sequence import Request, Sequence
 
@@ -94,20 +93,6 @@ class FairShare:
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
-
-    def dump(self) -> dict[str, Any]:
-        """Return a copy of clock and accounts."""
-        return {
-            "clock": self._clock,
-            "present": {tenant: asdict(account) for tenant, account in self._present.items()},
-            "debtors": {tenant: asdict(account) for tenant, account in self._debtors.items()},
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore a dump."""
-        self._clock = state["clock"]
-        self._present = {tenant: _Account(**account) for tenant, account in state["present"].items()}
-        self._debtors = {tenant: _Account(**account) for tenant, account in state["debtors"].items()}
 
 
 def share_of(tenant: str) -> str:

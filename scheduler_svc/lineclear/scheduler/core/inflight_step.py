@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import chain, compress, count
 from operator import contains
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from lineclear.scheduler.core.decode_batch import DecodeRows
 from lineclear.scheduler.core.events import Event, StepTokens
@@ -140,32 +140,6 @@ class InflightStep:
             num_tokens -= row.num_drafts - num
             kv_tokens -= kv_of_drafts(row.end, row.num_drafts) - kv_of_drafts(row.end, num)
         return num_tokens, kv_tokens
-
-    def dump(self) -> dict[str, Any]:
-        """Return a copy of the state; sequences by number."""
-        rows = self.decode_rows
-        counts = [self.num_tokens, self.kv_tokens, self.num_scored]
-        return {
-            "numbers": [self.step, self.decode_step, *counts, self.planned_at, self.is_ahead],
-            "decodes": [[s.number for s in rows.sequences], rows.slots, rows.offsets, rows.index_offsets],
-            "completing_block": [s.number for s in self.completing_block],
-            "chunk_rows": [[row.sequence.number, *row[1:]] for row in self.chunk_rows],
-        }
-
-    @classmethod
-    def load(cls, state: dict[str, Any], sequences: Mapping[int, Sequence]) -> InflightStep:
-        """Return the step of a dump that went through JSON."""
-        step, decode_step, *rest = state["numbers"]
-        numbers, *columns = state["decodes"]
-        members = tuple(sequences[number] for number in numbers)
-        ids, tokens = tuple(s.request.request_id for s in members), tuple(s.tokens for s in members)
-        rows = DecodeRows(members, ids, tokens, tuple(s.stop_token_ids for s in members), *map(tuple, columns))
-        completing_block = [sequences[number] for number in state["completing_block"]]
-        chunk_rows = [
-            ChunkRow(sequences[number], admission, start, end, RowOutput(output), num_drafts)
-            for number, admission, start, end, output, num_drafts in state["chunk_rows"]
-        ]
-        return cls(step, decode_step, rows, completing_block, chunk_rows, *rest)
 
 
 def kv_of_drafts(first: int, count: int) -> int:

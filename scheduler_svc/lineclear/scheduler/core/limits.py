@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
 
 from lineclear.errors import (
     DeadlineUnreachable,
@@ -65,15 +64,6 @@ class CoreLimits:
     def differences(self, other: CoreLimits) -> list[str]:
         """Return the names of the fields that differ."""
         return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
-
-    def dump(self) -> dict[str, Any]:
-        """Return the limits without the secret."""
-        return {name: value for name, value in asdict(self).items() if name != "cache_secret"}
-
-    @classmethod
-    def load(cls, state: dict[str, Any]) -> CoreLimits:
-        """Return the limits of a dump, with an empty secret."""
-        return cls(**state | {"policy": PolicySettings(**state["policy"])})
 
 
 def check_queue(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core.events import Failed, Finished, FinishReason
@@ -97,19 +96,3 @@ class LiveRequests:
         if len(self._deadlines) > 2 * len(self._by_id) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2].state is not State.FINISHED]
             heapq.heapify(self._deadlines)
-
-    # --- state ------------------------------------------------------------------------------------------------------
-
-    def dump(self) -> dict[str, Any]:
-        """Return a copy of the state; sequences by number."""
-        return {
-            "live": [s.number for s in self._by_id.values()],
-            "deadlines": [[at, s.number] for at, _, s in self._deadlines if s.state is not State.FINISHED],
-        }
-
-    def load(self, state: dict[str, Any], sequences: Mapping[int, Sequence]) -> None:
-        """Restore a dump."""
-        self._by_id = {str(number): sequences[number] for number in state["live"]}
-        self._num_search_steps = sum(s.request.is_search_step for s in self._by_id.values())
-        self._deadlines = [(at, number, sequences[number]) for at, number in state["deadlines"]]
-        heapq.heapify(self._deadlines)

@@ -8,7 +8,7 @@ requests lose only time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from lineclear.scheduler.core.inflight_step import InflightStep
@@ -85,11 +85,3 @@ class PoisonDetector:
         if self._suspects:
             self._suspects.pop(sequence, None)
             sequence.crash_count = sequence.isolated_crashes = sequence.isolated_kills = sequence.clear_position = 0
-
-    def dump(self) -> list[int]:
-        """Return the suspects' numbers."""
-        return [s.number for s in self._suspects]
-
-    def load(self, state: Iterable[int], sequences: Mapping[int, Sequence]) -> None:
-        """Restore a dump."""
-        self._suspects = {sequences[number]: None for number in state}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from lineclear.scheduler.core.fair_share import FairShare
 from lineclear.scheduler.core.sequence import Request, Sequence
@@ -79,14 +79,6 @@ class BatchingStrategy(Protocol):
         """Return the time at which the answer changes without any event."""
         ...
 
-    def dump(self) -> dict[str, Any]:
-        """Return a copy of the state, in JSON's types."""
-        ...
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore a dump."""
-        ...
-
 
 class Continuous:
     """Iteration-level scheduling (Orca, Yu et al. 2022): waiting requests join at the next step.
@@ -109,12 +101,6 @@ class Continuous:
         if state.oldest_arrival is None or self._is_open(state):
             return None
         return state.oldest_arrival + self._settings.batch_timeout_seconds
-
-    def dump(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: dict[str, Any]) -> None:
-        pass
 
     def _is_open(self, state: BatchingState) -> bool:
         return (
@@ -157,12 +143,6 @@ class FixedSize:
         if self._timeout_seconds is None or state.oldest_arrival is None or state.num_active or self._is_due(state):
             return None
         return state.oldest_arrival + self._timeout_seconds
-
-    def dump(self) -> dict[str, Any]:
-        return {"joins_left": self._joins_left, "batch_started_at": self._batch_started_at}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self._joins_left, self._batch_started_at = state["joins_left"], state["batch_started_at"]
 
     def _is_due(self, state: BatchingState) -> bool:
         return self._timeout_seconds is not None and state.has_waited(self._timeout_seconds)
@@ -230,14 +210,6 @@ class QueueOrder(Protocol):
         """Note that a request ended, started or not."""
         ...
 
-    def dump(self) -> dict[str, Any]:
-        """Return a copy of the state, in JSON's types."""
-        ...
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore a dump."""
-        ...
-
 
 class Fifo:
     """First in, first out."""
@@ -257,12 +229,6 @@ class Fifo:
         pass
 
     def on_finish(self, sequence: Sequence) -> None:
-        pass
-
-    def dump(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: dict[str, Any]) -> None:
         pass
 
 

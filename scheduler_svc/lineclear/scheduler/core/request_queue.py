@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 
 from lineclear.scheduler.core.sequence import Sequence
@@ -99,12 +99,3 @@ class RequestQueue:
     def sequences(self) -> list[Sequence]:
         """Return all sequences by arrival in this queue."""
         return list(self._live.values())
-
-    def dump(self) -> list[int]:
-        """Return the sequences' numbers by arrival in this queue."""
-        return list(self._live)
-
-    def load(self, state: Iterable[int], sequences: Mapping[int, Sequence]) -> None:
-        """Restore a dump into a new queue."""
-        for number in state:
-            self.push(sequences[number])

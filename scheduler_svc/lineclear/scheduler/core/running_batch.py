@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from lineclear.scheduler.core.block_pool import BlockHash, BlockPool, PendingWrites
 from lineclear.scheduler.core.child_blocks import Donor, token_bytes
 from lineclear.scheduler.core.decode_batch import DecodeBatch
-from lineclear.scheduler.core.sequence import BLANK_TOKEN, Sequence, State
+from lineclear.scheduler.core.sequence import Sequence, State
 
 ChooseDonor = Callable[[Donor | None], Donor | None]
 """The block to copy from that was found -> the block to copy from. Recordings note it, and replays restore it."""
@@ -295,41 +294,6 @@ class RunningBatch:
     def _leading_blocks(self, sequence: Sequence) -> tuple[list[bytes], list[bytes]]:
         root = self._block_hash(sequence.request.cache_scope, None, b"")
         return sequence.leading_blocks.setdefault(self.pool.block_size, ([root], []))
-
-    def pending_sequences(self) -> list[Sequence]:
-        """Return writers and readers of pending writes that are not resolved; some have finished."""
-        return [s for writes in self._pending for s in (writes.sequence, *writes.readers)]
-
-    def dump(self) -> dict[str, Any]:
-        """Return a copy of the state; sequences by number."""
-        return {
-            "running": [s.number for s in self.running],
-            "not_decoding": [s.number for s in self.not_decoding],
-            "finishing": [s.number for s in self.finishing],
-            "decode_batch": self.decode_batch.dump(),
-            "pending": [
-                [w.sequence.number, w.admission, w.last_step, [[s.number, count] for s, count in w.readers.items()]]
-                for w in self._pending
-            ],
-            "capacity": [self.num_slots, self.max_slots, self.pool.num_blocks, self.pool.block_size],
-            "unused_slots": list(self.unused_slots),
-            "pool": self.pool.dump(self._pending),
-        }
-
-    def load(self, state: dict[str, Any], sequences: Mapping[int, Sequence]) -> None:
-        """Restore a dump that went through JSON."""
-        self.reset(*state["capacity"])
-        self.running, self.not_decoding, self.finishing = (
-            {sequences[number]: None for number in state[name]} for name in ("running", "not_decoding", "finishing")
-        )
-        self.decode_batch.load(state["decode_batch"], sequences)
-        self._pending = []
-        for number, admission, last_step, readers in state["pending"]:
-            writes = InflightRows(sequences[number], admission, last_step)
-            writes.readers = {sequences[reader]: count for reader, count in readers}
-            self._pending.append(writes)
-        self.unused_slots = state["unused_slots"]
-        self.pool.load(state["pool"], self._pending, BLANK_TOKEN)
 
 
 def _reset_sequence(sequence: Sequence, state: State, computed: int) -> None:

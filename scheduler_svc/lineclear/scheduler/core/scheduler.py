@@ -11,8 +11,6 @@ for every later plan, and a freed block may be handed out at once: a late write 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
-from typing import Any
 
 from lineclear.errors import (
     Cancelled,
@@ -420,43 +418,3 @@ class Scheduler:
         """Empty the prefix cache of every worker."""
         for worker in self._state.workers.values():
             worker.batch.pool.clear_cache()
-
-    def dump(self) -> dict[str, Any]:
-        """Return a copy of the state without content, about a microsecond per live request.
-
-        Of tokens it has only the number, of requests the number of arrival in place of the id. It lacks the limits and
-        events that were not drained.
-        """
-        state, workers = self._state, [*self._state.workers.values(), *self._vacant]
-        sequences = [*self._live, *(s for worker in workers for s in worker.sequences())]
-        return {
-            "limits": self.limits.dump(),
-            "num_arrivals": self._num_arrivals,
-            "shared": state.dump(),
-            "sequences": [s.dump() for s in dict.fromkeys(sequences)],
-            "requests": self._live.dump(),
-            "fresh": state.fresh.dump(),
-            "resuming": state.resuming.dump(),
-            "suspects": state.poison.dump(),
-            "workers": [worker.dump() for worker in state.workers.values()],
-            "vacant": [worker.dump() for worker in self._vacant],
-        }
-
-    def load(self, dumped: dict[str, Any]) -> None:
-        """Restore a dump that went through JSON into a new core; all tokens are blank."""
-        self.switch(replace(CoreLimits.load(dumped["limits"]), cache_secret=self.limits.cache_secret), 0.0)
-        state = self._state
-        self._num_arrivals = dumped["num_arrivals"]
-        state.load(dumped["shared"])
-        sequences = {s.number: s for s in map(Sequence.load, dumped["sequences"])}
-        self._live.load(dumped["requests"], sequences)
-        state.fresh.load(dumped["fresh"], sequences)
-        state.resuming.load(dumped["resuming"], sequences)
-        state.poison.load(dumped["suspects"], sequences)
-        for entry in (*dumped["workers"], *dumped["vacant"]):
-            worker = self._new_worker()
-            worker.load(entry, sequences)
-            if entry["hello"] is None:
-                self._vacant.append(worker)
-            else:
-                state.workers[worker.hello.epoch] = worker

@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from lineclear.scheduler.core.child_blocks import token_bytes
 from lineclear.scheduler.core.draft_history import DraftHistory
 from lineclear.scheduler.core.events import RequestStats
 from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, Sampling
-
-BLANK_TOKEN, BLANK_STOP, BLANK_EOS = 0, 1, 2
-"""The tokens of a core that was loaded from a dump: dumps have no content."""
-BLANK_GRAMMAR = "blank"
 
 
 class Scoring(NamedTuple):
@@ -109,57 +103,6 @@ class Request:
     def max_len(self) -> int:
         """Upper bound of the positions it computes, plus one: the last output token is never computed."""
         return len(self.prompt) + (self.max_tokens if self.pooling is None else 1)
-
-    def dump(self) -> tuple[Any, ...]:
-        """Return everything but id, content and sampling parameters; `load` makes a blank request of it."""
-        sizes = len(self.prompt), len(self.output), self.max_tokens, self.expected_tokens
-        model = self.model_fingerprint, self.vocabulary, self.adapter
-        rest = self.scoring, self.pooling, self.is_sibling, self.queued_since, self.max_drafts, self.is_constrained
-        return *sizes, self.priority, self.deadline, self.tenant, *model, *rest
-
-    @classmethod
-    def load(
-        cls,
-        number: int,
-        prompt_len: int,
-        output_len: int,
-        max_tokens: int,
-        expected_tokens: int,
-        priority: int,
-        deadline: float | None,
-        tenant: str,
-        model_fingerprint: str,
-        vocabulary: Any,
-        adapter: str,
-        scoring: Any,
-        pooling: Any,
-        is_sibling: bool,
-        queued_since: float | None,
-        max_drafts: int,
-        is_constrained: bool,
-    ) -> Request:
-        """Return a request of the dumped shape with `number` as its id and blank tokens."""
-        return cls(
-            str(number),
-            (BLANK_TOKEN,) * prompt_len,
-            Sampling(stop_ids=(BLANK_STOP, BLANK_EOS), grammar=BLANK_GRAMMAR if is_constrained else ""),
-            max_tokens,
-            frozenset({BLANK_EOS}),
-            frozenset({BLANK_STOP}),
-            priority,
-            deadline,
-            tenant=tenant,
-            output=(BLANK_TOKEN,) * output_len,
-            expected_tokens=expected_tokens,
-            model_fingerprint=model_fingerprint,
-            vocabulary=None if vocabulary is None else (vocabulary[0], tuple(vocabulary[1])),
-            adapter=bytes.fromhex(adapter),
-            scoring=None if scoring is None else Scoring(*scoring),
-            pooling=None if pooling is None else Pooling(PoolingKind(pooling[0]), *pooling[1:]),
-            is_sibling=is_sibling,
-            queued_since=queued_since,
-            max_drafts=max_drafts,
-        )
 
 
 class State(Enum):
@@ -358,33 +301,3 @@ class Sequence:
             ended_at=now,
             last_step=self.last_step,
         )
-
-    def dump(self) -> list[Any]:
-        """Return a copy of the state; of tokens only their number."""
-        keys = tuple((size, tuple(keys)) for size, (keys, _) in self.leading_blocks.items())
-        history = None if self.draft_history is None else self.draft_history.dump()
-        lengths = self.state.value, len(self.tokens), tuple(self.blocks), keys, history
-        return [*self.request.dump(), *lengths, _plain_values(self)]
-
-    @classmethod
-    def load(cls, entry: list[Any]) -> Sequence:
-        """Return a sequence in the state of a dump that went through JSON, with blank tokens."""
-        *request, state, num_tokens, blocks, keys, history, values = entry
-        fields = dict(zip(_PLAIN, values, strict=True))
-        key, number = fields.pop("queue_key")
-        sequence = cls(Request.load(number, *request), (key, number), 0.0)
-        sequence.tokens = [BLANK_TOKEN] * num_tokens
-        sequence.state = State(state)
-        sequence.blocks = list(blocks)
-        sequence.draft_history = None if history is None else DraftHistory.load(history)
-        for size, of_size in keys:
-            contents = [token_bytes([BLANK_TOKEN] * size)] * (len(of_size) - 1)
-            sequence.leading_blocks[size] = list(map(bytes.fromhex, of_size)), contents
-        for name, value in fields.items():
-            setattr(sequence, name, value)
-        return sequence
-
-
-_NOT_PLAIN = {"blocks", "draft_history", "leading_blocks", "request", "state", "stop_token_ids", "tokens"}
-_PLAIN = tuple(sorted({*Sequence.__slots__} - _NOT_PLAIN))
-_plain_values = attrgetter(*_PLAIN)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from lineclear.scheduler.core.adapters import AdapterTable
 from lineclear.scheduler.core.events import Preempted
@@ -112,23 +111,3 @@ class SharedState:
         self.resuming.push(victim)
         self.counters.preemptions += 1
         return Preempted(victim.request.request_id)
-
-    def dump(self) -> dict[str, Any]:
-        """Return a copy of counters, flags and the queue order's state."""
-        return {
-            "counters": asdict(self.counters),
-            "flags": [self.draining, self.refusing, self.model_fingerprint],
-            "isolation": [self.isolation_epoch, self.is_isolating],
-            "queue_order": self.queue_order.dump(),
-            "pace": self.pace.dump(),
-            "adapters": self.adapters.dump(),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore a dump."""
-        self.counters = Counters(**state["counters"])
-        self.draining, self.refusing, self.model_fingerprint = state["flags"]
-        self.isolation_epoch, self.is_isolating = state["isolation"]
-        self.queue_order.load(state["queue_order"])
-        self.pace.load(state["pace"])
-        self.adapters.load_dump(state["adapters"])

@@ -38,11 +38,3 @@ class SlotPace:
         """Return how long a request is expected to hold a slot; None before a request has ended."""
         known = len(request.prompt) + len(request.output)
         return self.seconds(known, max(0, request.expected_len - known))
-
-    def dump(self) -> list[float]:
-        """Return a copy of the state."""
-        return [self._prefill_seconds, self._prefill_tokens, self._decode_seconds, self._decode_tokens]
-
-    def load(self, state: list[float]) -> None:
-        """Restore a dump."""
-        self._prefill_seconds, self._prefill_tokens, self._decode_seconds, self._decode_tokens = state

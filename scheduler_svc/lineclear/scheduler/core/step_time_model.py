@@ -11,7 +11,6 @@ the mean of what steps with scores took beyond the rest: few steps have any, and
 from __future__ import annotations
 
 import math
-from typing import Any
 
 _FORGETTING_FACTOR = 0.995  # an observation counts half after about 140 steps
 _MAX_COVARIANCE_TRACE = 1000.0  # stop forgetting above this, or the covariance grows without bound on identical steps
@@ -134,14 +133,3 @@ class StepTimeModel:
         found = max(0.0, (seconds - self.predict(tokens, kv_tokens)) / scored)
         self._per_scored += max(_WEIGHT, 1 / self._num_scored_steps) * (found - self._per_scored)
         return max(0.0, seconds - self._per_scored * scored)
-
-    def dump(self) -> list[Any]:
-        """Return a copy of the state."""
-        scores = [self._per_scored, self._num_scored_steps, self._most_scored]
-        covariance = [list(row) for row in self._covariance]
-        return [list(self._weights), covariance, self.num_observations, self._deviation, self._most_tokens, scores]
-
-    def load(self, state: list[Any]) -> None:
-        """Restore a dump."""
-        self._weights, self._covariance, self.num_observations, self._deviation, self._most_tokens, scores = state
-        self._per_scored, self._num_scored_steps, self._most_scored = scores

@@ -32,11 +32,3 @@ class TokenBudget:
             if self._steps_to_doubling == 0:
                 self._halvings -= 1
                 self._steps_to_doubling = _RECOVERY_STEPS
-
-    def dump(self) -> list[int]:
-        """Return a copy of the state."""
-        return [self._halvings, self._steps_to_doubling]
-
-    def load(self, state: list[int]) -> None:
-        """Restore a dump."""
-        self._halvings, self._steps_to_doubling = state

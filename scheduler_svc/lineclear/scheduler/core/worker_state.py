@@ -6,9 +6,6 @@ Everything else is shared by all workers: `shared_state`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
-from typing import Any
 
 from lineclear.scheduler.core.block_pool import BlockHash
 from lineclear.scheduler.core.draft_costs import DraftTimes, TrialBudget
@@ -145,51 +142,3 @@ class WorkerState:
             is_fitted=self.step_time.is_fitted,
             is_stopping=self.is_stopping,
         )
-
-    def sequences(self) -> Iterator[Sequence]:
-        """Return every sequence that a dump names, some of them more than once; some have finished."""
-        for inflight in self.inflight:
-            yield from inflight.sequences()
-        yield from self.batch.pending_sequences()
-        yield from self.draft_pauses.sequences()
-
-    def dump(self) -> dict[str, Any]:
-        """Return a copy of the state; sequences by number."""
-        return {
-            "hello": None if self._hello is None else asdict(self._hello),
-            "step": self.step,
-            "last_step": [self.last_step_tokens, self.last_step_positions],
-            "planned_at": self.planned_at,
-            "max_len": self.max_len,
-            "is_stopping": self.is_stopping,
-            "left": [s.number for s in self.left if s.state is State.WAITING],
-            "budget": self.budget.dump(),
-            "strategy": self.strategy.dump(),
-            "step_time": self.step_time.dump(),
-            "batch": self.batch.dump(),
-            "draft_pauses": self.draft_pauses.dump(),
-            "drafts": [self.draft_times.dump(), self.trial_budget.dump(), self.last_result_at],
-            "inflight": [inflight.dump() for inflight in self.inflight],
-        }
-
-    def load(self, state: dict[str, Any], sequences: Mapping[int, Sequence]) -> None:
-        """Restore a dump that went through JSON."""
-        self._hello = None if state["hello"] is None else load_hello(state["hello"])
-        self.step, self.planned_at = state["step"], state["planned_at"]
-        self.last_step_tokens, self.last_step_positions = state["last_step"]
-        self.max_len, self.is_stopping = state["max_len"], state["is_stopping"]
-        self.left = [sequences[number] for number in state["left"]]
-        self.budget.load(state["budget"])
-        self.strategy.load(state["strategy"])
-        self.step_time.load(state["step_time"])
-        self.batch.load(state["batch"], sequences)
-        self.draft_pauses.load(state["draft_pauses"], sequences)
-        times, budget, self.last_result_at = state["drafts"]
-        self.draft_times.load(times)
-        self.trial_budget.load(budget)
-        self.inflight = deque(InflightStep.load(entry, sequences) for entry in state["inflight"])
-
-
-def load_hello(fields: dict[str, Any]) -> Hello:
-    """Return the Hello of fields that went through JSON."""
-    return replace(Hello(**fields), eos_token_ids=tuple(fields["eos_token_ids"]))

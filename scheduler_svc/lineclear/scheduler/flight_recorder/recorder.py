@@ -16,6 +16,7 @@ from typing import Any
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core.block_pool import BlockHasher
 from lineclear.scheduler.core.child_blocks import Donor
+from lineclear.scheduler.core.dump import dump, dump_core
 from lineclear.scheduler.core.events import (
     Event,
     Failed,
@@ -35,11 +36,11 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Hello, StepError, StepPlan, StepResult
 
-FORMAT = "lineclear flight recording 9"
+FORMAT = "lineclear flight recording 10"
 """Raise the number when records or dumps of the core change: `replay` refuses other formats."""
 KEY_BYTES = 8
 """Recorded bytes of a prefix-cache key."""
-_MAX_LIVE_AT_DUMP = 8192  # a dump of the core stops the engine for about 1 us per live request
+_MAX_LIVE_AT_DUMP = 4096  # a dump of the core stops the engine for about 10 us per live request
 
 
 class RecordingScheduler(Scheduler):
@@ -55,8 +56,8 @@ class RecordingScheduler(Scheduler):
         self._numbers: dict[str, int] = {}  # of live requests, by arrival
         self._vocab_size = 0
         self._undrained: list[Event] = []
-        self._earlier: tuple[dict[str, Any], list[list[Any]]] | None = None
-        self._core_state: dict[str, Any] | None = self.dump()
+        self._earlier: tuple[Any, list[list[Any]]] | None = None
+        self._core_state: Any | None = dump_core(self)
         self._records: list[list[Any]] = []
 
     def recording(self) -> Iterator[Any]:
@@ -64,7 +65,7 @@ class RecordingScheduler(Scheduler):
 
         Only the header while more requests are live than a dump of the core may have.
         """
-        entries: list[Any] = [{"format": FORMAT, "limits": self.limits.dump()}]
+        entries: list[Any] = [{"format": FORMAT, "limits": dump(self.limits)}]
         records: list[list[Any]] = []
         if self._core_state is not None:
             core_state, earlier = self._earlier or (self._core_state, [])
@@ -79,11 +80,11 @@ class RecordingScheduler(Scheduler):
         try:
             events = super().submit(request, now)
         except LineclearError as error:
-            self._record("submit", now, [number, *request.dump()], type(error).__name__)
+            self._record("submit", now, [number, dump(request)], type(error).__name__)
             raise
         self._numbers[request.request_id] = number
         self._num_admitted += 1
-        self._record("submit", now, [number, *request.dump()], "Admitted")
+        self._record("submit", now, [number, dump(request)], "Admitted")
         return events
 
     def cancel(self, request_id: str, error: LineclearError | None, now: float) -> list[Event]:
@@ -110,7 +111,7 @@ class RecordingScheduler(Scheduler):
 
     def switch(self, limits: CoreLimits, now: float) -> None:
         super().switch(limits, now)
-        self._record("switch", now, [limits.dump()], [])
+        self._record("switch", now, [dump(limits)], [])
 
     def clear_prefix_cache(self) -> None:
         super().clear_prefix_cache()
@@ -120,21 +121,20 @@ class RecordingScheduler(Scheduler):
         try:
             index = super().load_adapter(key, now)
         except LineclearError as error:
-            self._record("load_adapter", now, [key], type(error).__name__)
+            self._record("load_adapter", now, [key[:KEY_BYTES].hex()], type(error).__name__)
             raise
-        self._record("load_adapter", now, [key], index)
+        self._record("load_adapter", now, [key[:KEY_BYTES].hex()], index)
         return index
 
     def unload_adapter(self, key: bytes, now: float) -> int:
         num_uses = super().unload_adapter(key, now)
-        self._record("unload_adapter", now, [key], num_uses)
+        self._record("unload_adapter", now, [key[:KEY_BYTES].hex()], num_uses)
         return num_uses
 
     def worker_joined(self, hello: Hello, now: float) -> list[Event]:
         events = super().worker_joined(hello, now)
         self._vocab_size = hello.vocab_size
-        fields = {name: getattr(hello, name) for name in hello.__slots__}
-        self._record("worker_joined", now, [fields], self._summary(events))
+        self._record("worker_joined", now, [dump(hello)], self._summary(events))
         return events
 
     def worker_lost(self, epoch: int, now: float, loss: WorkerLoss = WorkerLoss.CLEAN) -> list[Event]:
@@ -219,7 +219,7 @@ class RecordingScheduler(Scheduler):
             self._earlier = self._core_state = None
         else:
             self._earlier = None if self._core_state is None else (self._core_state, self._records)
-            self._core_state = self.dump()
+            self._core_state = dump_core(self)
         self._records = []
 
 
@@ -231,13 +231,13 @@ def _counts_used(owners: Iterable[str], counts: Iterable[int], events: Iterable[
 
 def _with_separate_keys(record: list[Any]) -> list[Any]:
     call, now, facts, keys, outcome = record
-    return [call, now, facts, [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)], outcome]
+    return [call, now, facts, keys.hex(" ", KEY_BYTES).split(), outcome]
 
 
 def to_json_types(value: Any) -> Any:
     """Return the value in JSON's types, with keys cut to KEY_BYTES."""
     if isinstance(value, bytes):
-        return value[:KEY_BYTES].hex()
+        return {"bytes": value[:KEY_BYTES].hex()}
     if isinstance(value, dict):
         return {name: to_json_types(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -10,18 +10,16 @@ import json
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core.child_blocks import Donor
+from lineclear.scheduler.core.dump import BLANK_EOS, BLANK_STOP, BLANK_TOKEN, load, load_core, load_request
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.scheduler import Scheduler
-from lineclear.scheduler.core.sequence import BLANK_EOS, BLANK_STOP, BLANK_TOKEN, Request
-from lineclear.scheduler.core.worker_state import load_hello
 from lineclear.scheduler.flight_recorder.recorder import FORMAT, event_summary, plan_summary, to_json_types
 from lineclear.wire.messages import RowOutput, Scores, StepError, StepErrorKind, StepPlan, StepResult
 
@@ -67,7 +65,7 @@ def replay(recording: Iterable[Any], on_plan: Callable[[float, StepPlan], None] 
     core_state = next(entries, None)
     if core_state is None:
         raise NotARecording("it has no records: too many requests were live for a dump of the core")
-    replayer, count = _Replayer(CoreLimits.load(header["limits"]), core_state, on_plan), 0
+    replayer, count = _Replayer(load(header["limits"]), core_state, on_plan), 0
     for call, now, facts, keys, outcome in entries:
         count += 1
         answer = to_json_types(replayer.replay(call, now, facts, keys))
@@ -79,14 +77,12 @@ def replay(recording: Iterable[Any], on_plan: Callable[[float, StepPlan], None] 
 class _Replayer:
     """A core with recorded facts in place of content. Its private methods are named after the recorded calls."""
 
-    def __init__(
-        self, limits: CoreLimits, core_state: dict[str, Any], on_plan: Callable[[float, StepPlan], None]
-    ) -> None:
+    def __init__(self, limits: CoreLimits, core_state: Any, on_plan: Callable[[float, StepPlan], None]) -> None:
         self._on_plan = on_plan
         self._keys: deque[bytes] = deque()
         self._donors: deque[list[int] | None] = deque()
         self._core = Scheduler(limits, self._next_key, self._next_donor)
-        self._core.load(core_state)
+        load_core(self._core, core_state)
 
     def replay(self, call: str, now: float, facts: list[Any], keys: list[str]) -> Any:
         """Return the core's answer to one recorded call."""
@@ -107,9 +103,9 @@ class _Replayer:
         recorded = self._donors.popleft()
         return None if recorded is None else Donor(*recorded)
 
-    def _submit(self, now: float, *request: Any) -> str:
+    def _submit(self, now: float, number: int, request: Any) -> str:
         try:
-            self._core.submit(Request.load(*request), now)
+            self._core.submit(load_request(request, number), now)
         except LineclearError as error:
             return type(error).__name__
         return "Admitted"
@@ -128,8 +124,8 @@ class _Replayer:
         self._core.drain(now)
         return []
 
-    def _switch(self, now: float, limits: dict[str, Any]) -> Any:
-        self._core.switch(replace(CoreLimits.load(limits), cache_secret=self._core.limits.cache_secret), now)
+    def _switch(self, now: float, limits: Any) -> Any:
+        self._core.switch(load(limits), now)
         return []
 
     def _clear_prefix_cache(self, now: float) -> Any:
@@ -145,8 +141,8 @@ class _Replayer:
     def _unload_adapter(self, now: float, key: str) -> int:
         return self._core.unload_adapter(bytes.fromhex(key), now)
 
-    def _worker_joined(self, now: float, fields: dict[str, Any]) -> Any:
-        return event_summary(self._core.worker_joined(load_hello(fields), now), int)
+    def _worker_joined(self, now: float, hello: Any) -> Any:
+        return event_summary(self._core.worker_joined(load(hello), now), int)
 
     def _worker_lost(self, now: float, epoch: int, loss: str) -> Any:
         return event_summary(self._core.worker_lost(epoch, now, WorkerLoss[loss]), int)
