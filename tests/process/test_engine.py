@@ -356,7 +356,7 @@ def test_worker_smaller_than_the_limits_is_a_warning() -> None:
 @pytest.mark.parametrize(("wanted", "has"), [(True, ""), (False, "draft"), (True, "draft"), (False, "")])
 def test_a_worker_that_drafts_in_another_way_is_a_warning(wanted: bool, has: str) -> None:
     """In separate containers, scheduler and worker get separate flags."""
-    limits = CoreLimits(expected_drafts=(1.0, 0.9) if wanted else None)
+    limits = CoreLimits(wants_draft_model=wanted)
     with structlog.testing.capture_logs() as lines:
         log_join(replace(ToyRunner().hello(1), draft_model=has), limits)
     told = [line for line in lines if line["event"] == "worker_differs_in_drafts"]

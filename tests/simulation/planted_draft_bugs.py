@@ -5,8 +5,8 @@ from __future__ import annotations
 from simulation.mutations import Bug, always, drop, never, off_by_one, replace, without
 
 from lineclear.scheduler.core import running_batch
-from lineclear.scheduler.core.draft_pauses import DraftPauses
-from lineclear.scheduler.core.draft_plan import DraftPlan
+from lineclear.scheduler.core.decode_batch import DecodeBatch
+from lineclear.scheduler.core.drafts import DraftPlan
 from lineclear.scheduler.core.inflight_step import InflightStep
 from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import PoisonDetector
@@ -76,5 +76,5 @@ DRAFT_BUGS = (
         PoisonDetector.record_crash,
         drop("reached += sequence.num_drafts"),
     ),
-    Bug("a pause outlives its sequence", DraftPauses.pop, always("s.in_decode_batch")),
+    Bug("a sequence rests after it left the decode batch", DecodeBatch.leave, drop("self.resting.pop(sequence, None)")),
 )

@@ -72,12 +72,9 @@ class SchedulerSettings(SchedulerFields):
         return self.speculative_adaptive
 
     @property
-    def expected_drafts(self) -> tuple[float, float] | None:
-        """The share of rows with drafts, and that of accepted ones, of a new request.
-
-        A draft model always has drafts, and usually good ones: a trial of few drafts would not pay for the row.
-        """
-        return (1.0, 0.9) if self.speculative_method == "draft_model" else None
+    def wants_draft_model(self) -> bool:
+        """Whether drafts come from a draft model."""
+        return self.speculative_method == "draft_model"
 
     @property
     def max_isolated_kills(self) -> int:

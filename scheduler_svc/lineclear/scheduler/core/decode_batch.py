@@ -37,6 +37,7 @@ class DecodeBatch:
         self._block_size = block_size
         self._step = 0  # the step that has it
         self._rows: dict[Sequence, tuple[object, ...]] = {}  # member -> its entries in the columns, in joining order
+        self.resting: dict[Sequence, None] = {}  # members whose request asks for drafts, in joining order
         self._cached_rows: DecodeRows | None = None  # until a member joins or leaves
         self._sum_of_offsets = 0
         self._by_remainder: list[dict[Sequence, None]] = [{} for _ in range(block_size)]  # decode_offset % block_size
@@ -75,6 +76,8 @@ class DecodeBatch:
             offset,
             offset + 1 - sequence.prompt_len,
         )
+        if request.max_drafts:
+            self.resting[sequence] = None
         self._sum_of_offsets += offset
         self._by_remainder[offset % self._block_size][sequence] = None
         self._by_last_step.setdefault(sequence.max_len - 2 - offset, {})[sequence] = None
@@ -86,6 +89,7 @@ class DecodeBatch:
         sequence.in_decode_batch = False
         offset = sequence.decode_offset
         del self._rows[sequence]
+        self.resting.pop(sequence, None)
         self._sum_of_offsets -= offset
         del self._by_remainder[offset % self._block_size][sequence]
         last = sequence.max_len - 2 - offset
@@ -154,5 +158,6 @@ class DecodeBatch:
             assert s in self._by_last_step[s.max_len - 2 - s.decode_offset]
         indexed = sum(map(len, self._by_remainder)), sum(map(len, self._by_last_step.values()))
         assert indexed == (len(self._rows), len(self._rows))
+        assert [*self.resting] == [s for s in self._rows if s.request.max_drafts]
         if self._cached_rows is not None:
             assert self._cached_rows.sequences == tuple(self._rows)

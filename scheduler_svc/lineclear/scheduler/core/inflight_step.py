@@ -62,6 +62,11 @@ class InflightStep:
         """Number of decodes and chunks."""
         return len(self.decode_rows.sequences) + len(self.chunk_rows)
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether a row may verify drafts."""
+        return any(row.num_drafts for row in self.chunk_rows)
+
     def sequences(self) -> Iterator[Sequence]:
         """Return the sequence of every row."""
         return chain(self.decode_rows.sequences, (row.sequence for row in self.chunk_rows))
@@ -131,7 +136,7 @@ class InflightStep:
 
     def computed(self, result: StepResult) -> tuple[int, int]:
         """Return `num_tokens` and `kv_tokens` without the drafts that the worker did not find."""
-        if not self.chunk_rows or not any(row.num_drafts for row in self.chunk_rows):
+        if not self.has_drafts:
             return self.num_tokens, self.kv_tokens
         num_tokens, kv_tokens = self.num_tokens, self.kv_tokens
         chunks = self.chunks_with(RowOutput.SAMPLE)

@@ -47,9 +47,8 @@ class CoreLimits:
     reject_unmeetable_deadlines: bool = False
     prefix_cache: bool = True
     max_loras: int = 8
-    adaptive_drafts: bool = True  # False: as many drafts as requests allow, also where they do not gain enough
-    expected_drafts: tuple[float, float] | None = None
-    """Of a new request: the share of rows with drafts, and that of accepted ones; None: as prompt lookup has them."""
+    adaptive_drafts: bool = True  # False: as many drafts as requests allow, also where they gain nothing
+    wants_draft_model: bool = False  # compared with the workers that join
     cache_secret: bytes = b""
     batching_strategy: str = "continuous"
     scheduling_policy: str = "fifo"

@@ -6,9 +6,11 @@ beside the decodes, without stalling them (Sarathi-Serve, Agrawal et al. 2024).
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from lineclear.scheduler.core.child_blocks import Donor
 from lineclear.scheduler.core.decode_batch import DecodeRows
-from lineclear.scheduler.core.draft_plan import DraftPlan
+from lineclear.scheduler.core.drafts import DraftPlan
 from lineclear.scheduler.core.events import Event, Started
 from lineclear.scheduler.core.inflight_step import ChunkRow, kv_of_drafts
 from lineclear.scheduler.core.placement import Placement
@@ -118,7 +120,7 @@ class StepPlanner:
     def _plan_decodes(self) -> None:
         """Plan the sequences that lack one position: as one decode step if tokens and blocks suffice for all."""
         batch, tokens_left = self._batch, self._budget - self.num_tokens
-        for sequence in self._worker.draft_pauses.pop(self._step, self._worker.epoch):
+        if batch.decode_batch.resting and (sequence := self._drafting.next_trial()) is not None:
             batch.leave_decode(sequence)
         ready = [s for s in batch.not_decoding_by_age() if s.is_decoding and s.planned_step != self._step]
         if tokens_left <= 0 or not (ready or batch.decode_batch):
@@ -148,18 +150,25 @@ class StepPlanner:
             sequence, num_drafts, blocks = drafting.next(self._draft_tokens_left(drafting, max_seconds))
             self._add(sequence, 1, blocks, num_drafts=num_drafts)
 
+    @cached_property
+    def _drafting(self) -> DraftPlan:
+        worker = self._worker
+        return DraftPlan(self._state.limits, worker.batch, worker.step_time, worker.draft_costs)
+
     def _without_batch(self, ready: list[Sequence]) -> tuple[list[Sequence], DraftPlan | None]:
         """Let sequences that lack one position join the decode batch; return those that need a row of their own.
 
         Those are first tokens and recomputed positions, which are counted one by one as chunks, and those with drafts.
         """
-        singles = []
-        drafting = DraftPlan(self._state.limits, self._worker, self._step)
+        singles: list[Sequence] = []
+        drafting: DraftPlan | None = None
         for sequence in ready:
             is_first = sequence.first_token_at is None and not sequence.in_flight
             if is_first or sequence.num_planned < sequence.max_computed_before:
                 singles.append(sequence)
-            elif sequence.draft_history is None or not drafting.takes(sequence):
+            elif sequence.request.max_drafts and self._drafting.takes(sequence):
+                drafting = self._drafting
+            else:
                 self._batch.join_decode(sequence)
         return singles, drafting or None
 
@@ -349,8 +358,6 @@ class StepPlanner:
         if donor is not None:
             self.copies.append(BlockCopy(donor.block, taken[0], donor.num_positions))
         sequence.epoch, sequence.wait_until = self._worker.epoch, None
-        if sequence.draft_history is not None:
-            sequence.draft_history.paused_until = None  # a pause counts the steps of one worker
         start = sequence.num_planned
         if counts_prompt := not sequence.request.is_sibling:  # siblings share the prompt of their first request
             state.counters.prefix_cache_queries += len(sequence.tokens)

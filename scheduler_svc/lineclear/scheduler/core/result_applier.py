@@ -30,8 +30,8 @@ class ResultApplier:
         inflight.check(result)
         worker.inflight.popleft()
         computed = inflight.computed(result)
-        if worker.draft_times.is_used:
-            self._observe_time(result, worker, inflight, computed, now)
+        if inflight.has_drafts or worker.batch.decode_batch.resting:
+            self._observe_time(result, worker, inflight, now)
         worker.last_result_at = now
         worker.step_time.observe(*computed, result.step_seconds - result.draft_seconds, inflight.num_scored)
         tokens, failures, batch = ResultTokens(result), list[Event](), worker.batch
@@ -64,17 +64,11 @@ class ResultApplier:
             self._clear_suspects()
         return events
 
-    def _observe_time(
-        self, result: StepResult, worker: WorkerState, inflight: InflightStep, computed: tuple[int, int], now: float
-    ) -> None:
-        """Compare the time from result to result with and without drafts."""
-        num_rows = sum(row.num_drafts > 0 for row in inflight.chunk_rows)
-        began_at = worker.last_result_at if inflight.is_ahead else inflight.planned_at
-        if num_rows and worker.step_time.is_fitted:
-            predicted = worker.step_time.predict(*computed, inflight.num_scored) + result.draft_seconds
-            worker.draft_times.observe_rows(num_rows, predicted, now - began_at, is_ahead=inflight.is_ahead)
-        elif not num_rows and (inflight.is_ahead or self._state.limits.pipeline_depth == 1):
-            worker.draft_times.observe(result.step_seconds, now - began_at)
+    def _observe_time(self, result: StepResult, worker: WorkerState, inflight: InflightStep, now: float) -> None:
+        """Measure the time from result to result with and without drafts."""
+        began_at, has_drafts = worker.last_result_at if inflight.is_ahead else inflight.planned_at, inflight.has_drafts
+        if has_drafts or inflight.is_ahead or self._state.limits.pipeline_depth == 1:
+            worker.draft_costs.observe_step(result, now - began_at, has_drafts=has_drafts)
 
     def _restart_readers(self, worker: WorkerState, bad: dict[Sequence, int]) -> list[Event]:
         """Have the sequences that share blocks of `bad` rows computed again, and add them to `bad`.
@@ -176,7 +170,7 @@ class ResultApplier:
         for (row, sequence), count in zip(chunks, counts, strict=True):
             found.append((row, first, count, sequence))
             first += count
-        if any(row.num_drafts for row in inflight.chunk_rows):
+        if inflight.has_drafts:
             self._observe_drafts(result, worker, inflight)
         return found
 
@@ -186,8 +180,6 @@ class ResultApplier:
         rows = inflight.chunks_with(_SAMPLE)
         drafted = result.num_drafted[first:] or (0,) * len(rows)
         counts = result.counts[first:] or (1,) * len(rows)
-        if any(drafted):
-            worker.draft_times.observe_drafts(sum(drafted), result.draft_seconds)
         for row, num_drafted, count in zip(rows, drafted, counts, strict=True):
             sequence = row.sequence
             if row.num_drafts and sequence.state is not State.FINISHED and not sequence.num_void:
@@ -196,9 +188,7 @@ class ResultApplier:
                 counters.spec_decode_num_drafts += num_drafted > 0
                 counters.spec_decode_num_draft_tokens += num_drafted
                 counters.spec_decode_num_accepted_tokens += count - 1
-                if sequence.draft_history is not None:
-                    gained = sequence.draft_history.observe(row.num_drafts, num_drafted, count - 1)
-                    worker.trial_budget.add(gained)
+                worker.draft_costs.observe_row(sequence, row.num_drafts, num_drafted, count - 1)
 
     def _append_one(self, sequence: Sequence, step: int, now: float) -> None:
         """Account for a token of a sequence that is not in the decode batch, or was not when the token was planned."""

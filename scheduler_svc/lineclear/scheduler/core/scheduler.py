@@ -24,7 +24,6 @@ from lineclear.errors import (
 )
 from lineclear.scheduler.core import limits
 from lineclear.scheduler.core.block_pool import BlockHash, BlockHasher
-from lineclear.scheduler.core.draft_history import DraftHistory
 from lineclear.scheduler.core.events import Admitted, Event, FinishReason, QueuePosition, WorkerJoined, WorkerLost
 from lineclear.scheduler.core.inflight_step import ChunkRow, InflightStep
 from lineclear.scheduler.core.isolation import Isolation
@@ -100,8 +99,6 @@ class Scheduler:
             raise
         self._num_arrivals += 1
         sequence = Sequence(request, (self._key(request, now), self._num_arrivals), now)
-        if self.limits.expected_drafts is not None and request.max_drafts:
-            sequence.draft_history = DraftHistory(*self.limits.expected_drafts)
         sequence.protected = self.limits.max_preemptions == 0
         self._live.add(sequence)
         state.fresh.push(sequence)

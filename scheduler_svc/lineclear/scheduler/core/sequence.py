@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from lineclear.scheduler.core.draft_history import DraftHistory
 from lineclear.scheduler.core.events import RequestStats
 from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, Sampling
 
@@ -126,7 +125,7 @@ class Sequence:
         "crash_count",
         "decode_joined_at",
         "decode_offset",
-        "draft_history",
+        "draft_yield",
         "drafted_tokens",
         "epoch",
         "first_token_at",
@@ -205,7 +204,7 @@ class Sequence:
         self.crash_count = self.isolated_crashes = self.isolated_kills = self.clear_position = 0
         self.protected = False  # preempted too often: gets all blocks it can ever need, and is not preempted again
         self.cached_tokens = self.recomputed_tokens = self.drafted_tokens = self.accepted_tokens = 0
-        self.draft_history = DraftHistory() if request.max_drafts else None
+        self.draft_yield: float | None = None  # mean tokens that a row with drafts returns; owned by core/drafts.py
         self.last_step = 0  # *
         self.started_at: float | None = None
         self.first_token_at: float | None = None

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import deque
 
 from lineclear.scheduler.core.block_pool import BlockHash
-from lineclear.scheduler.core.draft_costs import DraftTimes, TrialBudget
-from lineclear.scheduler.core.draft_pauses import DraftPauses
+from lineclear.scheduler.core.drafts import DraftCosts
 from lineclear.scheduler.core.inflight_step import InflightStep
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import STRATEGIES
@@ -41,8 +40,7 @@ class WorkerState:
     def _clear(self) -> None:
         self.step_time = StepTimeModel()
         self.inflight: deque[InflightStep] = deque()
-        self.draft_pauses = DraftPauses()
-        self.draft_times, self.trial_budget = DraftTimes(), TrialBudget()
+        self.draft_costs = DraftCosts()
         self.last_result_at = 0.0
         self.step = 0
         """The last step planned in this epoch."""

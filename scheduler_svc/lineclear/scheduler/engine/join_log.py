@@ -26,11 +26,10 @@ def log_join(hello: Hello, limits: CoreLimits) -> None:
         ("--max-batch-size", limits.max_batch_size, hello.num_slots),
         ("--target-batch-tokens", limits.target_batch_tokens, hello.max_step_tokens),
     )
-    wants_draft_model = limits.expected_drafts is not None
-    if wants_draft_model != bool(hello.draft_model):
+    if limits.wants_draft_model != bool(hello.draft_model):
         hint = (
             "drafts come from the request's own text; start the worker with --draft-model DIR"
-            if wants_draft_model
+            if limits.wants_draft_model
             else f"the worker holds {hello.draft_model}; start the scheduler with --speculative-method draft_model"
         )
         log.warning("worker_differs_in_drafts", pid=hello.pid, draft_model=hello.draft_model, hint=hint)
