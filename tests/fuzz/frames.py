@@ -82,7 +82,7 @@ def live(count: int, seed: int) -> dict[str, int]:
             )
         finally:
             context.destroy()
-        counters = harness.engine.snapshot().link
+        counters = harness.snapshot().link
         if len(harness.joins) != 1 or harness.losses or harness.fatal:
             raise Failure(
                 f"seed {seed}: the worker was lost ({len(harness.losses)}), or the engine died ({harness.fatal})"

@@ -113,10 +113,10 @@ def test_schedule_is_that_of_a_real_engine_and_worker(max_batch_size: int) -> No
             # No two prompts begin alike, as in the simulation: otherwise a request copies the equal positions.
             tokens = (number, *(chance.randrange(97) for _ in range(prompt - 1)))
             streams.append(harness.submit(Request(str(number), tokens, Sampling(seed=number), output)))
-        harness.wait(lambda: harness.engine.snapshot().core.num_requests_waiting == 40, what="the submits")
+        assert harness.snapshot().core.num_requests_waiting == 40
         harness.start_worker()
         harness.wait_ended(streams)
-        counters = harness.engine.snapshot().core.counters
+        counters = harness.snapshot().core.counters
         real = [stream.end.stats for stream in streams if stream.end is not None]
     ends: dict[str, Any] = {}
     capacity = WorkerCapacity(100, 4, 64, 512, 4096)

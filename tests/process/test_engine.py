@@ -53,7 +53,7 @@ def test_many_answers_are_exact_through_sockets() -> None:
         harness.wait_ended(streams)
         for stream in streams:
             stream.check(harness.options.vocab_size)
-        snapshot = harness.engine.snapshot()
+        snapshot = harness.snapshot()
         assert snapshot.worker.num_joins == 1
         assert snapshot.link.bad_frames == snapshot.membership.stale_messages == 0
 
@@ -293,7 +293,7 @@ def test_invariant_violation_ends_the_engine(every: int, max_tokens: int) -> Non
         harness.start_worker()
         harness.wait_joined()
         harness.wait_ended([harness.submit(request(0, max_tokens=100))])
-        checks = harness.engine.fresh_snapshot().result(PATIENCE_SECONDS).counters.checks
+        checks = harness.snapshot().counters.checks
         assert checks == 1 if every > 100 else checks >= 1
         spoil(harness)
         stream = harness.submit(request(1, max_tokens=max_tokens))
@@ -309,7 +309,7 @@ def test_invariant_checks_can_be_disabled() -> None:
         spoil(harness)
         stream = harness.submit(request(1, max_tokens=10))
         harness.wait_ended([stream])
-        assert harness.engine.snapshot().counters.checks == 0
+        assert harness.snapshot().counters.checks == 0
 
 
 def test_idle_engine_iterates_only_for_heartbeats() -> None:

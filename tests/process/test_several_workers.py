@@ -52,7 +52,7 @@ def test_workers_share_the_requests() -> None:
         streams = [harness.submit(request(number, max_tokens=100)) for number in range(24)]
         both_at_work(harness, 3)
         check(harness, streams)
-        figures = harness.engine.snapshot().workers
+        figures = harness.snapshot().workers
         assert [worker.index for worker in figures] == [0, 1, 2]
         assert all(worker.num_steps > 0 for worker in figures)
 
@@ -144,7 +144,7 @@ def test_another_model_waits_for_all_workers() -> None:
         harness.wait_joined(2)
         harness.start_worker(replace(OPTIONS, model="other"))
         eventually(lambda: len(harness.engine.snapshot().workers) == 3)
-        assert [figure.state for figure in harness.engine.snapshot().workers] == ["joined", "joined", "waiting"]
+        assert [figure.state for figure in harness.snapshot().workers] == ["joined", "joined", "waiting"]
         workers[0].kill()
         harness.wait(lambda: len(harness.losses) == 1)
         assert len(harness.joins) == 2
@@ -177,7 +177,7 @@ def test_killed_workers_are_replaced_in_their_slots() -> None:
             harness, body, SupervisorLimits(max_worker_crashes=100, min_backoff_seconds=0.001), flags=TWO
         )
         assert supervisor.num_starts == 12
-        assert harness.engine.snapshot().worker.num_joins == 12
+        assert harness.snapshot().worker.num_joins == 12
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -169,7 +169,7 @@ def test_replayed_messages_of_a_dead_worker_are_dropped() -> None:
         old = harness.joins[0][1]
         said = [f for where, f in proxy.seen if where == "result" and decode(f).epoch == old]  # type: ignore[union-attr]
         assert len(said) > 10
-        before = harness.engine.snapshot().membership.stale_messages
+        before = harness.snapshot().membership.stale_messages
         for frame in said:
             proxy.inject(frame)
         harness.wait_ended(streams)

@@ -55,7 +55,7 @@ def test_streams_stay_exact_when_workers_are_killed_at_random(seed: int) -> None
 
         supervised(harness, body)
         assert len({epoch for _, epoch in harness.joins}) == num_kills + 1
-        assert harness.engine.snapshot().worker.num_joins == num_kills + 1
+        assert harness.snapshot().worker.num_joins == num_kills + 1
 
 
 def test_silent_worker_is_killed() -> None:

@@ -476,7 +476,7 @@ def test_twenty_restarts_leave_no_zombie_and_no_descriptor() -> None:
         supervised(harness, body, SupervisorLimits(max_worker_crashes=100, min_backoff_seconds=0.001))
         assert len(harness.joins) == 21
         assert _zombies() == []
-        assert harness.engine.snapshot().worker.num_joins == 21
+        assert harness.snapshot().worker.num_joins == 21
 
 
 def descriptors() -> set[str]:

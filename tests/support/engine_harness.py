@@ -27,6 +27,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import Engine
+from lineclear.scheduler.engine.engine_stats import EngineSnapshot
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_slot import SupervisorLimits
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
@@ -174,6 +175,10 @@ class EngineHarness:
         stream = self.streams[request.request_id] = Stream(request)
         self.engine.submit(request)
         return stream
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return figures that include all published events. Those of `engine.snapshot` may be 50 ms old."""
+        return self.engine.fresh_snapshot().result(PATIENCE_SECONDS)
 
     def wait(self, condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS, what: str = "it") -> None:
         """Wait until a condition on received events holds."""
