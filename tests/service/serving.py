@@ -318,13 +318,10 @@ async def serving(
     """Run a server with a joined worker on a Unix socket below `path`, with a channel to it if that is `plaintext`."""
     chosen = SchedulerSettings(**{"model": "m", "listen": f"unix:{path}/s", **settings})
     chat = None if template is None else ChatTemplate(template, tokenizer, {})
-    service = InferenceService(chosen, tokenizer, chat, model_defaults, model)
-    engine = FakeEngine(service.publish)
-    service.attach(engine)
-    admin = AdminService(chosen, service)
+    engine = FakeEngine(lambda events: service.publish(events))
+    service = InferenceService(chosen, engine, tokenizer, chat, model_defaults, model)
     operations = FakeOperations()
-    admin.attach(operations)
-    server = Server(chosen, service, admin)
+    server = Server(chosen, service, AdminService(chosen, service, operations))
     service.on_worker = server.set_worker
     await server.start()
     if joined:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lineclear.errors import InvalidRequest
-from lineclear.scheduler.requests import validation
-from lineclear.scheduler.requests.validation import ModelBounds
+from lineclear.scheduler.requests.validate import request as validation
+from lineclear.scheduler.requests.validate.request import ModelBounds
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineclear.errors import InvalidRequest
-from lineclear.scheduler.requests.sampling_validation import with_bad_words
-from lineclear.scheduler.requests.validation import ModelBounds, check
+from lineclear.scheduler.requests.validate.request import ModelBounds, check
+from lineclear.scheduler.requests.validate.sampling import with_bad_words
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 

@@ -24,7 +24,7 @@ from lineclear.errors import (
     WorkerUnavailable,
     tree,
 )
-from lineclear.scheduler.requests import validation
+from lineclear.scheduler.requests.validate import request as validation
 from lineclear.v1 import inference_pb2 as pb
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,7 +21,7 @@ class Request:
     """A live request that was served `tokens` since the last tick."""
 
     def __init__(self, tenant: str, tokens: int) -> None:
-        self.tenant, self.tokens = tenant, tokens
+        self.call, self.tokens = SimpleNamespace(tenant=tenant), tokens
 
     def take_served_tokens(self) -> int:
         return self.tokens

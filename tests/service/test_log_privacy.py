@@ -155,7 +155,8 @@ def note(text):
 def test_marker_is_found_when_logged(start: Callable[..., Running], kind: str) -> None:
     careless = RUN.replace(
         "sys.exit",
-        f"{CARELESS[kind]}\nfrom lineclear.scheduler.requests import validation\nreal = validation.check\n"
+        f"{CARELESS[kind]}\nfrom lineclear.scheduler.requests.validate import request as validation\n"
+        "real = validation.check\n"
         "def check(request, bounds):\n"
         "    note(request.text)\n"
         "    return real(request, bounds)\n"

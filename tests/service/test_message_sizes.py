@@ -89,7 +89,9 @@ async def test_kept_answer_is_read_in_several_messages() -> None:
     """Tokens of 5,000 characters: a message of the largest number of tokens would have 5 MB."""
     outputs = (SimpleNamespace(index=0, num_resumed=0, is_parsed=False),)
     validated = SimpleNamespace(wants_text=True)
-    request: Any = SimpleNamespace(validated=validated, caller=ANONYMOUS, tenant="", request_id="x", outputs=outputs)
+    request: Any = SimpleNamespace(
+        validated=validated, call=SimpleNamespace(caller=ANONYMOUS, tenant=""), request_id="x", outputs=outputs
+    )
     request.call_key = lambda output: ""
 
     answer = SubmittedAnswer(request)

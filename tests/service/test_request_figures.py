@@ -151,7 +151,7 @@ def move_to_the_end(s: Serving, left: float) -> None:
     """Let the only live request have `left` seconds of its 100."""
     (live,) = s.service.requests
     live.deadline = live._services.clock() + left
-    live.arrival = live.deadline - 100.0
+    live.call = live.call._replace(arrival=live.deadline - 100.0)
 
 
 @way("cancelled")

@@ -14,9 +14,9 @@ from service.serving import serving, text_request, until
 
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.grpc_api.error_interceptor import _serializer
-from lineclear.scheduler.requests import loop_pacer, prompt_requests, responses
+from lineclear.scheduler.requests import logprob_messages, loop_pacer, prompt_requests
+from lineclear.scheduler.requests.logprob_messages import encoded_score
 from lineclear.scheduler.requests.loop_pacer import LoopPacer
-from lineclear.scheduler.requests.score_response import encoded_score
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Scores
 
@@ -31,7 +31,7 @@ def scores(count: int, num_top: int) -> Scores:
 async def test_no_slice_has_many_entries(monkeypatch: pytest.MonkeyPatch, num_top: int, most_entries: int) -> None:
     made = [0]  # entries since the loop was free
     largest = 0
-    make = responses.token_logprobs
+    make = logprob_messages.token_logprobs
 
     def counted(rows: list[Scores]) -> list[pb.TokenLogprobs]:
         nonlocal largest
@@ -45,7 +45,7 @@ async def test_no_slice_has_many_entries(monkeypatch: pytest.MonkeyPatch, num_to
             made[0] = 0
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(responses, "token_logprobs", counted)
+    monkeypatch.setattr(logprob_messages, "token_logprobs", counted)
     ticker = asyncio.ensure_future(free())
     rows = [scores(90, num_top), scores(1, num_top), scores(2000, num_top)]
     encoded = await encoded_score([7, 8], rows, LoopPacer(time.monotonic))
@@ -86,13 +86,13 @@ async def test_the_loop_is_free_half_of_the_time() -> None:
 async def test_prompt_logprobs_are_encoded_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of a long prompt are short where streams run beside it."""
     made: list[int] = []
-    make = responses.token_logprobs
+    make = logprob_messages.token_logprobs
 
     def counted(rows: list[Scores]) -> list[pb.TokenLogprobs]:
         made.append(sum(len(row.logprobs) for row in rows))
         return make(rows)
 
-    monkeypatch.setattr(responses, "token_logprobs", counted)
+    monkeypatch.setattr(logprob_messages, "token_logprobs", counted)
     async with serving(tmp_path) as s:
         call, key = await s.start_call(text_request(output={"prompt_logprobs": 2}))
         steps = [scores(count, 2) for count in (100, 7, 300)]

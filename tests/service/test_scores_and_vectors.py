@@ -19,8 +19,8 @@ from lineclear import errors
 from lineclear.cli import output
 from lineclear.client import AsyncClient, Client, Generation
 from lineclear.exit_codes import ExitCode
-from lineclear.scheduler.requests import validation
-from lineclear.scheduler.requests.validation import ModelBounds
+from lineclear.scheduler.requests.validate import request as validation
+from lineclear.scheduler.requests.validate.request import ModelBounds
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Pooling, PoolingKind, Sampling
 
@@ -248,9 +248,9 @@ def test_number_of_prompt_logprobs_is_bounded() -> None:
     bounds = ModelBounds(100_000, 1000, 1 << 20, 16)
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), output=pb.OutputOptions(prompt_logprobs=1))
     validated = validation.check(message, bounds)
-    assert validation.resolve(validated, [1] * 32768, None, bounds)["scoring"] is not None
+    assert validation.resolve(validated, [1] * 32768, "", validated.sampling, bounds)["scoring"] is not None
     with pytest.raises(errors.InvalidRequest, match="65538 log-probabilities"):
-        validation.resolve(validated, [1] * 32769, None, bounds)
+        validation.resolve(validated, [1] * 32769, "", validated.sampling, bounds)
 
 
 def test_logprob_token_ids_alone_ask_for_log_probabilities() -> None:

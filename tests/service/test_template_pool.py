@@ -23,7 +23,7 @@ from structlog.testing import capture_logs
 from lineclear.scheduler.requests import limited_processes
 from lineclear.scheduler.requests.limited_processes import num_processes
 from lineclear.scheduler.requests.loop_pacer import LoopPacer
-from lineclear.scheduler.requests.validation import check_detokenize
+from lineclear.scheduler.requests.validate.request import check_detokenize
 from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.template_renderer import ChatMessage

@@ -15,9 +15,9 @@ from service.small_tokenizers import byte_level, definition, save
 from support.tool_templates import HERMES, LLAMA3, TEMPLATES, TOOLS, tokenizer
 
 from lineclear.errors import InvalidRequest
-from lineclear.scheduler.requests import tool_validation
-from lineclear.scheduler.requests.validation import ModelBounds, check, check_tokenize
-from lineclear.scheduler.requests.violations import Violations
+from lineclear.scheduler.requests.validate import tools as tool_validation
+from lineclear.scheduler.requests.validate.request import ModelBounds, check, check_tokenize
+from lineclear.scheduler.requests.validate.violations import Violations
 from lineclear.scheduler.text.chat_template import ChatMessage, ChatTemplate, load_chat_template
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.tokenizer import Tokenizer

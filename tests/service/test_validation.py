@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,17 @@ from service.bad_requests import CASES, CONTEXT, MAX_BYTES, VOCABULARY, Bad, req
 from service.serving import EOS, error_of, read_all, serving
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary
-from lineclear.scheduler.requests.sampling_ranges import PARAMETERS, model_defaults
-from lineclear.scheduler.requests.validation import (
+from lineclear.scheduler.requests.validate.request import (
     ModelBounds,
+    ValidatedRequest,
     check,
     check_detokenize,
     check_token_ids,
     check_tokenize,
     resolve,
 )
-from lineclear.scheduler.requests.violations import Violations, checked_texts
+from lineclear.scheduler.requests.validate.sampling import PARAMETERS, model_defaults
+from lineclear.scheduler.requests.validate.violations import Violations, checked_texts
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 from lineclear.wire.codec import decode, encode
@@ -207,10 +209,14 @@ def _comment(name: str) -> str:
 # --- checks that need the prompt -------------------------------------------------------------------------------------
 
 
+def resolved(validated: ValidatedRequest, prompt: Sequence[int]) -> dict[str, Any]:
+    return resolve(validated, prompt, "", validated.sampling, BOUNDS)
+
+
 def test_prompt_and_output_share_the_context() -> None:
     def max_tokens_for(prompt_len: int, **sampling: int) -> int:
         checked = check(request(sampling=sampling), BOUNDS)
-        return int(resolve(checked, [3] * prompt_len, None, BOUNDS)["max_tokens"])
+        return int(resolved(checked, [3] * prompt_len)["max_tokens"])
 
     assert max_tokens_for(100, max_tokens=28) == 28
     assert max_tokens_for(CONTEXT - 1) == 1
@@ -232,7 +238,7 @@ def test_too_long_prompt_error_has_the_figures(
     sampling = {} if max_tokens is None else {"max_tokens": max_tokens}
     checked = check(request(sampling=sampling), BOUNDS)
     with pytest.raises(PromptTooLong) as caught:
-        resolve(checked, [3] * prompt_len, None, BOUNDS)
+        resolved(checked, [3] * prompt_len)
     assert caught.value.metadata == figures
     assert [v.field for v in caught.value.violations] == [field]
 
@@ -240,17 +246,17 @@ def test_too_long_prompt_error_has_the_figures(
 def test_min_tokens_must_be_reachable() -> None:
     checked = check(request(sampling={"min_tokens": 20}), BOUNDS)
     with pytest.raises(InvalidRequest, match=r"sampling\.min_tokens"):
-        resolve(checked, [3], None, BOUNDS)
+        resolved(checked, [3])
 
 
 def test_text_without_tokens_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="text: has no tokens"):
-        resolve(check(request(), BOUNDS), [], None, BOUNDS)
+        resolved(check(request(), BOUNDS), [])
 
 
 def test_tokenizer_of_another_model_is_detected() -> None:
     with pytest.raises(TokenOutOfVocabulary):
-        resolve(check(request(), BOUNDS), [VOCABULARY], None, BOUNDS)
+        resolved(check(request(), BOUNDS), [VOCABULARY])
 
 
 # --- other RPCs ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from lineclear.scheduler.core.policies import Fifo
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.result_applier import ResultApplier
 from lineclear.scheduler.core.scheduler import Scheduler
-from lineclear.scheduler.requests.beam_group import BeamGroup
+from lineclear.scheduler.requests.answer.answer import Answer
+from lineclear.scheduler.requests.answer.beams import Beams
 
 SIBLING_BUGS = (
     Bug("a sibling needs a place in the queue", limits.check_queue, never("request.is_sibling", role="test")),
@@ -57,12 +58,12 @@ SIBLING_BUGS = (
     Bug("the first to arrive has no earlier key", Fifo.key, replace("return now", "return 0.0")),
     Bug(
         "a beam continues on another model",
-        BeamGroup._submit,
-        replace("self._request.model_fingerprint or _1", "self._request.model_fingerprint"),
+        Beams._submit_step,
+        replace("self._template.model_fingerprint or _1", "self._template.model_fingerprint"),
     ),
     Bug(
         "each step of a search needs a place in the queue",
-        BeamGroup._submit,
+        Beams._submit_step,
         replace("not is_first", "False"),
     ),
     Bug("siblings count the prompt again", StepPlanner._start, replace("not sequence.request.is_sibling", "True")),
@@ -71,5 +72,5 @@ SIBLING_BUGS = (
         ResultApplier._append_one,
         replace("not sequence.request.is_search_step", "True"),
     ),
-    Bug("a search goes on after one of its requests failed", BeamGroup._fail, drop("self.cancel(error)")),
+    Bug("a search goes on after one of its requests failed", Answer.cancel, drop("stream.cancel(error)")),
 )

@@ -1,6 +1,6 @@
 """The callers of a simulated core: requests with grammars, with several outputs, and beam searches.
 
-They run the product's own GrammarPreparation, BestOf and BeamGroup over simulated workers and streams. Events reach
+They run the product's own GrammarPreparation, BestOf and Beams over simulated workers and streams. Events reach
 them later than the core's next calls, as on the event loop of the server.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 from simulation.checked_scheduler import CheckedScheduler
@@ -24,9 +25,9 @@ from support.toy import fingerprint, sample, with_adapter
 from lineclear.errors import Cancelled, LineclearError
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.grammar_preparation import MAX_SENT, GrammarPreparation
-from lineclear.scheduler.requests.beam_group import BeamGroup
+from lineclear.scheduler.requests.answer.beams import Beams
+from lineclear.scheduler.requests.answer.best_of import BestOf
 from lineclear.scheduler.requests.beam_search import BeamSearch, BeamSettings, EarlyStopping
-from lineclear.scheduler.requests.best_of import BestOf
 from lineclear.wire.messages import Heartbeat, PrepareGrammar, Sampling, StepPlan, StepResult
 
 
@@ -35,7 +36,7 @@ class _Branches:
     """A request with several outputs."""
 
     request_ids: Sequence[str]
-    group: BestOf | BeamGroup | None = None
+    group: BestOf | Beams | None = None
     outputs: Sequence[SimulatedOutput] = ()
     settings: BeamSettings | None = None
     prompt: tuple[int, ...] = ()
@@ -152,8 +153,9 @@ class Callers:
         if chooses:
             branches.outputs = [SimulatedOutput(), SimulatedOutput()]
             branches.streams = [self._open(request.request_id) for request in requests]
-            group = BestOf(cast(Any, branches.outputs), cast(Any, branches.streams), wants_logprobs=True)
-            branches.group = group
+            validated = SimpleNamespace(sampling=requests[0].sampling)
+            streams = cast(Any, (branches.outputs, branches.streams))
+            branches.group = BestOf(cast(Any, None), cast(Any, validated), *streams)
         self._branches.append(branches)
         if self._submit(*requests):
             self._scheduler.counts["several outputs"] += 1
@@ -163,31 +165,38 @@ class Callers:
         end_ids = frozenset({0}) if rng.random() < 0.6 else frozenset[int]()
         most = min(first.max_tokens, 10)
         stopping = rng.choice(tuple(EarlyStopping))
-        settings = BeamSettings(len(numbers), most, end_ids, rng.choice((0.0, 1.0)), stopping, rng.choice((0, 0, 2)))
-        sampling = Sampling(seed=numbers[0], logprobs=min(settings.num_top, vocab_size))
-        request = replace(
-            first, sampling=sampling, eos_ids=frozenset(), stop_ids=frozenset(), output=(), queued_since=self._now,
-            scoring=None, max_drafts=0,
-        )  # fmt: skip
-        branches = _Branches([], settings=settings, prompt=first.prompt, sampling=sampling, adapter=first.adapter)
+        settings = BeamSettings(
+            len(numbers), most, end_ids, rng.choice((0.0, 1.0)), stopping, rng.choice((0, 0, 2)), vocab_size
+        )
+        most_likely = min(settings.num_top, vocab_size)
+        branches = _Branches([], settings=settings, prompt=first.prompt, adapter=first.adapter)
+        branches.sampling = sampling = Sampling(seed=numbers[0], logprobs=most_likely)
         branches.outputs = [SimulatedOutput() for _ in range(2)]
 
-        def open_stream(is_first: bool, index: int) -> SimulatedStream:
+        def open_stream(*arguments: object, **more: object) -> SimulatedStream:
             self._num_streams += 1
             branches.streams.append(self._open(f"b{self._num_streams}"))
             return branches.streams[-1]
 
-        def close_stream(stream: SimulatedStream) -> None:
+        def close_stream(stream: SimulatedStream, error: LineclearError) -> None:
             self._streams.pop(stream.engine_id, None)
 
-        group = BeamGroup(
-            request, settings, cast(Any, branches.outputs), cast(Any, open_stream), cast(Any, close_stream),
-            self._call_submit, lambda: self._now, -1,
-        )  # fmt: skip
+        services = SimpleNamespace(
+            streams=SimpleNamespace(open=open_stream, close=close_stream),
+            engine=SimpleNamespace(
+                submit=lambda *steps: self._call_submit(*(replace(r, sampling=sampling) for r in steps))
+            ),
+            clock=lambda: self._now,
+        )
+        validated = SimpleNamespace(beams=settings, sampling=Sampling(), request_id="")
+        group = Beams(
+            cast(Any, services), cast(Any, validated), cast(Any, branches.outputs), [cast(Any, open_stream())]
+        )
         branches.group = group
         self._branches.append(branches)
         self._scheduler.counts["beam searches"] += 1
-        group.start()
+        own = {"stop_ids": frozenset(), "output": (), "scoring": None, "max_tokens": most}
+        group.start({entry.name: getattr(first, entry.name) for entry in fields(Request)} | own)
 
     def _open(self, request_id: str) -> SimulatedStream:
         def cancel(error: LineclearError) -> None:
@@ -267,6 +276,7 @@ class Callers:
         self._now = now
         for branches in self._branches:
             self._cancel(branches)
+        self._branches.clear()
         self._waiting.clear()
         self._preparation = GrammarPreparation(cast(Any, self), cast(Any, self))
         self._calls.clear()
@@ -284,8 +294,8 @@ class Callers:
         branches.is_over |= is_over or bool(delivered) or (not branches.outputs and not is_live)
         if not delivered or branches.settings is None:
             return
-        fields = delivered[0].model.removeprefix(fingerprint("")), branches.adapter
-        right = self._reference(branches, with_adapter(*fields))
+        model = with_adapter(delivered[0].model.removeprefix(fingerprint("")), branches.adapter)
+        right = self._reference(branches, model)
         for output, beam in zip(delivered, right.finished, strict=False):
             require(output.tokens == beam.tokens, "I20", "a beam search finds the beams of a search alone")
             require(output.score == beam.score, "I20", "a beam has the score of a search alone")

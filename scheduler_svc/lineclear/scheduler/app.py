@@ -69,17 +69,13 @@ async def serve(
     """
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     files = read_text_files(model)
-    service = InferenceService(settings, files.tokenizer, files.chat, files.generation_config, model)
-    admin = AdminService(settings, service)
-    server = Server(settings, service, admin)
-    stack.callback(service.close)
     core, recordings = _core(settings)
     stack.callback(recordings.close)
     history = StepHistory(settings.step_history)
     engine = Engine(
         core,
         link,
-        service.publish,
+        lambda events: service.publish(events),
         supervisor,
         max_workers=settings.max_workers,
         max_inbox=_max_inbox(settings),
@@ -87,17 +83,18 @@ async def serve(
         text_fingerprint=files.fingerprint,
         step_history=history,
         on_rejected=_on_rejected(files.fingerprint, shutdown),
-        on_adapter_failed=service.adapter_failed,
+        on_adapter_failed=lambda key, problem: service.adapter_failed(key, problem),
         on_anomaly=recordings.dump,
         on_fatal=shutdown.on_fatal,
     )
     supervisor.on_exit = engine.worker_exited
+    service = InferenceService(settings, engine, files.tokenizer, files.chat, files.generation_config, model)
+    stack.callback(service.close)
     steps = StepFeed(history, engine.call_on_engine_thread, engine.take_state, settings.max_step_watchers)
     operations = AdminOperations(shutdown, engine, recordings, supervisor, steps)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.start_recording, "SIGUSR2")
-    service.attach(engine)
+    server = Server(settings, service, AdminService(settings, service, operations))
     service.wanted_workers = supervisor.wanted
-    admin.attach(operations)
     service.on_worker = server.set_worker
     service.on_fatal = shutdown.on_fatal
     engine.start()

@@ -72,12 +72,8 @@ class OperationsApi(Protocol):
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """The handlers. On one event loop."""
 
-    def __init__(self, settings: SchedulerSettings, service: InferenceService) -> None:
-        self._settings, self._service = settings, service
-
-    def attach(self, operations: OperationsApi) -> None:
-        """Connect the operations. Called once, before the first call."""
-        self._operations = operations
+    def __init__(self, settings: SchedulerSettings, service: InferenceService, operations: OperationsApi) -> None:
+        self._settings, self._service, self._operations = settings, service, operations
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Start a graceful shutdown. Return the remaining requests and time."""

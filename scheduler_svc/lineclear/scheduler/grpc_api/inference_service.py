@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
+from google.protobuf.message import Message
 from prometheus_client.core import Metric
 
 from lineclear.errors import (
@@ -27,29 +28,32 @@ from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WantedWorker
 from lineclear.scheduler.grpc_api.error_interceptor import incident
 from lineclear.scheduler.grpc_api.response_writer import Context, ResponseWriter
 from lineclear.scheduler.metrics import families
-from lineclear.scheduler.requests import prompt_requests, status_messages, validation
+from lineclear.scheduler.requests import prompt_requests, status_messages
 from lineclear.scheduler.requests.adapter_use import adapter_use
 from lineclear.scheduler.requests.adapters import AdapterEngine, Adapters
 from lineclear.scheduler.requests.admission import Admission, has_request, note_request
-from lineclear.scheduler.requests.answer_reader import read_answer
 from lineclear.scheduler.requests.grammar_pool import GrammarPool
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.output_length import OutputLengths, load_estimator
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import Canceller
 from lineclear.scheduler.requests.queue_limits import QueueLimiter
-from lineclear.scheduler.requests.request_context import RequestContext, Submitter
+from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.request_stats import ServerStats
-from lineclear.scheduler.requests.sampling_ranges import model_defaults
+from lineclear.scheduler.requests.responses import read_answer
 from lineclear.scheduler.requests.served_model import ServedModel
+from lineclear.scheduler.requests.services import Call, RequestServices, Submitter
 from lineclear.scheduler.requests.session import Session, session_headers
 from lineclear.scheduler.requests.submitted_requests import SubmittedRequests
 from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
-from lineclear.scheduler.requests.validation import ModelBounds
+from lineclear.scheduler.requests.validate import request as validation
+from lineclear.scheduler.requests.validate.request import ModelBounds
+from lineclear.scheduler.requests.validate.sampling import model_defaults
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.chat_template import ChatTemplate
+from lineclear.scheduler.text.parsed_answer import AnswerParsers
 from lineclear.scheduler.text.parser_choice import choose_parsers
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.status_codec import to_status
@@ -97,12 +101,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
         self,
         settings: SchedulerSettings,
+        engine: EngineApi,
         tokenizer: Tokenizer,
         chat: ChatTemplate | None = None,
         generation_config: Mapping[str, Any] | None = None,
         model: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`model` is the directory with the tokenizer."""
         self.on_worker: Callable[[WorkerStatus], None] = lambda status: None
         self.on_fatal: Callable[[BaseException], None] = lambda error: None
         self.wanted_workers: Callable[[], Sequence[WantedWorker]] = tuple
@@ -110,56 +116,38 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.certificate: ServerCertificates | None = None
         """The certificate of the listeners, for the metrics."""
         self._settings = settings
-        self._model_directory = model
-        self._pacer = LoopPacer(clock)
-        self.tokenizers = TokenizerPool(tokenizer, chat, settings, self._pacer)
-        grammar_model = model if tokenizer.has_byte_tokens else None
-        self.grammars = GrammarPool(grammar_model, settings)
-        """Compiles structured output. `model` is the directory with the tokenizer."""
-        template = None if chat is None else chat.source
-        self._parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, template)
-        if template is not None:
-            tool_calls, reasoning = self._parsers.tool_calls or "none", self._parsers.reasoning or "none"
-            log.info("answer_parsers", tool_calls=tool_calls, reasoning=reasoning)
-        self._defaults = model_defaults(generation_config or {}) if settings.use_generation_config else {}
+        self._engine = engine
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._stats = ServerStats(clock())
-        self.quota = QueueLimiter(settings, clock)
-        self._lengths = OutputLengths(load_estimator(settings.output_length_estimator))
-        self._sessions: set[Session] = set()
         self._is_closed = False
-        self._incident = partial(incident, f"/{NAME}: a request")
         self._drain_ends_at: float | None = None
-
-    def attach(self, engine: EngineApi) -> None:
-        """Connect the engine. Called once, before the first call."""
-        self._engine = engine
+        self._sessions: set[Session] = set()
+        self._pacer = LoopPacer(clock)
+        self._stats = ServerStats(clock())
+        self._incident = partial(incident, f"/{NAME}: a request")
+        self.tokenizers = TokenizerPool(tokenizer, chat, settings, self._pacer)
+        self.grammars = GrammarPool(model if tokenizer.has_byte_tokens else None, settings)
+        self._parsers = _parsers(settings, chat)
+        defaults = model_defaults(generation_config or {}) if settings.use_generation_config else {}
+        self._model = ServedModel(settings, engine, defaults, tokenizer.vocab_size)
+        self.quota = QueueLimiter(settings, clock)
         self.quota.predicted_wait = lambda: engine.snapshot().core.predicted_wait_seconds
-        self._model = ServedModel(self._settings, engine, self._defaults, self.tokenizers.tokenizer.vocab_size)
-        self.streams = OutputRouter(
-            engine,
-            self._settings.max_unread_tokens,
-            self._on_worker_change,
-            self._incident,
+        self.streams = OutputRouter(engine, settings.max_unread_tokens, self._on_worker_change, self._incident)
+        self.adapters = Adapters(settings, engine, clock, model)
+        services = RequestServices(
+            settings=settings,
+            tokenizers=self.tokenizers,
+            grammars=self.grammars,
+            parsers=self._parsers,
+            streams=self.streams,
+            engine=engine,
+            lengths=OutputLengths(load_estimator(settings.output_length_estimator)),
+            stats=self._stats,
+            incident=self._incident,
+            clock=clock,
         )
-        self.adapters = Adapters(self._settings, engine, self._clock, self._model_directory)
-        self.requests = Admission(
-            self._settings,
-            self.tokenizers,
-            self.grammars,
-            self.streams,
-            engine,
-            self._lengths,
-            self.quota,
-            self._stats,
-            self._pacer,
-            self._incident,
-            self._clock,
-            self.adapters,
-            self._parsers,
-        )
-        self._submitted = SubmittedRequests(self._settings, self.quota.retry_after_seconds)
+        self.requests = Admission(services, self.quota, self._pacer, self.adapters)
+        self._submitted = SubmittedRequests(settings, self.quota.retry_after_seconds)
 
     def adapter_failed(self, key: bytes, problem: str) -> None:
         """Forget an adapter that a worker cannot load. Called by the engine's thread."""
@@ -248,19 +236,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         """Stream the answer to one request. A hang-up cancels it."""
-        # Read once: gRPC computes it from the wall clock, which may jump.
-        remaining = context.time_remaining()
-        caller = identity.caller(context)
-        tenant = identity.tenant(caller, context)
-        identity.set_flow(tenant, context)
-        arrival = await self.requests.pace(request)
-        live = self.requests.admit(request, self._model.require(), caller, tenant, arrival, remaining)
+        live = self.requests.admit(request, await self._call(request, context))
         async with self._response_writer(context) as writer:
             with live:
                 await live.submit(request)
-                wait = live.outputs[0].wait if len(live.outputs) == 1 else live.wait
                 while not live.is_closed:
-                    await wait()
+                    await live.wait()
                     for response, _, error in read_answer(live):
                         if error is not None:
                             raise error
@@ -326,13 +307,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitResponse:
         """Start a request whose answer is kept for Attach and GetResult."""
-        caller = identity.caller(context)
         seconds = validation.seconds(request.timeout, "timeout") if request.HasField("timeout") else None
-        tenant = identity.tenant(caller, context)
-        identity.set_flow(tenant, context)
-        arrival = await self.requests.pace(request.request)
-        self._submitted.check_unused(caller, request.request.request_id)  # no await between this and `admit`
-        with self.requests.admit(request.request, self._model.require(), caller, tenant, arrival, seconds) as live:
+        call = (await self._call(request.request, context))._replace(seconds=seconds)
+        self._submitted.check_unused(call.caller, request.request.request_id)  # no await between this and `admit`
+        with self.requests.admit(request.request, call) as live:
             admission = live.outputs[0].admission()
             await live.submit(request.request)
             answer = self._submitted.add(live, live.max_tokens)
@@ -373,6 +351,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         index = request.index if request.HasField("index") else None
         return pb.CancelResponse(found=self.requests.cancel(caller, request.request_id, index))
 
+    async def _call(self, message: Message, context: Context) -> Call:
+        """Return the call of a request once the request may be validated. Admit it at once."""
+        # Read once: gRPC computes it from the wall clock, which may jump.
+        remaining = context.time_remaining()
+        caller = identity.caller(context)
+        tenant = identity.tenant(caller, context)
+        identity.set_flow(tenant, context)
+        arrival = await self.requests.pace(message)
+        return Call(self._model.require(), caller, tenant, arrival, remaining)
+
     def _response_writer(self, context: Context) -> ResponseWriter:
         return ResponseWriter(context, self._settings.stall_timeout_seconds)
 
@@ -382,21 +370,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.ScoreRequest, context: Context
     ) -> bytes:
         """Return the log-probabilities of continuations of a prompt. A hang-up cancels their requests."""
-        call = await self._prompt_call(request, context)
+        call = await self._call(request, context)
         return await prompt_requests.score(request, self.requests, self.tokenizers, call)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Return the vectors of inputs. A hang-up cancels their requests."""
-        call = await self._prompt_call(request, context)
+        call = await self._call(request, context)
         return await prompt_requests.embed(request, self.requests, self.tokenizers, call)
-
-    async def _prompt_call(self, request: pb.ScoreRequest | pb.EmbedRequest, context: Context) -> prompt_requests.Call:
-        remaining = context.time_remaining()
-        caller = identity.caller(context)
-        tenant = identity.tenant(caller, context)
-        identity.set_flow(tenant, context)
-        arrival = await self.requests.pace(request)
-        return prompt_requests.Call(self._model.require(), caller, tenant, arrival, remaining)
 
     # --- text and tokens ---------------------------------------------------------------------------------------------
 
@@ -477,12 +457,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             num_admitted=self.quota.num_admitted,
             wanted=self.wanted_workers(),
             shares=self.requests.fairness.shares(),
-            num_beams_running=sum(request.num_beams_running for request in self.requests),
+            num_beams_running=sum(request.answer.num_running_beams for request in self.requests),
             open_streams=len(self.requests),
             asyncio_tasks=len(asyncio.all_tasks()),
             num_adapters=len(self.adapters.all()),
             version=VERSION,
         )
+
+
+def _parsers(settings: SchedulerSettings, chat: ChatTemplate | None) -> AnswerParsers:
+    """Return the parsers of answers to conversations, and log them if there is a chat template."""
+    found = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, None if chat is None else chat.source)
+    if chat is not None:
+        log.info("answer_parsers", tool_calls=found.tool_calls or "none", reasoning=found.reasoning or "none")
+    return found
 
 
 def shutdown_interrupted(request: RequestContext) -> ShutdownInterrupted:

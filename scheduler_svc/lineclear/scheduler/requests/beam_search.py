@@ -43,6 +43,7 @@ class BeamSettings(NamedTuple):
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
     min_tokens: int = 0
+    vocab_size: int = 1 << 31
 
     @property
     def num_top(self) -> int:

@@ -54,12 +54,12 @@ class FairnessWindow:
 
     def ended(self, request: RequestContext) -> None:
         """Count the tokens of a request since the last tick."""
-        self._served[request.tenant] += request.take_served_tokens()
+        self._served[request.call.tenant] += request.take_served_tokens()
 
     def tick(self) -> None:
         """End a second."""
         for request in self._live():
-            self._served[request.tenant] += request.take_served_tokens()
+            self._served[request.call.tenant] += request.take_served_tokens()
         waiting = frozenset(self._waiting())
         both = self._had_waiting & waiting
         self._had_waiting = waiting

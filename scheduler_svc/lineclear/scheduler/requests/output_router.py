@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from itertools import repeat
+from typing import Any
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core.events import (
@@ -21,8 +22,9 @@ from lineclear.scheduler.core.events import (
     WorkerJoined,
     WorkerLost,
 )
-from lineclear.scheduler.requests.output_stream import Canceller, OutputStream
-from lineclear.scheduler.requests.queue_limits import PlaceShare, QueuePlace
+from lineclear.scheduler.requests import output_stream
+from lineclear.scheduler.requests.output_stream import Canceller, OutputLimits, OutputStream
+from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.wire.messages import Scores
 
@@ -41,7 +43,7 @@ class OutputRouter:
         incident: Callable[[BaseException], LineclearError],
     ) -> None:
         self._engine = engine
-        self._max_unread_tokens = max_unread_tokens
+        self._limits = OutputLimits(max_unread_tokens, output_stream.MAX_UNREAD_BYTES)
         self._on_worker = on_worker
         self._incident = incident
         self._streams: dict[str, OutputStream] = {}
@@ -56,7 +58,7 @@ class OutputRouter:
         self,
         request_id: str,
         text: AnswerText | None,
-        queue_place: QueuePlace | PlaceShare,
+        queue_place: QueuePlace | None = None,
         *,
         wants_times: bool = False,
         num_received: int = 0,
@@ -67,11 +69,15 @@ class OutputRouter:
         # A client may reuse a request_id at once, while events of its first request are still under way.
         engine_id = f"{request_id}~{next(self._numbers)}"
         stream = OutputStream(
-            *(engine_id, text, self._engine, queue_place, self._max_unread_tokens),
-            wants_times=wants_times,
-            num_received=num_received,
-            index=index,
-            encode_scores=encode_scores,
+            engine_id,
+            text,
+            self._engine,
+            queue_place,
+            self._limits,
+            wants_times,
+            num_received,
+            index,
+            encode_scores,
         )
         self._streams[engine_id] = stream
         self._idle.clear()
@@ -109,7 +115,7 @@ class OutputRouter:
                 stream = streams.get(event.request_id)
                 if stream is not None:  # None after its reader closed it
                     try:
-                        self._deliver(stream, event)
+                        _HANDLERS[type(event)](stream, event)
                     except AssertionError:
                         raise
                     except Exception as error:
@@ -119,21 +125,13 @@ class OutputRouter:
         """End one request with an incident, so that a bug in its text or its reader does not end the others."""
         stream.cancel(self._incident(error), discard_unread=True)
 
-    @staticmethod
-    def _deliver(
-        stream: OutputStream, event: Admitted | Preempted | Started | Scored | Pooled | Finished | Failed
-    ) -> None:
-        if isinstance(event, Started):
-            stream.on_started(event)
-        elif isinstance(event, Finished):
-            stream.on_finished(event)
-        elif isinstance(event, Failed):
-            stream.on_failed(event)
-        elif isinstance(event, Scored):
-            stream.on_scored(event)
-        elif isinstance(event, Pooled):
-            stream.on_pooled(event)
-        elif isinstance(event, Admitted):
-            stream.on_admitted(event.position)
-        else:
-            assert isinstance(event, Preempted)
+
+_HANDLERS: dict[type[Event], Callable[[OutputStream, Any], None]] = {
+    Admitted: lambda stream, event: stream.on_admitted(event.position),
+    Preempted: lambda stream, event: None,
+    Started: OutputStream.on_started,
+    Scored: OutputStream.on_scored,
+    Pooled: OutputStream.on_pooled,
+    Finished: OutputStream.on_finished,
+    Failed: OutputStream.on_failed,
+}

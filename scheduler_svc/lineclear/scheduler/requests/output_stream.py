@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from lineclear.api_limits import MAX_PIECE_BYTES
@@ -22,7 +23,7 @@ from lineclear.scheduler.core.events import (
     Scored,
     Started,
 )
-from lineclear.scheduler.requests.queue_limits import PlaceShare, QueuePlace
+from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText, StopMatch
 from lineclear.scheduler.text.parsed_answer import ParsedAnswerText, ParsedText
 from lineclear.wire.messages import Logprobs, Scores
@@ -92,112 +93,74 @@ def end_of(match: StopMatch) -> FinishReason:
     return FinishReason.REPETITION if match.is_repetition else FinishReason.STOP_STRING
 
 
+class OutputLimits(NamedTuple):
+    """Most unread output of all streams of a request: tokens, and bytes of log probabilities."""
+
+    tokens: int
+    num_bytes: int
+
+
+@dataclass(slots=True, eq=False)
 class OutputStream:
     """The unread part of one output, for one reader: it awaits `wait`, or is called through `subscribe`.
 
     `engine_id` is the output's name in the engine, `index` its number among those of its request. `text` is None for
-    answers without text. The first `num_received` tokens reached the client from another server. `queue_place` is
-    released when the output starts or fails. `siblings` are all outputs of the request; limits hold for them together.
-    `encode_scores` encodes the scores of each step as they arrive, since those of a long prompt are 65,536 entries. The
-    reader gets the encodings one behind the other. Without it `scores` has the scores.
+    answers without text. The first `num_received` tokens reached the client from another server. `queue_place` is left
+    when the output starts or fails; None: it has none. `siblings` are all outputs of the request; limits hold for them
+    together. `encode_scores` encodes the scores of each step as they arrive, since those of a long prompt are 65,536
+    entries. The reader gets the encodings one behind the other. Without it `scores` has the scores.
     """
 
-    __slots__ = (
-        "_admission",
-        "_encode_scores",
-        "_end",
-        "_engine",
-        "_error",
-        "_first_unread",
-        "_is_cancelled",
-        "_is_stopped",
-        "_limits",
-        "_logprobs",
-        "_logprobs_bytes",
-        "_max_unread_bytes",
-        "_max_unread_tokens",
-        "_prompt_logprobs",
-        "_queue_place",
-        "_subscriber",
-        "_text",
-        "_texts",
-        "_times",
-        "_tokens",
-        "_unsent_position",
-        "_unsent_start",
-        "_waiter",
-        "_wants_times",
-        "engine_id",
-        "index",
-        "is_engine_done",
-        "is_notified",
-        "is_parsed",
-        "is_read",
-        "num_received",
-        "num_resumed",
-        "score",
-        "scores",
-        "seed_index",
-        "siblings",
-        "started",
-        "stats",
-        "vector",
-    )
+    engine_id: str
+    text: AnswerText | None
+    _engine: Canceller
+    _queue_place: QueuePlace | None
+    _limits: OutputLimits
+    _wants_times: bool
+    num_received: int
+    index: int
+    _encode_scores: Callable[[Scores], bytes] | None
+    num_resumed: int = field(init=False)
+    seed_index: int = field(init=False)
+    _share: OutputLimits = field(init=False)
+    """Below its share of the limits, no other output need be asked."""
+    is_parsed: bool = field(init=False)
+    siblings: Sequence[OutputStream] = ()
+    score: float | None = None
+    """What it was chosen by, if it was."""
+    started: Started | None = None
+    stats: RequestStats | None = None
+    scores: list[Scores] = field(default_factory=list)
+    """Scores of the prompt's positions, in order."""
+    vector: bytes = b""
+    is_engine_done: bool = False
+    """The engine has sent its last event of the request."""
+    is_notified: bool = False
+    """The subscriber was called, and is not called again before it has read everything."""
+    is_read: bool = False
+    """Its end or its error was read."""
+    _is_cancelled: bool = False
+    _is_stopped: bool = False
+    _first_unread: int = field(init=False)
+    _tokens: list[int] = field(default_factory=list)
+    _texts: list[str] = field(default_factory=list)
+    _logprobs: list[Logprobs] = field(default_factory=list)
+    _logprobs_bytes: int = 0
+    _prompt_logprobs: list[bytes] = field(default_factory=list)
+    _times: list[float] = field(default_factory=list)
+    _unsent_start: Started | None = None
+    _unsent_position: QueuePosition | None = None
+    _end: Completion | None = None
+    _error: LineclearError | None = None
+    _waiter: asyncio.Future[None] | None = None
+    _subscriber: Callable[[], None] | None = None
+    _admission: asyncio.Future[None] | None = None
 
-    def __init__(
-        self,
-        engine_id: str,
-        text: AnswerText | None,
-        engine: Canceller,
-        queue_place: QueuePlace | PlaceShare,
-        max_unread_tokens: int,
-        *,
-        wants_times: bool,
-        num_received: int,
-        index: int = 0,
-        encode_scores: Callable[[Scores], bytes] | None = None,
-    ) -> None:
-        self.engine_id = engine_id
-        self.index = self.seed_index = index
-        self.score: float | None = None
-        """What it was chosen by, if it was."""
-        self.siblings: Sequence[OutputStream] = (self,)
-        self.started: Started | None = None
-        self.stats: RequestStats | None = None
-        self.num_received = self.num_resumed = num_received
-        self.scores: list[Scores] = []
-        """Scores of the prompt's positions, in order."""
-        self.vector = b""
-        self._encode_scores = encode_scores
-        self._prompt_logprobs: list[bytes] = []
-        self.is_engine_done = False
-        """The engine has sent its last event of the request."""
-        self.is_notified = False
-        """The subscriber was called, and is not called again before it has read everything."""
-        self.is_read = False
-        """Its end or its error was read."""
-        self._queue_place = queue_place
-        self._is_cancelled = self._is_stopped = False
-        self._text = text
-        self.is_parsed = isinstance(text, ParsedAnswerText)
-        self._engine = engine
-        self._limits = max_unread_tokens, MAX_UNREAD_BYTES
-        self._max_unread_tokens = max_unread_tokens
-        self._max_unread_bytes = MAX_UNREAD_BYTES
-        self._wants_times = wants_times
-        self._first_unread = num_received
-        self._tokens: list[int] = []
-        self._texts: list[str] = []
-        self._logprobs: list[Logprobs] = []
-        self._logprobs_bytes = 0
-        self._times: list[float] = []
-        self._unsent_start: Started | None = None
-        self._unsent_position: QueuePosition | None = None
-        self._end: Completion | None = None
-        self._error: LineclearError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._subscriber: Callable[[], None] | None = None
-        self._admission: asyncio.Future[None] | None = None
+    def __post_init__(self) -> None:
+        self.num_resumed = self._first_unread = self.num_received
+        self.seed_index = self.index
+        self._share = self._limits
+        self.is_parsed = isinstance(self.text, ParsedAnswerText)
 
     def admission(self) -> asyncio.Future[None]:
         """Return a future that is done when the engine has queued or rejected the request. Call it before `submit`."""
@@ -348,22 +311,22 @@ class OutputStream:
         self.cancel(error)
 
     def _fail(self, error: LineclearError) -> None:
-        # Not when the client reads of it: unread failures would fill the queue.
-        self._queue_place.release(started=False)
+        self._leave_queue(started=False)  # not when the client reads of it: unread failures would fill the queue
         self._resolve_admission()
         if self._end is None and self._error is None:
             self._error = error
             self._wake()
 
-    @property
-    def text(self) -> AnswerText | None:
-        """The text of the tokens so far; None for answers without text."""
-        return self._text
+    def _leave_queue(self, *, started: bool) -> None:
+        if self._queue_place is not None:
+            place, self._queue_place = self._queue_place, None
+            place.leave(started=started)
 
     # --- the engine's events -----------------------------------------------------------------------------------------
 
     def on_admitted(self, position: QueuePosition | None) -> None:
-        self._queue_place.admit()
+        if self._queue_place is not None:
+            self._queue_place.admit()
         self._resolve_admission()
         if position is not None:
             self._unsent_position = position
@@ -374,13 +337,14 @@ class OutputStream:
             self._admission.set_result(None)
 
     def on_started(self, event: Started) -> None:
-        self._queue_place.admit()
-        self._queue_place.release(started=True)
+        if self._queue_place is not None:
+            self._queue_place.admit()
+            self._leave_queue(started=True)
         self.started = self._unsent_start = event
         self._wake()
 
     def on_token(self, index: int, token_id: int, logprobs: Logprobs | None, at: float) -> None:
-        text = self._text
+        text = self.text
         if self._error is not None or (text is not None and text.match is not None):
             return  # computed before the engine processed the end
         assert index == self.num_received, "a gap in the tokens of a request"
@@ -395,7 +359,7 @@ class OutputStream:
         if logprobs is not None:
             self._logprobs.append(logprobs)
             self._logprobs_bytes += _memory(logprobs)
-        if len(self._tokens) > self._max_unread_tokens or self._logprobs_bytes > self._max_unread_bytes:
+        if len(self._tokens) > self._share.tokens or self._logprobs_bytes > self._share.num_bytes:
             self._check_unread()
         if not self.is_notified:
             self._wake()
@@ -420,56 +384,53 @@ class OutputStream:
         if self._has_stopped():  # complete before the failure, by a stop string that the engine does not know
             self._complete(FinishReason.STOP_STRING, None, event.stats)
         elif self._is_stopped:
-            self._queue_place.release(started=False)
+            self._leave_queue(started=False)
             self._complete(FinishReason.CANCELLED, None, event.stats)
         else:
             self._fail(event.error)
 
     def _has_stopped(self) -> bool:
-        return self._text is not None and self._text.match is not None
+        return self.text is not None and self.text.match is not None
 
     def _complete(self, reason: FinishReason, matched_token_id: int | None, stats: RequestStats) -> None:
         self._resolve_admission()
         if self._error is not None:
             return
-        if self._text is not None and self._text.match is None:
-            self._texts.append(self._text.finish())
-        match = self._text.match if self._text is not None else None
+        if self.text is not None and self.text.match is None:
+            self._texts.append(self.text.finish())
+        match = self.text.match if self.text is not None else None
         if match is not None:
             # The stop string wins over a later end by the engine.
             self._end = Completion(end_of(match), match.string, None, self.num_received, stats, match.is_call)
         else:
-            has_calls = self._text is not None and self._text.has_tool_calls
+            has_calls = self.text is not None and self.text.has_tool_calls
             self._end = Completion(reason, None, matched_token_id, self.num_received, stats, has_calls)
         self._wake()
 
     def share_limits(self, siblings: Sequence[OutputStream]) -> None:
         """Count what is unread of all `siblings` together."""
         self.siblings = siblings
-        self._max_unread_tokens //= len(siblings)  # below this share, no other output need be asked
-        self._max_unread_bytes //= len(siblings)
+        self._share = OutputLimits(self._limits.tokens // len(siblings), self._limits.num_bytes // len(siblings))
 
     def _check_unread(self) -> None:
         """Fail the output as a slow consumer if too much of all outputs of the request is unread."""
-        unread = sum(len(output._tokens) for output in self.siblings)
-        num_bytes = sum(output._logprobs_bytes for output in self.siblings)
+        siblings = self.siblings or (self,)
+        unread = sum(len(output._tokens) for output in siblings)
+        num_bytes = sum(output._logprobs_bytes for output in siblings)
         max_tokens, max_bytes = self._limits
         if unread > max_tokens:
-            message = (
-                f"{unread} tokens are unread, the limit is {max_tokens}; read faster, or have the server "
-                "raise --max-unread-tokens"
-            )
-            figures = {"unread_tokens": unread, "limit": max_tokens}
+            advice = "read faster, or have the server raise --max-unread-tokens"
+            message = f"{unread} tokens are unread, the limit is {max_tokens}; {advice}"
+            figures = {"unread_tokens": str(unread), "limit": str(max_tokens)}
         elif num_bytes > max_bytes:
             message = (
                 f"{num_bytes} bytes of log probabilities are unread, the limit is {max_bytes}; read "
                 "faster, or ask for fewer"
             )
-            figures = {"unread_bytes": num_bytes, "limit": max_bytes}
+            figures = {"unread_bytes": str(num_bytes), "limit": str(max_bytes)}
         else:
             return
-        metadata = {name: str(figure) for name, figure in figures.items()}
-        self.cancel(SlowConsumer(message, metadata=metadata), discard_unread=True)
+        self.cancel(SlowConsumer(message, metadata=figures), discard_unread=True)
 
     def _wake(self) -> None:
         if self._subscriber is not None:

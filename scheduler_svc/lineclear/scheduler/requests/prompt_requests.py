@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from lineclear.errors import InvalidRequest, PromptTooLong, Violation
 from lineclear.scheduler.core.sequence import Scoring
-from lineclear.scheduler.requests import validation
 from lineclear.scheduler.requests.admission import Admission
-from lineclear.scheduler.requests.forced_calls import is_forced
+from lineclear.scheduler.requests.logprob_messages import encoded_score
 from lineclear.scheduler.requests.output_stream import OutputStream
-from lineclear.scheduler.requests.request_context import Asks, RequestContext
-from lineclear.scheduler.requests.score_response import encoded_score
+from lineclear.scheduler.requests.request_context import RequestContext
+from lineclear.scheduler.requests.services import Call
 from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
-from lineclear.scheduler.requests.validation import MAX_TOP_LOGPROBS, ModelBounds, check_truncation
-from lineclear.scheduler.requests.violations import Violations, check_vocabulary
-from lineclear.scheduler.security.identity import Identity
+from lineclear.scheduler.requests.validate import request as validation
+from lineclear.scheduler.requests.validate.request import MAX_TOP_LOGPROBS, ModelBounds, check_truncation
+from lineclear.scheduler.requests.validate.tools import is_forced
+from lineclear.scheduler.requests.validate.violations import Violations, check_vocabulary
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Pooling, PoolingKind
 
@@ -34,22 +34,14 @@ _POOLING = {
     pb.POOLING_MEAN: PoolingKind.MEAN,
 }
 
-
-class Call(NamedTuple):
-    """Who calls, and what the call is checked against. `seconds` is its time from `arrival` on, None: the default."""
-
-    bounds: ModelBounds
-    caller: Identity
-    tenant: str
-    arrival: float
-    seconds: float | None
+_NO_OUTPUT: Mapping[str, Any] = {"max_tokens": 0, "expected_tokens": 0, "max_drafts": 0}
 
 
 class _Part(NamedTuple):
-    """The tokens of one request, what is asked of them, and the path of its input in the message."""
+    """The tokens of one request, the fields of the core that ask for results, and the path of its input."""
 
     tokens: Sequence[int]
-    asks: Asks
+    asks: dict[str, Any]
     path: str
 
 
@@ -63,7 +55,7 @@ async def score(request: pb.ScoreRequest, admission: Admission, tokenizers: Toke
     parts = []
     for index, continuation in enumerate(request.continuations):
         tokens = await tokens_of(continuation, tokenizers.encode_continuation)
-        asks = Asks(scoring=Scoring(len(prompt) - 1, num_top))
+        asks = {**_NO_OUTPUT, "scoring": Scoring(len(prompt) - 1, num_top)}
         parts.append(_Part([*prompt, *tokens], asks, f"continuations[{index}]"))
         if not tokens:
             raise InvalidRequest.at(f"continuations[{index}]", "has no tokens")
@@ -83,7 +75,7 @@ async def embed(
     """Return the vectors of inputs."""
     _check_embed(request, call.bounds)
     normalize = request.normalize if request.HasField("normalize") else True
-    asks = Asks(pooling=Pooling(_POOLING[request.pooling], request.dimensions, normalize))
+    asks = {**_NO_OUTPUT, "pooling": Pooling(_POOLING[request.pooling], request.dimensions, normalize)}
     parts = []
     for index, entry in enumerate(request.inputs):
         tokens = _truncated(await tokens_of(entry, tokenizers.encode), request)
@@ -112,20 +104,18 @@ async def _run(
         if len(part.tokens) >= call.bounds.context_length:
             raise _too_long(part, call.bounds.context_length)
     with ExitStack() as stack:
-        live: list[tuple[RequestContext, pb.GenerateRequest]] = []
+        live: list[tuple[RequestContext, pb.GenerateRequest, _Part]] = []
         for part in parts:
             message = _message(part, request)
             await admission.pace(message)
-            who = call.caller, call.tenant
-            context = admission.admit(message, call.bounds, *who, call.arrival, call.seconds, part.asks)
-            live.append((stack.enter_context(context), message))
+            live.append((stack.enter_context(admission.admit(message, call)), message, part))
             await asyncio.sleep(0)  # 128 of them take 100 ms
-        for context, message in live:
-            await context.submit(message)
+        for context, message, part in live:
+            await context.submit(message, **part.asks)
             await asyncio.sleep(0)
-        for context, _ in live:
+        for context, _, _ in live:
             await _complete(context)
-        return [(context.outputs[0], _fingerprint(context)) for context, _ in live]
+        return [(context.outputs[0], _fingerprint(context)) for context, _, _ in live]
 
 
 def _fingerprint(context: RequestContext) -> str:

@@ -7,7 +7,8 @@ same total limits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from lineclear.scheduler.core.limits import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, queue_full
 from lineclear.scheduler.settings import SchedulerSettings
@@ -16,22 +17,19 @@ _WINDOW_SECONDS = 10
 _UNKNOWN_SECONDS = 1.0  # retry hint while no request has started lately
 
 
+@dataclass(slots=True, eq=False)
 class QueuePlace:
-    """One request's place in the queue, from its admission to its start or end."""
+    """One request's place in the queue, from its admission until all of its streams have started or ended."""
 
-    __slots__ = (
-        *("_has_started", "_is_released", "_num_tokens", "_quota", "_tenant", "_unreleased_shares"),
-        "was_admitted",
-    )
-
-    def __init__(self, quota: QueueLimiter, tenant: str) -> None:
-        self._quota = quota
-        self._tenant = tenant
-        self._num_tokens = 0
-        self._is_released = self._has_started = False
-        self._unreleased_shares = 0
-        self.was_admitted = False
-        """The engine has queued the request."""
+    _quota: QueueLimiter
+    _tenant: str
+    num_streams: int = 1
+    """Streams that wait in the queue."""
+    was_admitted: bool = False
+    """The engine has queued the request."""
+    _num_tokens: int = 0
+    _has_started: bool = False
+    _is_released: bool = False
 
     def admit(self) -> None:
         """Count the request: the engine has queued it. Further calls have no effect."""
@@ -39,18 +37,11 @@ class QueuePlace:
             self.was_admitted = True
             self._quota.num_admitted += 1
 
-    def shares(self, count: int) -> Sequence[QueuePlace | PlaceShare]:
-        """Divide the place among the outputs of its request. It is free when all of them have started or ended."""
-        if count == 1:
-            return (self,)
-        self._unreleased_shares = count
-        return [PlaceShare(self) for _ in range(count)]
-
-    def release_share(self, *, started: bool) -> None:
-        """Release one of the shares."""
-        self._unreleased_shares -= 1
+    def leave(self, *, started: bool) -> None:
+        """Note that one stream has started, or ended before. The last one frees the place."""
+        self.num_streams -= 1
         self._has_started = self._has_started or started
-        if self._unreleased_shares == 0:
+        if self.num_streams == 0:
             self.release(started=self._has_started)
 
     def add_tokens(self, num_tokens: int) -> None:
@@ -66,41 +57,6 @@ class QueuePlace:
         if not self._is_released:
             self._is_released = True
             self._quota._release(self._tenant, self._num_tokens, started=started)
-
-
-class PlaceShare:
-    """The share of one output in the place of its request."""
-
-    __slots__ = ("_is_released", "_place")
-
-    def __init__(self, place: QueuePlace) -> None:
-        self._place = place
-        self._is_released = False
-
-    def admit(self) -> None:
-        """Count the request: the engine has queued one of its outputs."""
-        self._place.admit()
-
-    def release(self, *, started: bool) -> None:
-        """Release the share: the output `started`, or ended before. Further calls have no effect."""
-        if not self._is_released:
-            self._is_released = True
-            self._place.release_share(started=started)
-
-
-class NoPlace(QueuePlace):
-    """For an output that does not wait in the queue."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        pass
-
-    def admit(self) -> None:
-        """Do nothing."""
-
-    def release(self, *, started: bool) -> None:
-        """Do nothing."""
 
 
 class QueueLimiter:

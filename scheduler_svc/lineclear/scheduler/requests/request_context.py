@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Self
 
 import structlog
 
@@ -16,28 +16,22 @@ from lineclear.errors import Cancelled, DeadlineExceeded, InternalError, Invalid
 from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReason, RequestStats, Started
 from lineclear.scheduler.core.fair_share import share_of
-from lineclear.scheduler.core.sequence import Request, Scoring
-from lineclear.scheduler.requests import model_identity, sampling_validation, validation
 from lineclear.scheduler.requests.adapters import LoadedAdapter
-from lineclear.scheduler.requests.beam_group import BeamGroup
-from lineclear.scheduler.requests.beam_search import BeamSettings
-from lineclear.scheduler.requests.best_of import BestOf
-from lineclear.scheduler.requests.forced_calls import forced_calls
-from lineclear.scheduler.requests.grammar_pool import GrammarPool
-from lineclear.scheduler.requests.output_length import AnswerShape, OutputLengths
-from lineclear.scheduler.requests.output_router import OutputRouter
+from lineclear.scheduler.requests.answer.answer import Answer
+from lineclear.scheduler.requests.output_length import AnswerShape
 from lineclear.scheduler.requests.output_stream import Completion, OutputStream, end_of
-from lineclear.scheduler.requests.queue_limits import NoPlace, QueuePlace
-from lineclear.scheduler.requests.request_stats import EndedRequest, RequestTimings, ServerStats, request_timings
-from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
-from lineclear.scheduler.requests.validation import ModelBounds, ValidatedRequest
+from lineclear.scheduler.requests.queue_limits import QueuePlace
+from lineclear.scheduler.requests.request_stats import EndedRequest, RequestTimings, request_timings
+from lineclear.scheduler.requests.services import Call, RequestServices
+from lineclear.scheduler.requests.validate import request as validation
+from lineclear.scheduler.requests.validate import sampling as sampling_validation
+from lineclear.scheduler.requests.validate import tools
+from lineclear.scheduler.requests.validate.request import ValidatedRequest
 from lineclear.scheduler.security import identity
-from lineclear.scheduler.security.identity import Identity
-from lineclear.scheduler.text.detokenizer import AnswerText
-from lineclear.scheduler.text.parsed_answer import AnswerParsers, ParsedAnswerText
+from lineclear.scheduler.text.parsed_answer import ParsedAnswerText
 from lineclear.scheduler.text.template_renderer import wall_clock_us
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.messages import Pooling, Sampling
+from lineclear.wire.messages import Sampling
 
 log = structlog.get_logger()
 
@@ -46,110 +40,45 @@ _TRAVEL_SECONDS = (
 )
 
 
-class Asks(NamedTuple):
-    """What a request without output asks for."""
-
-    scoring: Scoring | None = None
-    pooling: Pooling | None = None
-
-
-class Submitter(Protocol):
-    """The engine method that queues a request."""
-
-    def submit(self, request: Request, *siblings: Request) -> None:
-        """Queue a request and its siblings, all or none; the outcome is an event of each."""
-        ...
-
-    def prepare_grammar(self, grammar: str, done: Callable[[], None]) -> None:
-        """Have the workers compile a grammar, then call `done()` from another thread."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RequestServices:
-    """The services that all requests of a server use. `live` maps (caller, request_id) to the request."""
-
-    tokenizers: TokenizerPool
-    grammars: GrammarPool
-    parsers: AnswerParsers
-    streams: OutputRouter
-    engine: Submitter
-    lengths: OutputLengths
-    stats: ServerStats
-    incident: Callable[[BaseException], LineclearError]
-    clock: Callable[[], float]
-    max_drafts: int
-    live: dict[tuple[Identity, str], RequestContext]
-    on_close: Callable[[RequestContext], None]
-
-
+@dataclass(slots=True, eq=False)
 class RequestContext:
     """A live request. Its owner calls `submit` once, reads the answer, and calls `close` in any case.
 
-    As a context manager it is closed if the block raises, by a hang-up too. `arrival` and `deadline` are monotonic.
+    As a context manager it is closed if the block raises, by a hang-up too. `deadline` is monotonic.
     """
 
-    __slots__ = (
-        *("arrival", "bounds", "cache_salt", "caller", "chat_time_us", "deadline", "error", "is_closed", "max_tokens"),
-        *("adapter", "outputs", "prompt_digest", "prompt_echo", "prompt_tokens", "tenant", "validated", "_asks"),
-        *(
-            "_candidates",
-            "_group",
-            "_is_submitted",
-            "_num_counted",
-            "_num_unread",
-            "_queue_place",
-            "_reason",
-            "_services",
-            "_trace_id",
-            "_wakeup",
-        ),
-    )
+    _services: RequestServices
+    validated: ValidatedRequest
+    call: Call
+    answer: Answer
+    _queue_place: QueuePlace
+    deadline: float
+    adapter: LoadedAdapter | None
+    _on_close: Callable[[RequestContext], None]
+    outputs: Sequence[OutputStream] = field(init=False)
+    """What the client reads."""
+    error: LineclearError | None = None
+    """The error that the first output ended with, and with it the request."""
+    prompt_tokens: int = 0
+    """0 before tokenization, as `max_tokens`."""
+    max_tokens: int = 0
+    prompt_digest: str = ""
+    prompt_echo: pb.PromptEcho | None = None
+    chat_time_us: int = 0
+    """Time given to the chat template; 0 without one."""
+    is_closed: bool = False
+    _trace_id: str = field(default_factory=identity.trace_id)
+    _num_counted: int = 0
+    """Tokens that `take_served_tokens` has returned."""
+    _num_read: int = 0
+    """Outputs whose end has been read."""
+    _shape: AnswerShape | None = None
+    _reason: FinishReason | None = None
+    _wakeup: asyncio.Event | None = None
+    """Set on new output of any of several."""
 
-    def __init__(
-        self,
-        services: RequestServices,
-        validated: ValidatedRequest,
-        outputs: tuple[OutputStream, ...],
-        candidates: tuple[OutputStream, ...],
-        queue_place: QueuePlace,
-        bounds: ModelBounds,
-        caller: Identity,
-        tenant: str,
-        cache_salt: bytes,
-        arrival: float,
-        deadline: float,
-        adapter: LoadedAdapter | None = None,
-        asks: Asks | None = None,
-    ) -> None:
-        self._asks = asks
-        self.validated = validated
-        self.outputs = outputs
-        self.error: LineclearError | None = None
-        """The error that the first output ended with, and with it the request."""
-        self.bounds = bounds
-        self.caller = caller
-        self.tenant = tenant
-        self.cache_salt = cache_salt
-        self.arrival = arrival
-        self.deadline = deadline
-        self.adapter = adapter
-        self._trace_id = identity.trace_id()
-        self.prompt_tokens = 0  # 0 before tokenization, as max_tokens
-        self.max_tokens = 0
-        self.prompt_digest = ""
-        self.prompt_echo: pb.PromptEcho | None = None
-        self.chat_time_us = 0  # time given to the chat template; 0 without one
-        self.is_closed = False
-        self._num_counted = 0  # tokens that `take_served_tokens` has returned
-        self._services = services
-        self._queue_place = queue_place
-        self._is_submitted = False
-        self._candidates = candidates
-        self._group: BestOf | BeamGroup | None = None
-        self._num_unread = len(outputs)  # outputs whose end has not been read
-        self._reason: FinishReason | None = None
-        self._wakeup: asyncio.Event | None = None  # set on new output of any of several
+    def __post_init__(self) -> None:
+        self.outputs = self.answer.outputs
 
     @property
     def request_id(self) -> str:
@@ -159,12 +88,7 @@ class RequestContext:
     @property
     def has_started(self) -> bool:
         """Whether an output has left the queue."""
-        return any(output.started is not None for output in (*self.outputs, *self._candidates))
-
-    @property
-    def num_beams_running(self) -> int:
-        """Number of beams of a search that has started; 0 of other requests."""
-        return self._group.num_running if isinstance(self._group, BeamGroup) else 0
+        return any(output.started is not None for output in self.outputs)
 
     @property
     def has_ended(self) -> bool:
@@ -173,20 +97,18 @@ class RequestContext:
 
     def call_key(self, output: OutputStream) -> str:
         """Return what the ids of tool calls derive from: equal on each server that resumes the output."""
-        return f"{self.prompt_digest}:{self.sampling_of(output).seed}"
+        return f"{self.prompt_digest}:{self.seed_of(output)}"
 
-    def sampling_of(self, output: OutputStream) -> Sampling:
-        """Return the sampling parameters of an output: those of the request, with a seed of its own."""
-        sampling = self.validated.sampling
-        if self._candidates and sampling.logprobs < 0:
-            sampling = replace(sampling, logprobs=0)  # to choose by
-        return replace(sampling, seed=output_seed(sampling.seed, output.seed_index)) if output.seed_index else sampling
+    def seed_of(self, output: OutputStream) -> int:
+        """Return the seed of an output: the first one has that of the request."""
+        seed = self.validated.sampling.seed
+        return output_seed(seed, output.seed_index) if output.seed_index else seed
 
-    async def wait(self) -> None:
+    def wait(self) -> Coroutine[Any, Any, None]:
         """Wait for output."""
-        if len(self.outputs) == 1:
-            await self.outputs[0].wait()
-            return
+        return self.outputs[0].wait() if len(self.outputs) == 1 else self._wait_for_any()
+
+    async def _wait_for_any(self) -> None:
         if self._wakeup is None:
             self._wakeup = asyncio.Event()
             for output in self.outputs:
@@ -202,12 +124,16 @@ class RequestContext:
         """
         if self._reason in (None, FinishReason.CANCELLED):  # of several outputs, the first complete one counts
             self._reason = reason
-        self._num_unread -= 1
+        self._num_read += 1
         if error is not None and self.error is None:
             self.error = error
-            if self._num_unread:
+            if not self._is_read:
                 self.cancel(error)
-        return not self._num_unread
+        return self._is_read
+
+    @property
+    def _is_read(self) -> bool:
+        return self._num_read == len(self.outputs)
 
     def __enter__(self) -> Self:
         return self
@@ -228,165 +154,137 @@ class RequestContext:
             and not message.sampling.HasField("structured_output")
         )
 
-    async def submit(self, message: pb.GenerateRequest) -> None:
-        """Tokenize the prompt and queue the request in the engine. Raises the reason for a rejection."""
+    async def submit(self, message: pb.GenerateRequest, **asks: Any) -> None:
+        """Tokenize the prompt and queue the request in the engine. Raises the reason for a rejection.
+
+        `asks` are fields of the core's request if it asks for something else than output.
+        """
+        services, validated, call, sampling = self._services, self.validated, self.call, self.validated.sampling
         if self.submits_at_once(message):
-            prompt: Sequence[int] = message.token_ids.ids
-            if message.truncate_prompt_tokens:
-                prompt = prompt[-message.truncate_prompt_tokens :]
+            prompt: Sequence[int] = _kept(message, message.token_ids.ids)
         else:
             if message.WhichOneof("prompt") == "chat":
                 self.chat_time_us = message.resume.chat_time_us or wall_clock_us()
             try:
-                async with asyncio.timeout(self.deadline - self._services.clock()):
-                    prompt = await self._services.tokenizers.ids(message, self.chat_time_us)
-                    if message.truncate_prompt_tokens:
-                        prompt = prompt[-message.truncate_prompt_tokens :]
-                    await self._resolve_texts()
-                    await self._resolve_form(message, prompt)
+                async with asyncio.timeout(self.deadline - services.clock()):
+                    prompt = _kept(message, await services.tokenizers.ids(message, self.chat_time_us))
+                    sampling = await self._with_texts(sampling)
+                    sampling = await self._with_form(sampling, message, prompt)
             except TimeoutError:
                 raise DeadlineExceeded("the deadline passed before the prompt was tokenized") from None
         if self.has_ended:  # cancelled in the meantime
             return
         self.prompt_digest = prompt_digest(prompt)
-        for output in (*self.outputs, *self._candidates):
-            if isinstance(output.text, ParsedAnswerText):
-                output.text.begin(prompt)
-        model_identity.check_prompt(self.validated, self.prompt_digest)
-        shared = validation.resolve(self.validated, prompt, self.deadline, self.bounds)
-        if self.validated.echoes_prompt:
+        fields = validation.resolve(validated, prompt, self.prompt_digest, sampling, call.bounds)
+        if validated.echoes_prompt:
             await self._resolve_echo(prompt)
             if self.has_ended:
                 return
         self._queue_place.add_tokens(len(prompt))
-        self.prompt_tokens, self.max_tokens = len(prompt), shared["max_tokens"]
-        shared |= self._model_fields()
-        shared |= {"cache_salt": self.cache_salt, "tenant": share_of(self.tenant)}
-        if self.validated.beams is not None:
-            self._start_beams(shared, self.validated.beams)
+        self.prompt_tokens, self.max_tokens = len(prompt), fields["max_tokens"]
+        tenant = share_of(call.tenant)
+        self._shape = AnswerShape(tenant, self.prompt_tokens, self.max_tokens, validated.expected_tokens)
+        for stream in (*self.outputs, *self.answer.streams) if validated.tools is not None else ():
+            if isinstance(stream.text, ParsedAnswerText):
+                stream.text.begin(prompt)
+        if any(validated.received):
+            for output in self.outputs:
+                await self._replay(output)
+            if self.has_ended:
+                return
+        fields["deadline"], fields["tenant"] = self.deadline, tenant
+        fields["expected_tokens"] = services.lengths.expect(self._shape, 0)
+        fields["max_drafts"] = self._max_drafts(sampling)
+        owner = identity.ANONYMOUS if services.settings.share_prefix_cache_across_tenants else call.caller
+        fields["cache_salt"] = identity.cache_salt(owner, message.cache_salt)
+        if self.adapter is not None:  # the core compares fingerprints of the model alone
+            fields["adapter"] = self.adapter.files.key
+            fields["model_fingerprint"] = call.bounds.model_fingerprint if validated.model_fingerprint else ""
+        self.answer.start(fields | asks if asks else fields)
+
+    async def _replay(self, output: OutputStream) -> None:
+        """Compute the text of the tokens of a resumed output, and end it if only its end is missing."""
+        received, services = self.validated.received[output.index], self._services
+        if not received:
             return
-        submitted: list[tuple[OutputStream, Request]] = []
-        if self._candidates:
-            self._check_held(len(self._candidates))
-            self._group = BestOf(self.outputs, self._candidates, self.validated.sampling.logprobs >= 0)
-        for output in self._candidates or self.outputs:
-            received = () if self._candidates else self.validated.received[output.index] or ()
-            own = self._of_output(shared, output, received, is_sibling=bool(submitted))
-            if received and not await self._replay(output, own):
-                continue
-            submitted.append((output, own))
-        requests = [own for output, own in submitted if not output.has_ended]
-        if requests:
-            self._is_submitted = True
-            first = replace(requests[0], is_sibling=False) if requests[0].is_sibling else requests[0]
-            self._services.engine.submit(first, *requests[1:])
-
-    def _of_output(
-        self, shared: dict[str, Any], output: OutputStream, received: tuple[int, ...], *, is_sibling: bool
-    ) -> Request:
-        """Return the core's request for one output."""
-        own: dict[str, Any] = {"request_id": output.engine_id, "sampling": self.sampling_of(output)}
-        if self._asks is not None:
-            return Request(**shared | own | {"max_tokens": 0} | self._asks._asdict())
-        if output.index or received:
-            own["scoring"] = None
-        return Request(
-            **shared | own,
-            output=received,
-            expected_tokens=self._services.lengths.expect(self._shape(), len(received)),
-            max_drafts=self._max_drafts(),
-            wants_position=self.validated.wants_position and not is_sibling,
-            is_sibling=is_sibling,
-        )
-
-    def _check_held(self, num_outputs: int) -> None:
-        """Raises InvalidRequest if more tokens may be held until the end than the server allows."""
-        count, limit = num_outputs * self.max_tokens, self.bounds.max_held_tokens
-        if count > limit:
-            message = f"keeps up to {count} tokens until the end, the limit is {limit}; lower it or max_tokens"
-            raise InvalidRequest.at("sampling.best_of" if self._candidates else "sampling.num_beams", message)
-
-    def _start_beams(self, shared: dict[str, Any], beams: BeamSettings) -> None:
-        services = self._services
-        self._check_held(beams.num_beams)
-        settings = beams._replace(max_tokens=self.max_tokens)
-        shown = self.validated.sampling.logprobs
-        num_top = min(max(settings.num_top, shown), self.bounds.vocab_size)
-        own = {"sampling": Sampling(logprobs=num_top), "eos_ids": frozenset(), "queued_since": self.arrival}
-        first = Request(**shared | own, request_id=self.request_id, wants_position=self.validated.wants_position)
-
-        def open_stream(is_first: bool, index: int) -> OutputStream:
-            place = self._queue_place if is_first else NoPlace()
-            return services.streams.open(self.request_id, None, place, num_received=index)
-
-        def close_stream(stream: OutputStream) -> None:
-            services.streams.close(stream, self._cancelled())
-
-        group = BeamGroup(
-            first, settings, self.outputs, open_stream, close_stream, services.engine.submit, services.clock, shown
-        )
-        self._group, self._is_submitted = group, True
-        group.start()
-
-    async def _replay(self, output: OutputStream, request: Request) -> bool:
-        """Compute the text of the tokens of a resumed output. Return whether tokens are missing at its end."""
         if output.text is not None:
-            await self._services.tokenizers.replay(output.text, request.output)
-            if output.has_ended:
-                return False
-        end = _end_of_resumed(request, output.text)
+            await services.tokenizers.replay(output.text, received)
+        end = None if output.has_ended else self._end_of_resumed(output, received)
         if end is not None:
-            self._finish_resumed(output, *end)
-        return end is None
+            stats, engine_id = self._stats_of(output), output.engine_id
+            started = Started(engine_id, 0, 0, 0, self.call.bounds.model_fingerprint)
+            events: list[Event] = [started, Finished(engine_id, *end, stats)]
+            services.streams.dispatch(events, services.clock())
 
-    def _model_fields(self) -> dict[str, Any]:
-        """Return what the core must know of the adapter. The core compares fingerprints of the model alone."""
-        if self.adapter is None:
-            return {}
-        required = self.bounds.model_fingerprint if self.validated.model_fingerprint else ""
-        return {"adapter": self.adapter.files.key, "model_fingerprint": required}
+    def _end_of_resumed(self, output: OutputStream, received: Sequence[int]) -> tuple[FinishReason, int | None] | None:
+        """Return why the received tokens are a complete answer, and the stop token; None if they are not.
+
+        Raises InvalidRequest if the answer was complete before the last token.
+        """
+        validated, count, last = self.validated, len(received), received[-1]
+        if output.text is not None and (match := output.text.match) is not None:
+            if match.num_tokens < count:
+                message = "has tokens after a stop string, a repetition or the only call"
+                raise InvalidRequest.at("resume.token_ids", message)
+            return end_of(match), None
+        if last in validated.sampling.stop_ids and count > validated.sampling.min_tokens:
+            return (FinishReason.STOP_EOS if last in validated.eos_ids else FinishReason.STOP_TOKEN), last
+        return (FinishReason.LENGTH, None) if count == self.max_tokens else None
 
     def fingerprint(self, model_fingerprint: str) -> str:
         """Return the fingerprint of the answer's model: with an adapter, of both."""
         return model_fingerprint if self.adapter is None else self.adapter.fingerprint(model_fingerprint)
 
-    async def _resolve_form(self, message: pb.GenerateRequest, prompt: Sequence[int]) -> None:
+    async def _with_form(self, sampling: Sampling, message: pb.GenerateRequest, prompt: Sequence[int]) -> Sampling:
         """Compile the form of the answer, if it has one, here and on the workers."""
         services = self._services
-        if self.validated.is_call_forced:
-            calls = forced_calls(message.chat, services.parsers, services.tokenizers.tokenizer, prompt)
+        if self.validated.tools is not None and self.validated.tools.is_call_forced:
+            calls = tools.forced_calls(message.chat, services.parsers, services.tokenizers.tokenizer, prompt)
             grammar = await services.grammars.grammar_of_calls(calls)
         elif message.sampling.HasField("structured_output"):
             grammar = await services.grammars.grammar(message.sampling.structured_output)
         else:
-            return
+            return sampling
         loop, prepared = asyncio.get_running_loop(), asyncio.Event()
 
         def done() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(prepared.set)
 
-        self._services.engine.prepare_grammar(grammar, done)
+        services.engine.prepare_grammar(grammar, done)
         await prepared.wait()
-        self.validated = replace(self.validated, sampling=replace(self.validated.sampling, grammar=grammar))
+        return replace(sampling, grammar=grammar)
+
+    async def _with_texts(self, sampling: Sampling) -> Sampling:
+        """Tokenize the texts in the sampling parameters."""
+        validated, tokenizers, vocab_size = self.validated, self._services.tokenizers, self.call.bounds.vocab_size
+        if validated.bad_words:
+            words = await tokenizers.bad_words(validated.bad_words)
+            sampling = sampling_validation.with_bad_words(sampling, words, vocab_size)
+        if sampling.dry_multiplier:
+            breakers = await tokenizers.breakers(validated.dry_breakers)
+            sampling = sampling_validation.with_breakers(sampling, *breakers, vocab_size)
+        return sampling
+
+    async def _resolve_echo(self, prompt: Sequence[int]) -> None:
+        keep_special, bounds = self.validated.keep_special, self.call.bounds
+        text = await self._services.tokenizers.decode(prompt, keep_special=keep_special, vocab_size=bounds.vocab_size)
+        validation.check_echo(text, bounds)
+        self.prompt_echo = pb.PromptEcho(text=text, token_ids=prompt)
 
     def cancel(self, error: LineclearError | None = None) -> None:
         """Stop the engine's work on the request, and end its answer with `error` (default: Cancelled).
 
         Every cancellation comes here: hang-ups through `close`, the Cancel RPC, SessionCancel, and shutdown.
         """
-        error = error or self._cancelled()
-        if self._group is not None:
-            self._group.cancel(error)
-        for output in self.outputs:
-            output.cancel(error)
+        self.answer.cancel(error or self._cancelled())
 
     def cancel_output(self, index: int) -> bool:
         """Cancel one output; the others continue. Return False if the request has no such output."""
-        for output in () if self.validated.is_held else self.outputs:
+        for output in () if self.validated.num_held else self.outputs:
             if output.index == index:
                 output.stop()
-                if not self._is_submitted and not output.has_ended:  # the engine does not have it
+                if not self.answer.is_started and not output.has_ended:  # the engine does not have it
                     stats = self._stats_of(output)
                     self._services.streams.dispatch([Failed(output.engine_id, self._cancelled(), stats)], stats.arrival)
                 return True
@@ -406,7 +304,7 @@ class RequestContext:
         self.is_closed = True
         services = self._services
         cancelled = self._cancelled(is_hang_up=True)
-        if error is None and self._num_unread == 0:
+        if error is None and self._is_read:
             error = self.error
         elif not isinstance(error, Exception):  # a hang-up cancels the task of the call
             error = cancelled
@@ -416,76 +314,43 @@ class RequestContext:
             assert self._reason is not None, "all ends are read, and there is no reason"
             outcome = self._reason.name
         ended = self._ended(outcome)
-        del services.live[self.caller, self.request_id]
-        services.on_close(self)
-        for output in (*self.outputs, *self._candidates):
-            services.streams.close(output, cancelled)
-        if isinstance(self._group, BeamGroup):
-            self._group.close()
-            services.stats.search_tokens += sum(output.num_received for output in self.outputs)
+        self._on_close(self)
+        self.answer.close(cancelled)
         self._queue_place.release(started=False)
         services.stats.add_ended(ended)
         log.info("request_ended", **ended.log_fields())
 
     def take_served_tokens(self) -> int:
         """Return the prompt and output tokens of this server since the last call."""
-        outputs = self._candidates or self.outputs
-        if all(output.started is None for output in outputs):
+        if not self.has_started:
             return 0
-        total = self.prompt_tokens + sum(output.num_received - output.num_resumed for output in outputs)
+        streams = self.answer.counted
+        total = self.prompt_tokens + sum(stream.num_received - stream.num_resumed for stream in streams)
         served, self._num_counted = total - self._num_counted, total
         return served
 
     def record_completion(self, output: OutputStream, end: Completion) -> RequestTimings:
         """Learn the length of a complete output, and return its timings."""
         num_made_here = end.completion_tokens - output.num_resumed
+        assert self._shape is not None, "output of a request that was not submitted"
         if end.reason is not FinishReason.CANCELLED:
-            self._services.lengths.learn(self._shape(), end.completion_tokens)
-        return request_timings(end.stats, self.arrival, num_made_here, self._services.clock())
+            self._services.lengths.learn(self._shape, end.completion_tokens)
+        return request_timings(end.stats, self.call.arrival, num_made_here, self._services.clock())
 
     def incident(self, error: BaseException) -> LineclearError:
         """Log a bug and return the error that the client gets for it."""
         return self._services.incident(error)
 
-    async def _resolve_echo(self, prompt: Sequence[int]) -> None:
-        keep_special, bounds = self.validated.keep_special, self.bounds
-        text = await self._services.tokenizers.decode(prompt, keep_special=keep_special, vocab_size=bounds.vocab_size)
-        validation.check_echo(text, bounds)
-        self.prompt_echo = pb.PromptEcho(text=text, token_ids=prompt)
-
-    async def _resolve_texts(self) -> None:
-        """Tokenize the texts in the sampling parameters."""
-        sampling, tokenizers = self.validated.sampling, self._services.tokenizers
-        if self.validated.bad_words:
-            words = await tokenizers.bad_words(self.validated.bad_words)
-            sampling = sampling_validation.with_bad_words(sampling, words, self.bounds.vocab_size)
-        if sampling.dry_multiplier:
-            breakers = await tokenizers.breakers(self.validated.dry_breakers)
-            sampling = sampling_validation.with_breakers(sampling, *breakers, self.bounds.vocab_size)
-        if sampling is not self.validated.sampling:
-            self.validated = replace(self.validated, sampling=sampling)
-
-    def _max_drafts(self) -> int:
-        most, wanted = self._services.max_drafts, self.validated.max_drafts
-        if self.validated.sampling.grammar:
+    def _max_drafts(self, sampling: Sampling) -> int:
+        settings, wanted = self._services.settings, self.validated.max_drafts
+        if settings.speculative_method == "none" or sampling.grammar:
             return 0  # a grammar follows the sampled tokens, one at a time
-        return most if wanted is None else min(wanted, most)
-
-    def _shape(self) -> AnswerShape:
-        tenant = share_of(self.tenant)
-        return AnswerShape(tenant, self.prompt_tokens, self.max_tokens, self.validated.expected_tokens)
+        return settings.num_speculative_tokens if wanted is None else min(wanted, settings.num_speculative_tokens)
 
     def _stats_of(self, output: OutputStream) -> RequestStats:
         """Return the statistics of an output that the engine does not compute."""
         now = self._services.clock()
-        return RequestStats(self.arrival, self.prompt_tokens, output.num_received, started_at=now, ended_at=now)
-
-    def _finish_resumed(self, output: OutputStream, reason: FinishReason, matched_token_id: int | None) -> None:
-        """Complete a resumed output of which only the end is missing."""
-        stats, engine_id = self._stats_of(output), output.engine_id
-        started = Started(engine_id, 0, 0, 0, self.bounds.model_fingerprint)
-        events: list[Event] = [started, Finished(engine_id, reason, matched_token_id, stats)]
-        self._services.streams.dispatch(events, self._services.clock())
+        return RequestStats(self.call.arrival, self.prompt_tokens, output.num_received, started_at=now, ended_at=now)
 
     def _cancelled(self, *, is_hang_up: bool = False) -> LineclearError:
         """Return the error of a cancellation: at the deadline or later, the request has expired.
@@ -493,7 +358,7 @@ class RequestContext:
         A client cancels the call when its time is up, as this server does, and either may be first: the call may travel
         slower than its cancellation, and gRPC rounds the timeout of a call up by at most a hundredth before it is sent.
         """
-        seconds = self.deadline - self.arrival
+        seconds = self.deadline - self.call.arrival
         margin = min(seconds / 10, _TRAVEL_SECONDS) + (seconds / 100 if is_hang_up else 0.0)
         if self._services.clock() >= self.deadline - margin:
             return DeadlineExceeded("the deadline passed before the answer was complete")
@@ -502,14 +367,14 @@ class RequestContext:
     def _ended(self, outcome: str) -> EndedRequest:
         """Return the record of the end, from which counters, histograms and the log line are made."""
         first, now = next((o for o in self.outputs if o.started is not None), self.outputs[0]), self._services.clock()
-        timings = RequestTimings(None, None, None, now - self.arrival, None)
+        timings = RequestTimings(None, None, None, now - self.call.arrival, None)
         if first.stats is not None:
-            timings = request_timings(first.stats, self.arrival, first.num_received - first.num_resumed, now)
+            timings = request_timings(first.stats, self.call.arrival, first.num_received - first.num_resumed, now)
         return EndedRequest(
             request_id=self.request_id,
             outcome=outcome.lower(),
             was_admitted=self._queue_place.was_admitted,
-            tenant=identity.logged_tenant(self.caller, self.tenant),
+            tenant=identity.logged_tenant(self.call.caller, self.call.tenant),
             trace_id=self._trace_id,
             num_outputs=len(self.validated.received),
             num_tokens=sum(output.num_received for output in self.outputs),
@@ -523,16 +388,6 @@ def outcome_of(error: BaseException) -> str:
     return error.reason if isinstance(error, LineclearError) else InternalError.reason
 
 
-def _end_of_resumed(request: Request, text: AnswerText | None) -> tuple[FinishReason, int | None] | None:
-    """Return why the tokens of `request.output` are a complete answer, and the stop token; None if they are not.
-
-    Raises InvalidRequest if the answer was complete before the last token.
-    """
-    count, last = len(request.output), request.output[-1]
-    if text is not None and text.match is not None:
-        if text.match.num_tokens < count:
-            raise InvalidRequest.at("resume.token_ids", "has tokens after a stop string, a repetition or the only call")
-        return end_of(text.match), None
-    if last in request.sampling.stop_ids and count > request.sampling.min_tokens:
-        return (FinishReason.STOP_EOS if last in request.eos_ids else FinishReason.STOP_TOKEN), last
-    return (FinishReason.LENGTH, None) if count == request.max_tokens else None
+def _kept(message: pb.GenerateRequest, prompt: Sequence[int]) -> Sequence[int]:
+    """Return the last tokens of a prompt that the request keeps."""
+    return prompt[-message.truncate_prompt_tokens :] if message.truncate_prompt_tokens else prompt

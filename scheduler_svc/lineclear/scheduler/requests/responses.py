@@ -1,19 +1,21 @@
-"""Build the protobuf responses of requests in progress."""
+"""Read the outputs of a request as protobuf responses: for Generate, Session and submitted requests."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
+from lineclear.api_limits import MAX_PIECE_BYTES
+from lineclear.errors import LineclearError
 from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.requests.logprob_messages import token_logprob
 from lineclear.scheduler.requests.output_stream import Completion, OutputChunk, OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.request_stats import RequestTimings
 from lineclear.scheduler.text.parsed_answer import ParsedText, call_id
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.messages import Logprobs, Scores
 
 _REASONS = {
     FinishReason.STOP_EOS: pb.FINISH_REASON_STOP_EOS,
@@ -23,6 +25,47 @@ _REASONS = {
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
     FinishReason.REPETITION: pb.FINISH_REASON_REPETITION,
 }
+
+
+AnswerPart: TypeAlias = tuple[pb.GenerateResponse, Sequence[str], LineclearError | None]
+"""A response with the text of each of its tokens and of the end; or an empty response and the error of the request."""
+
+
+def read_answer(request: RequestContext) -> Iterator[AnswerPart]:
+    """Yield the unread parts of all outputs. Does not wait."""
+    for output in request.outputs:
+        if not request.is_closed:
+            yield from read_output(request, output)
+
+
+def read_output(request: RequestContext, output: OutputStream, max_bytes: int | None = None) -> Iterator[AnswerPart]:
+    """Yield the unread parts of an output, up to about `max_bytes`.
+
+    Does not wait. After the end of the last output, yield the error of the request, if it has one, and close it once
+    that was used. A bug in a response ends the request with an incident.
+    """
+    bytes_left = MAX_PIECE_BYTES if max_bytes is None else max_bytes
+    while output.has_output and bytes_left > 0:
+        chunk = output.read_nowait(bytes_left)
+        end, error = chunk.end, chunk.error
+        if error is None:
+            try:
+                timings = None if end is None else request.record_completion(output, end)
+                message = response(chunk, request, output, timings)
+            except Exception as bug:
+                error = request.incident(bug)
+                output.discard(error)
+            else:
+                yield message, chunk.texts, None
+        if error is not None or end is not None:
+            output.is_read = True
+            if request.end_output(None if end is None else end.reason, error):
+                if request.error is not None:
+                    yield pb.GenerateResponse(), (), request.error
+                request.close()
+            return
+        if max_bytes is not None:
+            bytes_left -= message.ByteSize()
 
 
 def response(
@@ -39,11 +82,11 @@ def response(
             add_parsed(message, chunk.texts, request.call_key(output))
     if chunk.logprobs:
         num_ids = len(validated.sampling.logprob_ids)
-        message.logprobs.extend(_logprobs(entry, num_ids) for entry in chunk.logprobs)
+        message.logprobs.extend(token_logprob(entry, num_ids) for entry in chunk.logprobs)
     if chunk.prompt_logprobs:
         message.MergeFromString(chunk.prompt_logprobs)
     if validated.token_timings:
-        message.token_times_us.extend(max(0, round((at - request.arrival) * 1e6)) for at in chunk.times)
+        message.token_times_us.extend(max(0, round((at - request.call.arrival) * 1e6)) for at in chunk.times)
     if chunk.queued is not None:
         message.queued.requests_ahead = chunk.queued.requests_ahead
         if (wait := duration(chunk.queued.seconds)) is not None:
@@ -55,35 +98,18 @@ def response(
         started.request_id = request.request_id
         started.prompt_tokens = request.prompt_tokens
         started.cached_tokens = chunk.started.cached_tokens
-        started.seed = request.sampling_of(output).seed
+        started.seed = request.seed_of(output)
         started.num_outputs = len(validated.received)
         started.slot = chunk.started.slot
         started.first_step = chunk.started.step
         started.model_fingerprint = request.fingerprint(chunk.started.model_fingerprint)
         started.prompt_digest = request.prompt_digest
         started.chat_time_us = request.chat_time_us
-        started.timeout.FromMicroseconds(round((request.deadline - request.arrival) * 1e6))
+        started.timeout.FromMicroseconds(round((request.deadline - request.call.arrival) * 1e6))
     if chunk.end is not None:
         assert timings is not None
         message.finished.CopyFrom(_finished(chunk.end, timings, output))
     return message
-
-
-def encoded_prompt_logprobs(scores: Scores) -> bytes:
-    """Return the encoding of a response that has the entries of some positions, and nothing else."""
-    return pb.GenerateResponse(prompt_logprobs=token_logprobs([scores])).SerializeToString()
-
-
-def token_logprobs(scores: Iterable[Scores]) -> list[pb.TokenLogprobs]:
-    """Return the scores of consecutive prompt positions, one entry for each."""
-    entries = []
-    for row in scores:
-        count = row.num_top
-        for index, logprob in enumerate(row.logprobs):
-            place = slice(index * count, (index + 1) * count)
-            top = zip(row.top_ids[place], row.top_logprobs[place], strict=True)
-            entries.append(_logprobs(Logprobs(logprob, tuple(top))))
-    return entries
 
 
 def add_parsed(message: pb.GenerateResponse, texts: Sequence[str], key: str) -> None:
@@ -105,20 +131,6 @@ def add_parsed(message: pb.GenerateResponse, texts: Sequence[str], key: str) -> 
         delta = message.tool_calls.add(index=index, arguments="".join(parts))
         if index in names:
             delta.id, delta.name = call_id(key, index), names[index]
-
-
-def _logprobs(logprobs: Logprobs, num_ids: int = 0) -> pb.TokenLogprobs:
-    """Return the entry of one token. The last `num_ids` of its candidates are those that the request names."""
-    num_top = len(logprobs.top) - num_ids
-    message = pb.TokenLogprobs(logprob=logprobs.logprob, top_logprobs=_candidates(logprobs.top[:num_top]))
-    if num_ids:
-        message.token_id_logprobs.extend(_candidates(logprobs.top[num_top:]))
-    return message
-
-
-def _candidates(entries: Sequence[tuple[int, float]]) -> list[pb.TopLogprob]:
-    # Masked tokens have -inf, which JSON cannot hold, and no order.
-    return [pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in entries if value > -math.inf]
 
 
 def _finished(end: Completion, timings: RequestTimings, output: OutputStream) -> pb.Finished:

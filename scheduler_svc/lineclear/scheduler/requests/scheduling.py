@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from lineclear.process.setting_fields import allowed
-from lineclear.scheduler.requests.violations import Violations
+from lineclear.scheduler.requests.validate.violations import Violations
 from lineclear.scheduler.settings import SchedulerSettings
 
 NAMES = (

@@ -10,7 +10,7 @@ import structlog
 from lineclear.errors import LineclearError, ServerStarting
 from lineclear.scheduler.engine.engine_stats import WorkerStatus
 from lineclear.scheduler.requests import status_messages
-from lineclear.scheduler.requests.validation import ModelBounds
+from lineclear.scheduler.requests.validate.request import ModelBounds
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.wire.messages import Hello
 

@@ -17,12 +17,13 @@ from lineclear.api_limits import (
     REQUEST_BYTES_KEY,
 )
 from lineclear.errors import InvalidRequest, LineclearError, QueueFull
-from lineclear.scheduler.requests import validation
 from lineclear.scheduler.requests.admission import Admission
-from lineclear.scheduler.requests.answer_reader import read_output
 from lineclear.scheduler.requests.output_stream import CHARACTER_BYTES, TOKEN_BYTES, OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
-from lineclear.scheduler.requests.validation import ModelBounds
+from lineclear.scheduler.requests.responses import read_output
+from lineclear.scheduler.requests.services import Call
+from lineclear.scheduler.requests.validate import request as validation
+from lineclear.scheduler.requests.validate.request import ModelBounds
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.identity import Identity
 from lineclear.status_codec import to_status
@@ -147,7 +148,7 @@ class Session:
             )
         seconds = validation.seconds(command.timeout, "timeout") if command.HasField("timeout") else None
         tenant = identity.tenant_of_request(self._caller, command.tenant, self._tenant)
-        request = self._admission.admit(command.request, bounds, self._caller, tenant, arrival, seconds)
+        request = self._admission.admit(command.request, Call(bounds, self._caller, tenant, arrival, seconds))
         if self._deadline is not None:
             request.deadline = min(request.deadline, self._deadline)
         self._live[handle] = request
@@ -161,7 +162,7 @@ class Session:
         task.add_done_callback(self._tasks.discard)
 
     async def _submit_text(self, request: RequestContext, message: pb.GenerateRequest) -> None:
-        identity.set_flow_tenant(request.tenant)
+        identity.set_flow_tenant(request.call.tenant)
         await self._submit(request, message)
 
     @staticmethod

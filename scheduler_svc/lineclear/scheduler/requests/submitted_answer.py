@@ -16,7 +16,7 @@ from lineclear.errors import InvalidRequest, LineclearError
 from lineclear.scheduler.requests import responses
 from lineclear.scheduler.requests.output_stream import OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
-from lineclear.scheduler.requests.validation import ValidatedRequest
+from lineclear.scheduler.requests.validate.request import ValidatedRequest
 from lineclear.scheduler.security.identity import Identity
 from lineclear.scheduler.text.parsed_answer import ParsedText
 from lineclear.v1 import inference_pb2 as pb
@@ -35,7 +35,7 @@ def reserved_bytes(validated: ValidatedRequest, max_tokens: int) -> int:
     """Estimate the memory of one output of `max_tokens`."""
     per_token = _ID_BYTES
     if validated.wants_text:
-        per_token += _POINTER_BYTES + _TEXT_BYTES + (_PARSED_BYTES if validated.is_chat else 0)
+        per_token += _POINTER_BYTES + _TEXT_BYTES + (_PARSED_BYTES if validated.tools is not None else 0)
     if validated.token_timings:
         per_token += _TIME_BYTES
     if validated.sampling.logprobs >= 0:
@@ -48,8 +48,8 @@ class SubmittedAnswer:
     """The outputs so far, and the error of the request. Outlives the RequestContext."""
 
     def __init__(self, request: RequestContext) -> None:
-        self.caller: Identity = request.caller
-        self.tenant = request.tenant
+        self.caller: Identity = request.call.caller
+        self.tenant = request.call.tenant
         self.request_id = request.request_id
         self.timer: asyncio.TimerHandle | None = None
         self.queued: pb.Queued | None = None

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lineclear.errors import DuplicateRequest, QueueFull, UnknownRequest
-from lineclear.scheduler.requests.answer_reader import read_output
 from lineclear.scheduler.requests.output_stream import OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
+from lineclear.scheduler.requests.responses import read_output
 from lineclear.scheduler.requests.submitted_answer import SubmittedAnswer, reserved_bytes
 from lineclear.scheduler.security.identity import Identity
 from lineclear.scheduler.settings import SchedulerSettings
@@ -134,7 +134,7 @@ class SubmittedRequests:
 
     def _evict_for(self, request: RequestContext, tokens: int, num_bytes: int) -> None:
         """Remove ended answers until one more fits. Raises QueueFull if none can be removed."""
-        own = self._usage.get((request.caller, request.tenant)) or _Usage()
+        own = self._usage.get((request.call.caller, request.call.tenant)) or _Usage()
         while (shortage := self._shortage(own, tokens, num_bytes)) is not None:
             is_own, error = shortage
             victim = own if is_own else self._largest(own, own.part_of(self._settings, tokens, num_bytes))

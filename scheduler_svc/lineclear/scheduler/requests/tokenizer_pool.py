@@ -13,17 +13,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from lineclear.scheduler.requests import tool_validation, validation
 from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
+from lineclear.scheduler.requests.limited_processes import LimitedProcesses, ProcessKilled, Work
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
-from lineclear.scheduler.requests.template_pool import TemplatePool
+from lineclear.scheduler.requests.validate import request as validation
+from lineclear.scheduler.requests.validate import tools
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.chat_template import ChatTemplate, no_chat_template
 from lineclear.scheduler.text.detokenizer import AnswerText, IncrementalDecoder
+from lineclear.scheduler.text.limited_child import ANSWERED
 from lineclear.scheduler.text.sampling_texts import BreakerIndex, Breakers, bad_words_ids
 from lineclear.scheduler.text.template_process import Conversation, pack_conversation
-from lineclear.scheduler.text.template_renderer import ChatMessage
+from lineclear.scheduler.text.template_renderer import ChatMessage, not_taken
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.v1 import inference_pb2 as pb
 
@@ -31,6 +33,7 @@ _INLINE_BYTES = 1024  # tokenizing a smaller text takes less time than starting 
 _INLINE_TOKENS = 512  # decoded in about 100 us; also the size of a slice
 _MAX_BUSY = 64  # large inputs in progress or waiting: seconds of work for two threads, megabytes of text
 _PAUSE_SECONDS = 0.001  # between slices, so that the engine's thread gets the interpreter lock
+_EXPANSION = 8  # largest rendered conversation, as a multiple of max_prompt_bytes
 _MESSAGE_BYTES = 64  # cost of a message in addition to its content
 
 T = TypeVar("T")
@@ -99,11 +102,11 @@ class TokenizerPool:
         await self._turn(chat)
         with self._pacer.measured():
             validation.check_roles(chat, template.knows_role)
-            tool_validation.check_template_support(chat, takes_tools=template.takes_tools)
+            tools.check_template_support(chat, takes_tools=template.takes_tools)
             messages = [ChatMessage(message.role, message.content) for message in chat.messages]
         await self._turn(chat)
         with self._pacer.measured():
-            context = tool_validation.context(chat)
+            context = tools.context(chat)
         await self._turn(chat)
         with self._pacer.measured():
             opens_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
@@ -186,6 +189,34 @@ class TokenizerPool:
         future.add_done_callback(done)
         # A hang-up stops neither thread nor process, so the slot is held until they finish.
         return await asyncio.shield(future)
+
+
+class TemplatePool(LimitedProcesses):
+    """Renders conversations in child processes, one at a time in each. On one event loop."""
+
+    def __init__(self, template: ChatTemplate, settings: SchedulerSettings) -> None:
+        seconds, most = settings.max_chat_template_seconds, _EXPANSION * settings.max_prompt_bytes + 65536
+        module, what = "lineclear.scheduler.text.template_process", "conversations are or wait to be rendered"
+        definition = template.definition(cpu_seconds=seconds, max_bytes=most)
+        super().__init__(Work("chat template", module, definition, seconds, most + 1024, settings.max_queue_size, what))
+        self._cpu_seconds = seconds
+
+    async def render(self, frame: bytes, cost: float) -> str:
+        """Return a packed conversation as text with sealed special tokens.
+
+        Raises InvalidRequest if the template rejects the conversation or takes too long, and QueueFull as `ask`.
+        """
+        try:
+            answer = await self.ask(frame, cost)
+        except ProcessKilled:
+            raise not_taken(
+                f"the model's chat template takes more than {self._cpu_seconds:g} s of CPU time for this conversation; "
+                "send fewer or shorter messages, or raise --max-chat-template-seconds"
+            ) from None
+        text = answer[1:].decode()
+        if answer[:1] != ANSWERED:
+            raise not_taken(text)
+        return text
 
 
 def _semaphore(places: int, max_busy: int, what: str) -> FairSemaphore:

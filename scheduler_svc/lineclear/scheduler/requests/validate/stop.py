@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lineclear.scheduler.requests.violations import Violations, checked_ids, checked_texts
+from typing import Any
+
+from lineclear.scheduler.requests.validate.violations import Violations, checked_ids, checked_texts
 from lineclear.scheduler.text.repetition import RepetitionLimits
 from lineclear.scheduler.text.stop_regex import MAX_PATTERN_BYTES, BadPattern, StopRegex
 from lineclear.scheduler.text.stop_strings import StopStrings
@@ -26,7 +28,16 @@ def end_ids(request: pb.GenerateRequest, vocab: int, violations: Violations) -> 
     return frozenset(stop_ids), frozenset(eos_ids)
 
 
-def stops(stop: sampling_pb2.StopConditions, violations: Violations) -> StopStrings | StopRegex | None:
+def text_options(stop: sampling_pb2.StopConditions, violations: Violations) -> dict[str, Any]:
+    """Return the options of AnswerText for ends in the text."""
+    return {
+        "stops": _stops(stop, violations),
+        "repetition": _repetition(stop, violations),
+        "include_stop_string": stop.include_stop_string,
+    }
+
+
+def _stops(stop: sampling_pb2.StopConditions, violations: Violations) -> StopStrings | StopRegex | None:
     """Return the text conditions; None without any."""
     strings = checked_texts("stop.strings", stop.strings, MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES, violations)
     if not stop.HasField("regex"):
@@ -43,7 +54,7 @@ def stops(stop: sampling_pb2.StopConditions, violations: Violations) -> StopStri
     return None
 
 
-def repetition(stop: sampling_pb2.StopConditions, violations: Violations) -> RepetitionLimits | None:
+def _repetition(stop: sampling_pb2.StopConditions, violations: Violations) -> RepetitionLimits | None:
     """Return the limits of repetition_detection; None without it."""
     if not stop.HasField("repetition_detection"):
         return None

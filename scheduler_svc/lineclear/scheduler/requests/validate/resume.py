@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from lineclear.scheduler.requests.violations import Violations, checked_ids
+from lineclear.scheduler.requests.validate.violations import Violations, checked_ids
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Sampling
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lineclear.scheduler.requests.violations import Violations
+from lineclear.scheduler.requests.validate.violations import Violations
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 

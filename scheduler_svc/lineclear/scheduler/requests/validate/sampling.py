@@ -1,19 +1,18 @@
-"""Validate SamplingParams and convert them to the worker's Sampling."""
+"""Validate SamplingParams and convert them to the worker's Sampling. `wire.sampling` has the ranges."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from google.protobuf.message import Message
 
 from lineclear.errors import InvalidRequest, PromptTooLong
-from lineclear.scheduler.requests.sampling_ranges import BIAS_RANGE, DEFAULTS, PARAMETERS
-from lineclear.scheduler.requests.violations import Violations, add_out_of_vocabulary, checked_ids
+from lineclear.scheduler.requests.validate.violations import Violations, add_out_of_vocabulary, checked_ids
 from lineclear.v1 import sampling_pb2
-from lineclear.wire.sampling import Sampling
+from lineclear.wire.sampling import SCALARS, Range, Sampling
 
 MAX_LOGIT_BIAS = 300
 MAX_ID_LIST = 4096
@@ -24,6 +23,36 @@ _ID_LISTS = {
     "begin_banned_token_ids": "begin_banned_ids",
 }
 """Fields of SamplingParams: those of Sampling."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameter:
+    """A scalar field of SamplingParams."""
+
+    default: float
+    range: Range
+    in_generation_config: bool
+
+
+PARAMETERS: Mapping[str, SamplingParameter] = {
+    name: SamplingParameter(scalar.default, scalar.range, scalar.in_generation_config)
+    for name, scalar in SCALARS.items()
+    if scalar.range is not None
+}
+DEFAULTS: Mapping[str, float] = {name: parameter.default for name, parameter in PARAMETERS.items()}
+BIAS_RANGE = Range(-100, 100)
+
+
+def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
+    """Return the valid sampling parameters of a generation_config.json. Invalid ones are ignored."""
+    found: dict[str, float] = {}
+    for name, parameter in PARAMETERS.items():
+        value: Any = generation_config.get(name)
+        numbers = int if isinstance(parameter.default, int) else int | float
+        is_number = isinstance(value, numbers) and not isinstance(value, bool)
+        if parameter.in_generation_config and is_number and value in parameter.range:
+            found[name] = value
+    return found
 
 
 def given_fields(message: Message) -> dict[str, Any]:

@@ -1,14 +1,19 @@
-"""Validate the tools of a conversation and the calls in its messages, and convert them for the chat template."""
+"""Validate the tools of a conversation and the calls in its messages; convert them for template and grammar."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from lineclear.errors import InvalidRequest
-from lineclear.scheduler.requests.violations import Violations
+from lineclear.scheduler.requests.validate.violations import Violations
+from lineclear.scheduler.text.call_formats import FORMATS
+from lineclear.scheduler.text.call_grammar import ForcedCalls
+from lineclear.scheduler.text.parsed_answer import AnswerParsers, phase_of
+from lineclear.scheduler.text.reasoning_parser import MARKERS
+from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.scheduler.text.tool_context import ToolContext
 from lineclear.v1 import inference_pb2 as pb
 
@@ -71,10 +76,57 @@ def texts(chat: pb.ChatMessages, messages: IndexedMessages) -> Iterator[str]:
         yield tool.parameters
 
 
-def names(chat: pb.ChatMessages) -> frozenset[str]:
-    """Return the names of the tools that the model may call."""
+class AnswerTools(NamedTuple):
+    """What the answer to a conversation may call, and must."""
+
+    names: frozenset[str]
+    """Tools that the model may call."""
+    is_call_forced: bool
+    has_parallel_calls: bool
+    """Whether the answer may have several calls."""
+
+
+def answer_tools(chat: pb.ChatMessages) -> AnswerTools:
+    """Return what the answer to a conversation may call."""
     is_none = chat.tool_choice.mode == pb.TOOL_CHOICE_MODE_NONE
-    return frozenset() if is_none else frozenset(tool.name for tool in chat.tools)
+    names = frozenset() if is_none else frozenset(tool.name for tool in chat.tools)
+    return AnswerTools(names, is_forced(chat), has_parallel_calls(chat))
+
+
+def has_parallel_calls(chat: pb.ChatMessages) -> bool:
+    """Return whether the answer may have several calls; the default is yes."""
+    return chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
+
+
+def is_forced(chat: pb.ChatMessages) -> bool:
+    """Return whether the answer must be a call of one of the tools."""
+    choice = chat.tool_choice
+    if choice.WhichOneof("choice") == "function":
+        return any(tool.name == choice.function for tool in chat.tools)
+    return choice.mode == pb.TOOL_CHOICE_MODE_REQUIRED and bool(chat.tools)
+
+
+def forced_calls(
+    chat: pb.ChatMessages, parsers: AnswerParsers, tokenizer: Tokenizer, prompt: Sequence[int]
+) -> ForcedCalls:
+    """Return the calls that the answer to a prompt must make. Raises InvalidRequest if their format is not known."""
+    if not parsers.tool_calls:
+        raise InvalidRequest.at(
+            "chat.tool_choice",
+            "cannot force a call: the format of calls is not known for this chat template (--tool-call-parser)",
+        )
+    function = chat.tool_choice.function
+    tools = [tool for tool in chat.tools if not function or tool.name == function]
+    markers = tokenizer.token_ids(FORMATS[parsers.tool_calls].markers | MARKERS)
+    return ForcedCalls(
+        parser=parsers.tool_calls,
+        names=tuple(tool.name for tool in tools),
+        parameters=tuple(tool.parameters for tool in tools),
+        is_parallel=not function and has_parallel_calls(chat),
+        phase=phase_of(parsers, tokenizer, prompt).value,
+        markers=markers,
+        tags=parsers.call_tags,
+    )
 
 
 def context(chat: pb.ChatMessages) -> ToolContext:

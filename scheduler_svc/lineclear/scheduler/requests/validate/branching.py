@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lineclear.scheduler.requests.beam_search import BeamSettings, EarlyStopping
-from lineclear.scheduler.requests.violations import Violations
+from lineclear.scheduler.requests.validate.violations import Violations
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
@@ -40,7 +40,7 @@ def best_of(request: pb.GenerateRequest, num_outputs: int, max_outputs: int, vio
 
 
 def beams(
-    request: pb.GenerateRequest, num_outputs: int, end_ids: frozenset[int], violations: Violations
+    request: pb.GenerateRequest, num_outputs: int, end_ids: frozenset[int], vocab_size: int, violations: Violations
 ) -> BeamSettings | None:
     """Return the settings of a beam search, without the number of tokens; None without one."""
     params = request.sampling
@@ -74,4 +74,4 @@ def beams(
     if params.early_stopping not in sampling_pb2.EarlyStopping.values():
         violations.add("sampling.early_stopping", "must be HEURISTIC, WHEN_FULL or NEVER")
     stopping = _STOPPING.get(params.early_stopping, EarlyStopping.HEURISTIC)
-    return BeamSettings(params.num_beams, 0, end_ids, penalty, stopping, params.min_tokens)
+    return BeamSettings(params.num_beams, 0, end_ids, penalty, stopping, params.min_tokens, vocab_size)

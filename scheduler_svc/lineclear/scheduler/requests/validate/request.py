@@ -9,22 +9,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from google.protobuf.duration_pb2 import Duration
 
-from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary, Violation
+from lineclear.errors import InvalidRequest, ModelChanged, PromptTooLong, TokenOutOfVocabulary, Violation
 from lineclear.scheduler.core.sequence import Scoring
-from lineclear.scheduler.requests import branching, resume_validation, stop_validation, tool_validation
 from lineclear.scheduler.requests.beam_search import BeamSettings
-from lineclear.scheduler.requests.forced_calls import is_forced
-from lineclear.scheduler.requests.form_validation import check_forced, check_form
-from lineclear.scheduler.requests.sampling_validation import check_allowed, given_fields, read_sampling
-from lineclear.scheduler.requests.violations import Violations, check_vocabulary, checked_ids, checked_texts
-from lineclear.scheduler.text.repetition import RepetitionLimits
-from lineclear.scheduler.text.stop_regex import StopRegex
-from lineclear.scheduler.text.stop_strings import StopStrings
+from lineclear.scheduler.requests.validate import branching, resume, stop, tools
+from lineclear.scheduler.requests.validate.form import check_forced, check_form
+from lineclear.scheduler.requests.validate.sampling import check_allowed, given_fields, read_sampling
+from lineclear.scheduler.requests.validate.tools import AnswerTools
+from lineclear.scheduler.requests.validate.violations import Violations, check_vocabulary, checked_ids, checked_texts
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Sampling
 
@@ -69,62 +66,51 @@ class ModelBounds:
     """`vocab_size` and the end-of-sequence ids, compared with those of the worker that runs the request."""
 
 
-@dataclass(frozen=True, slots=True)
-class ValidatedRequest:
+class ValidatedRequest(NamedTuple):
     """A valid request, except for the length of its prompt."""
 
     request_id: str
     prompt_path: str
     sampling: Sampling
+    """Without what its texts and the form become once they are tokenized and compiled."""
     max_tokens: int | None
     eos_ids: frozenset[int]
     stop_ids: frozenset[int]
-    stops: StopStrings | StopRegex | None
-    repetition: RepetitionLimits | None
-    include_stop_string: bool
     priority: int
     wants_text: bool
+    text_options: dict[str, Any]
+    """The options of AnswerText."""
     keep_special: bool
     token_timings: bool
-    silent_ids: frozenset[int] = frozenset()
-    """Stop and end-of-sequence tokens that the request names: their text is not part of the answer."""
-    wants_position: bool = False
-    expected_tokens: int = 0
+    wants_position: bool
+    expected_tokens: int
     """Number of output tokens that the client expects; 0 if it names none."""
-    received: tuple[tuple[int, ...] | None, ...] = ((),)
+    received: tuple[tuple[int, ...] | None, ...]
     """Tokens of each output that a resumed answer begins with; None for an output that is complete."""
-    best_of: int = 0
+    best_of: int
     """Number of candidates that the outputs are chosen from; 0: there are no others."""
-    beams: BeamSettings | None = None
+    beams: BeamSettings | None
     """Settings of a beam search, without the number of tokens."""
-    model_fingerprint: str = ""
+    model_fingerprint: str
     """Fingerprint of the required model; empty for any."""
-    prompt_logprobs: int = -1
+    prompt_logprobs: int
     """-1: none. k >= 0: those of the prompt's tokens, and of the k most likely in their places."""
-    is_chat: bool = False
-    tool_names: frozenset[str] = frozenset()
-    """Tools that the model may call."""
-    is_call_forced: bool = False
-    """Whether the model must call a tool."""
-    has_parallel_calls: bool = True
-    """Whether the answer may have several calls."""
-    prompt_digest: str = ""
+    tools: AnswerTools | None
+    """None without a conversation."""
+    prompt_digest: str
     """Prompt digest of a resumed answer; empty to skip the comparison."""
-    bad_words: tuple[str, ...] = ()
+    bad_words: tuple[str, ...]
     """Texts, to be tokenized."""
-    dry_breakers: tuple[str, ...] = ()
+    dry_breakers: tuple[str, ...]
     """Texts, to be tokenized; empty: the default ones."""
-    starts_text: bool = True
-    """The text of the first token follows the tokenizer's rule for the start of a text; grammars do not know it, and an
-    answer behind its prompt is no start."""
-    max_drafts: int | None = None
+    max_drafts: int | None
     """Most drafts in a row; None: as many as the server's."""
-    echoes_prompt: bool = False
+    echoes_prompt: bool
 
     @property
-    def is_held(self) -> bool:
-        """Whether outputs are chosen at the end."""
-        return self.best_of > 0 or self.beams is not None
+    def num_held(self) -> int:
+        """Number of outputs that are kept to be chosen from at the end; 0 if each is delivered as it grows."""
+        return self.best_of if self.beams is None else self.beams.num_beams
 
 
 def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
@@ -135,111 +121,113 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     violations = Violations()
     # What a request does not set is not looked at. Held: each access of a message would make it again.
     fields, params, output = given_fields(request), request.sampling, request.output
-    given, has_stop, is_chat = given_fields(params), "stop" in fields, "chat" in fields
+    given, has_stop, has_resume = given_fields(params), "stop" in fields, "resume" in fields
     request_id = _request_id(request, violations)
     check_prompt(request, bounds, violations)
     values, max_tokens = read_sampling(given, bounds.vocab_size, bounds.context_length, bounds.defaults, violations)
     stop_ids, own_eos_ids = (
-        stop_validation.end_ids(request, bounds.vocab_size, violations) if has_stop else (frozenset(), frozenset())
+        stop.end_ids(request, bounds.vocab_size, violations) if has_stop else (frozenset[int](), frozenset[int]())
     )
-    stops = stop_validation.stops(request.stop, violations) if has_stop else None
     eos_ids = frozenset() if params.ignore_eos else own_eos_ids or bounds.eos_ids
     ends = eos_ids | stop_ids
+    values["logprobs"], values["logprob_ids"] = _logprobs(output, bounds.vocab_size, violations)
+    has_form = "structured_output" in given
+    if has_form:
+        values["grammar_start"] = check_form(params, bool(ends), bounds.max_grammar_bytes, violations)
     sampling = Sampling(**values, stop_ids=tuple(sorted(ends)))
     check_allowed(sampling, ends, bounds.vocab_size, violations)
-    bad_words = checked_texts(
-        "sampling.bad_words", given.get("bad_words", ()), MAX_BAD_WORDS, MAX_BAD_WORD_BYTES, violations
-    )
-    repetition = stop_validation.repetition(request.stop, violations) if has_stop else None
     check_truncation(request, violations)
-    breakers = given.get("dry_sequence_breakers", ())
-    dry_breakers = checked_texts(
-        "sampling.dry_sequence_breakers", breakers, MAX_BREAKERS, MAX_BREAKER_BYTES, violations
-    )
-    logprobs, logprob_ids = _logprobs(output, bounds.vocab_size, violations)
-    prompt_logprobs = _prompt_logprobs(output, violations)
     if output.echo and output.omit_text:
         violations.add("output.echo", "must be false with output.omit_text")
-    has_form = "structured_output" in given
-    grammar_start = check_form(params, bool(ends), bounds.max_grammar_bytes, violations) if has_form else ""
-    is_call_forced = is_chat and is_forced(request.chat)
-    if is_call_forced:
+    answer_tools = tools.answer_tools(request.chat) if "chat" in fields else None
+    if answer_tools is not None and answer_tools.is_call_forced:
+        has_form = True
         check_forced(request, bool(ends), bounds.max_grammar_bytes, violations)
     received = _received(request, given.get("n", 1), sampling, ends, bounds, violations)
     best_of, beams = 0, None
     if not branching.FIELDS.isdisjoint(given):
         best_of = branching.best_of(request, len(received), bounds.max_outputs, violations)
-        beams = branching.beams(request, len(received), ends, violations)
-    has_model = "model_fingerprint" in fields or "resume" in fields
-    model_fingerprint = resume_validation.model_fingerprint(request, violations) if has_model else ""
-    priority = fields.get("priority", 128)
-    if priority > MAX_PRIORITY:
-        violations.add("priority", f"must be in [0, {MAX_PRIORITY}]")
-    if len(fields.get("cache_salt", "")) > MAX_SALT_CHARACTERS:
-        violations.add("cache_salt", f"has more than {MAX_SALT_CHARACTERS} characters")
-    if fields.get("expected_tokens") == 0:
-        violations.add("expected_tokens", "must be at least 1")
-    violations.raise_if_any()
-    if logprobs >= 0 or grammar_start:
-        sampling = replace(sampling, logprobs=logprobs, logprob_ids=logprob_ids, grammar_start=grammar_start)
-    return ValidatedRequest(
+        beams = branching.beams(request, len(received), ends, bounds.vocab_size, violations)
+    validated = ValidatedRequest(
         request_id=request_id,
         prompt_path=_PROMPT_PATHS.get(request.WhichOneof("prompt") or "", "prompt"),
         sampling=sampling,
         max_tokens=max_tokens,
         eos_ids=eos_ids,
         stop_ids=stop_ids,
-        stops=stops,
-        repetition=repetition,
-        include_stop_string=has_stop and request.stop.include_stop_string,
-        priority=priority,
+        priority=fields.get("priority", 128),
         wants_text=not output.omit_text,
+        text_options={
+            **(stop.text_options(request.stop, violations) if has_stop else {}),
+            "min_tokens": sampling.min_tokens,
+            "silent_ids": stop_ids | own_eos_ids,
+            "keep_special": output.keep_special_tokens,
+            # Grammars do not know the rule for the start of a text. An answer behind its prompt is no start.
+            "is_start": not output.echo and (bool(sampling.grammar_start) or not has_form),
+        },
         keep_special=output.keep_special_tokens,
         token_timings=output.token_timings,
-        silent_ids=stop_ids | own_eos_ids,
         wants_position=output.queue_position,
         expected_tokens=fields.get("expected_tokens", 0),
         received=received,
         best_of=best_of,
         beams=beams,
-        model_fingerprint=model_fingerprint,
-        prompt_logprobs=prompt_logprobs,
-        is_chat=is_chat,
-        tool_names=tool_validation.names(request.chat) if is_chat else frozenset(),
-        is_call_forced=is_call_forced,
-        has_parallel_calls=not is_chat or _has_parallel_calls(request.chat),
-        prompt_digest=request.resume.prompt_digest if "resume" in fields else "",
-        bad_words=bad_words,
-        dry_breakers=dry_breakers,
-        starts_text=not output.echo and (bool(grammar_start) or not (has_form or is_call_forced)),
+        model_fingerprint=resume.model_fingerprint(request, violations)
+        if has_resume or "model_fingerprint" in fields
+        else "",
+        prompt_logprobs=_prompt_logprobs(output, violations),
+        tools=answer_tools,
+        prompt_digest=request.resume.prompt_digest if has_resume else "",
+        bad_words=checked_texts(
+            "sampling.bad_words", given.get("bad_words", ()), MAX_BAD_WORDS, MAX_BAD_WORD_BYTES, violations
+        ),
+        dry_breakers=checked_texts(
+            "sampling.dry_sequence_breakers",
+            given.get("dry_sequence_breakers", ()),
+            MAX_BREAKERS,
+            MAX_BREAKER_BYTES,
+            violations,
+        ),
         max_drafts=fields.get("num_speculative_tokens"),
         echoes_prompt=output.echo and received[0] == (),
     )
-
-
-def _has_parallel_calls(chat: pb.ChatMessages) -> bool:
-    return chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
+    if validated.priority > MAX_PRIORITY:
+        violations.add("priority", f"must be in [0, {MAX_PRIORITY}]")
+    if len(fields.get("cache_salt", "")) > MAX_SALT_CHARACTERS:
+        violations.add("cache_salt", f"has more than {MAX_SALT_CHARACTERS} characters")
+    if fields.get("expected_tokens") == 0:
+        violations.add("expected_tokens", "must be at least 1")
+    violations.raise_if_any()
+    return validated
 
 
 def resolve(
-    validated: ValidatedRequest, prompt: Sequence[int], deadline: float | None, bounds: ModelBounds
+    validated: ValidatedRequest, prompt: Sequence[int], digest: str, sampling: Sampling, bounds: ModelBounds
 ) -> dict[str, Any]:
-    """Return the fields of the core's requests that the outputs share, and `max_tokens`, `scoring` of the first.
+    """Return the fields of the core's requests that follow from the request alone. Their `scoring` is of the first.
 
-    Raises PromptTooLong if prompt and output exceed the context, InvalidRequest if the prompt has no token or
-    min_tokens exceeds max_tokens, TokenOutOfVocabulary if the tokenizer does not fit the model.
+    `digest` is that of the prompt; `sampling` is complete. Raises PromptTooLong if prompt and output exceed the
+    context, InvalidRequest if the prompt has no token, min_tokens exceeds max_tokens or too much is held until the end,
+    TokenOutOfVocabulary if the tokenizer does not fit the model, ModelChanged if a resumed prompt has other tokens.
     """
+    path = validated.prompt_path
     if not prompt:
-        raise InvalidRequest.at(validated.prompt_path, "has no tokens")
+        raise InvalidRequest.at(path, "has no tokens")
     if max(prompt) >= bounds.vocab_size:
         description = "the tokenizer produced a token that is not in the model's vocabulary"
-        raise TokenOutOfVocabulary(description, violations=[Violation(validated.prompt_path, description)])
+        raise TokenOutOfVocabulary(description, violations=[Violation(path, description)])
+    if validated.prompt_digest not in ("", digest):
+        raise ModelChanged(
+            "the prompt has other tokens on this server than at the start of the answer, so it cannot be resumed here; "
+            "send a new request",
+            metadata={"prompt_digest": digest, "expected_prompt_digest": validated.prompt_digest},
+        )
     max_output = bounds.context_length - len(prompt)
     requested = validated.max_tokens
     if max_output < 1 or (requested is not None and requested > max_output):
-        raise _too_long(validated.prompt_path, len(prompt), requested, bounds.context_length)
+        raise _too_long(path, len(prompt), requested, bounds.context_length)
     max_tokens = min(bounds.default_max_tokens, max_output) if requested is None else requested
-    if validated.sampling.min_tokens > max_tokens:
+    if sampling.min_tokens > max_tokens:
         raise InvalidRequest.at("sampling.min_tokens", f"must be in [0, max_tokens], which is {max_tokens} here")
     for index, tokens in enumerate(validated.received):
         if tokens is not None and len(tokens) > max_tokens:
@@ -247,13 +235,18 @@ def resolve(
             raise InvalidRequest.at(
                 f"{path}.token_ids", f"has more entries than max_tokens, which is {max_tokens} here"
             )
+    if (count := validated.num_held * max_tokens) > bounds.max_held_tokens:
+        limit = f"the limit is {bounds.max_held_tokens}; lower it or max_tokens"
+        path = "sampling.num_beams" if validated.beams is not None else "sampling.best_of"
+        raise InvalidRequest.at(path, f"keeps up to {count} tokens until the end, {limit}")
     return {
         "prompt": tuple(prompt),
+        "sampling": sampling,
         "max_tokens": max_tokens,
         "eos_ids": validated.eos_ids,
         "stop_ids": validated.stop_ids,
         "priority": validated.priority,
-        "deadline": deadline,
+        "wants_position": validated.wants_position,
         "model_fingerprint": validated.model_fingerprint,
         "vocabulary": bounds.vocabulary,
         "scoring": _scoring(validated, prompt),
@@ -362,9 +355,9 @@ def _check_chat(path: str, chat: pb.ChatMessages, max_bytes: int, max_messages: 
     for index, role in enumerate(roles) if invalid else ():
         if role in invalid:
             violations.add(f"{path}.messages[{index}].role", f"must be 1 to {MAX_ROLE} of [A-Za-z0-9_.-]")
-    messages = tool_validation.with_more_than_content(chat)
-    check_text_size(f"{path}.messages", tool_validation.texts(chat, messages), max_bytes, violations)
-    tool_validation.check_tools(path, chat, messages, violations)
+    messages = tools.with_more_than_content(chat)
+    check_text_size(f"{path}.messages", tools.texts(chat, messages), max_bytes, violations)
+    tools.check_tools(path, chat, messages, violations)
 
 
 def check_truncation(request: pb.GenerateRequest | pb.ScoreRequest | pb.EmbedRequest, violations: Violations) -> None:
@@ -394,9 +387,7 @@ def _received(
         num_outputs = 1
     if not request.HasField("resume"):
         return ((),) * num_outputs
-    return resume_validation.received(
-        request, num_outputs, sampling, ends, bounds.context_length, bounds.vocab_size, violations
-    )
+    return resume.received(request, num_outputs, sampling, ends, bounds.context_length, bounds.vocab_size, violations)
 
 
 def _logprobs(output: pb.OutputOptions, vocab_size: int, violations: Violations) -> tuple[int, tuple[int, ...]]:
