@@ -139,6 +139,12 @@ async def test_invalid_resumes_of_outputs(tmp_path: Path, resume: dict[str, obje
         assert field in [violation.field for violation in error.violations]
 
 
+async def test_an_echo_with_a_resume_of_no_output_is_invalid(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        error = await error_of(s.generate(several(2, resume={"model_fingerprint": "m"}, output={"echo": True})))
+        assert "resume.outputs" in [violation.field for violation in error.violations]
+
+
 async def test_a_resume_computes_the_outputs_that_are_not_complete(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         fingerprint = s.engine.worker_status.hello.model_fingerprint

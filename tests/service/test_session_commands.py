@@ -29,7 +29,7 @@ from lineclear.v1 import inference_pb2 as pb
 def new_session(s: Serving) -> Session:
     """Return a session whose output is read by calling `next_response`."""
     arguments = s.service.requests, ANONYMOUS, "", s.service._model.require, InternalError, monotonic
-    return Session(*arguments, deadline=None, max_requests=9999)
+    return Session(*arguments, deadline=None)
 
 
 async def test_message_without_commands_ends_the_session(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -16,9 +16,10 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from lineclear.planner.step_timing import FORMAT, StepTiming, StepWork, WorkerCapacity, quantiles
+from lineclear.scheduler.core.dump import load as load_value
 from lineclear.scheduler.flight_recorder.recorder import FORMAT as RECORDING_FORMAT
 from lineclear.scheduler.flight_recorder.replay import Divergence, NotARecording, replay
-from lineclear.wire.messages import StepPlan
+from lineclear.wire.messages import Hello, StepPlan
 
 _MIN_STEPS = 50
 _SKIPPED_STEPS = 5  # of each epoch: they may compile or touch memory for the first time
@@ -122,8 +123,7 @@ def _object(text: str) -> dict[str, Any] | None:
 def recorded_steps(recording: Sequence[Any]) -> tuple[list[MeasuredStep], WorkerCapacity]:
     """Return the steps of a flight recording, and the capacity of its first worker."""
     planned: dict[tuple[int, int], tuple[float, StepWork]] = {}
-    hellos = [worker["hello"] for worker in recording[1]["workers"]] if len(recording) > 1 else []
-    hellos += [facts[0] for call, _, facts, *_ in recording[2:] if call == "worker_joined"]
+    joins = [facts for call, _, facts, *_ in recording[2:] if call == "worker_joined"]
 
     def on_plan(now: float, plan: StepPlan) -> None:
         planned[plan.epoch, plan.step] = now, StepWork.of(plan)
@@ -134,13 +134,28 @@ def recorded_steps(recording: Sequence[Any]) -> tuple[list[MeasuredStep], Worker
         if call == "apply" and (facts[0], facts[1]) in planned:
             planned_at, work = planned[facts[0], facts[1]]
             steps.append(MeasuredStep(facts[0], facts[1], work, facts[2], planned_at, now))
-    return steps, _capacity(hellos[0]) if hellos else WorkerCapacity()
-
-
-def _capacity(hello: dict[str, Any]) -> WorkerCapacity:
+    hello = next(_hellos([recording[1:2], joins]), None)
+    if hello is None:
+        return steps, WorkerCapacity()
     # Not num_slots, which follows from the recorded server's max_batch_size: a simulation may ask for more.
-    names = ("num_blocks", "block_size", "max_model_len", "max_step_tokens")
-    return WorkerCapacity(**{name: hello[name] for name in names})
+    return steps, WorkerCapacity(
+        num_blocks=hello.num_blocks,
+        block_size=hello.block_size,
+        max_model_len=hello.max_model_len,
+        max_step_tokens=hello.max_step_tokens,
+    )
+
+
+def _hellos(copied: Any) -> Iterator[Hello]:
+    """Yield the workers in copies of the core's values (`dump`)."""
+    if isinstance(copied, dict):
+        if "Hello" in copied:
+            yield load_value(copied)
+            return
+        copied = list(copied.values())
+    if isinstance(copied, list):
+        for entry in copied:
+            yield from _hellos(entry)
 
 
 def step_records(lines: Iterable[dict[str, Any]]) -> tuple[list[MeasuredStep], WorkerCapacity]:

@@ -189,7 +189,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
             violations,
         ),
         max_drafts=fields.get("num_speculative_tokens"),
-        echoes_prompt=output.echo and received[0] == (),
+        echoes_prompt=output.echo and received[:1] == ((),),
     )
     if validated.priority > MAX_PRIORITY:
         violations.add("priority", f"must be in [0, {MAX_PRIORITY}]")
