@@ -25,6 +25,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +176,10 @@ class _Soak:
 
     # --- the run ----------------------------------------------------------------------------------------------------
 
-    def run(self, seconds: float, streams: int, kill_seconds: float, vanish_seconds: float) -> dict[str, Any]:
-        """Run all clients for `seconds`. Return the figures."""
+    def run(
+        self, seconds: float, streams: int, kill_seconds: float, vanish_seconds: float, samples_file: Path | None
+    ) -> dict[str, Any]:
+        """Run all clients for `seconds`. Return the figures. Write each sample as a line of JSON to `samples_file`."""
         with contextlib.ExitStack() as stack:
             clients = [
                 {route: stack.enter_context(self.client(n, sessions=route == "session")) for route in ROUTES}
@@ -205,6 +208,9 @@ class _Soak:
                 gaps, longest = canary.end()
             except AssertionError as error:  # print the figures of an hour in any case
                 self.problems.append(str(error))
+        if samples_file is not None:
+            lines = (json.dumps({"process": name, **asdict(each)}) for name, of in samples.items() for each in of)
+            samples_file.write_text("".join(f"{line}\n" for line in lines))
         with self.client(0, sessions=False) as client:
             held = _held(client)
         for hole in self._holes:  # not earlier: closing informs the server that these clients are gone
@@ -260,6 +266,7 @@ def soak(
     seed: int,
     kill_seconds: float = 120.0,
     vanish_seconds: float = 10.0,
+    samples_file: Path | None = None,
     flags: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run a server and its clients. Return the figures."""
@@ -268,7 +275,7 @@ def soak(
     memory = folder / "memory"
     server = Server("127.0.0.1:0", flags, toy=_TOY, program=PROGRAM, variables={"MEMORY_FILE": str(memory)})
     server.wait_for("worker_joined")
-    found = _Soak(server, tokens, seed, memory).run(seconds, streams, kill_seconds, vanish_seconds)
+    found = _Soak(server, tokens, seed, memory).run(seconds, streams, kill_seconds, vanish_seconds, samples_file)
     found["exit_code"] = server.end(signal.SIGTERM)
     return found
 
@@ -291,11 +298,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--vanish-seconds", type=float, default=10.0, help="seconds between two clients that lose their network"
     )
+    parser.add_argument("--samples-file", type=Path, help="write memory, threads and descriptors of each second here")
     parser.add_argument("--judge", choices=("yes", "short", "no"), default="yes")
     chosen = parser.parse_args(argv)
-    options = {name: value for name, value in vars(chosen).items() if name != "judge"}
+    options = {name: value for name, value in vars(chosen).items() if name not in ("judge", "samples_file")}
     with tempfile.TemporaryDirectory(prefix="lc") as folder:
-        found = soak(Path(folder), **options)
+        found = soak(Path(folder), **options, samples_file=chosen.samples_file)
     is_short = chosen.judge == "short"
     named = faults(found, SHORT if is_short else Bounds(), certain=is_short)
     print(json.dumps({**options, "faults": named, **found}))
