@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # Modules to compile at set-up, by importing them.
 SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner_factory, lineclear.cli.app
 
-.PHONY: help demo test serve bench bench-micro bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images lint format stubs baseline clean ready
+.PHONY: help demo test serve bench bench-micro bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images lint size format stubs baseline clean ready
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -110,8 +110,12 @@ hostile: ready ## Run SECONDS (60) of each kind of hostile client beside a strea
 images: ready ## Build both images with BUILDER (podman, docker) and test them with 16 streams
 	@$(BIN)/python deploy/try_images.py $(if $(BUILDER),--builder $(BUILDER)) -- $(BUILD_FLAGS)
 
-lint: ready ## ruff, import-linter and mypy only
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
+lint: ready ## ruff, import-linter, mypy and the budgets of tests/size.yaml only
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy && \
+		$(BIN)/python -m pytest -q tests/test_size.py
+
+size: ready ## Lines of each root, beside those of the last release and the budget
+	@$(BIN)/python tests/test_size.py
 
 format: ready ## Format the sources with ruff
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
