@@ -17,7 +17,7 @@ from grpc._cython import cygrpc
 from support.sources import REPOSITORY
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 
-from lineclear.client import AsyncClient, Client, channel
+from lineclear.client import AsyncClient, Client, grpc_channel
 from lineclear.errors import ConnectionLost
 from lineclear.v1 import inference_pb2 as pb
 
@@ -35,7 +35,7 @@ def test_port_out_of_range_is_a_value_error(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["127.0.0.1:65535", "[::1]:1", "dns:///somewhere", "dns:///a:1", "ipv6:[::1]:5"])
 def test_valid_targets_are_unchanged(target: str) -> None:
-    assert channel.checked_target(target) == target
+    assert grpc_channel.checked_target(target) == target
 
 
 def options() -> dict[str, str]:
@@ -100,8 +100,8 @@ def test_keepalive_detects_a_dead_connection(server: Any, client: Any, monkeypat
         server.wait_for_end(context)
 
     server.script = script
-    monkeypatch.setattr(channel, "KEEPALIVE_TIME_SECONDS", 1.0)
-    monkeypatch.setattr(channel, "KEEPALIVE_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(grpc_channel, "KEEPALIVE_TIME_SECONDS", 1.0)
+    monkeypatch.setattr(grpc_channel, "KEEPALIVE_TIMEOUT_SECONDS", 1.0)
     noticed = threading.Event()
 
     def ask() -> None:
@@ -117,6 +117,6 @@ def test_keepalive_detects_a_dead_connection(server: Any, client: Any, monkeypat
 
 
 def test_keepalive_is_as_documented() -> None:
-    chosen = dict(channel.channel_options())
+    chosen = dict(grpc_channel.channel_options())
     assert chosen["grpc.keepalive_time_ms"] == 30_000
     assert chosen["grpc.keepalive_timeout_ms"] == chosen["grpc.http2.ping_timeout_ms"] == 10_000

@@ -137,7 +137,7 @@ class Clock:
 
 def resumptions(clock: Clock, timeout_seconds: float | None = None, **policy: Any) -> ResumeState:
     chosen = RetryPolicy(**{"first_pause_seconds": 1.0, "max_pause_seconds": 3.0, **policy})
-    return ResumeState(chosen, RetryState(chosen, timeout_seconds, clock), clock, lambda: 0.5)
+    return ResumeState(RetryState(chosen, timeout_seconds, clock, lambda: 0.5))
 
 
 def test_resume_pauses_double_until_progress() -> None:

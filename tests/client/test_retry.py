@@ -104,7 +104,7 @@ STARTING = ServerStarting("x", retry_after_seconds=1.0)
 
 
 def cut_off(policy: RetryPolicy, clock: Clock) -> ResumeState:
-    return ResumeState(policy, RetryState(policy, None, clock), clock, lambda: 0.5)
+    return ResumeState(RetryState(policy, None, clock, lambda: 0.5))
 
 
 @pytest.mark.parametrize("make", [lambda policy, clock: RetryState(policy, None, clock), cut_off])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lineclear.client.session_multiplexer import SessionMultiplexer
+from lineclear.client._sync.transport import SessionMultiplexer
 from lineclear.errors import LineclearError, QueueFull
 from lineclear.v1 import inference_pb2 as pb
 
@@ -32,9 +32,9 @@ class World:
     def __init__(self) -> None:
         self.now = 0.0
         self.opened: list[FakeSession] = []
-        self.multiplexer = SessionMultiplexer[FakeSession](True, self._open, lambda: self.now)
+        self.multiplexer = SessionMultiplexer(True, self._open, lambda: self.now)
 
-    def _open(self, metadata: Any) -> FakeSession:
+    def _open(self, metadata: Any) -> Any:
         self.opened.append(FakeSession())
         return self.opened[-1]
 

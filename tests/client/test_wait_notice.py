@@ -108,7 +108,7 @@ def test_retry_wait_has_elapsed_and_remaining_seconds() -> None:
 
 def test_resume_wait_restarts_with_each_delta() -> None:
     clock, waits = Clock(), list[RetryWait]()
-    resumptions = ResumeState(POLICY, RetryState(POLICY, None, clock, on_wait=waits.append), clock, lambda: 1.0)
+    resumptions = ResumeState(RetryState(POLICY, None, clock, lambda: 1.0, on_wait=waits.append))
     cut = ShutdownInterrupted("left")
     for seconds in (10.0, 5.0):
         resumptions.pause_after(cut)

@@ -20,7 +20,7 @@ from service.test_token_file import ALICE, BOB, token_file
 from support.http2 import Connection, message
 
 from lineclear.api_limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
-from lineclear.client.channel import channel_options
+from lineclear.client.grpc_channel import channel_options
 from lineclear.scheduler import settings as settings_module
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.grpc_api import listener, request_reader

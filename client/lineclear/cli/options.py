@@ -21,7 +21,7 @@ import typer
 
 from lineclear.client import Client
 from lineclear.client.call_params import Params
-from lineclear.client.channel import DEFAULT_TARGET
+from lineclear.client.grpc_channel import DEFAULT_TARGET
 from lineclear.client.parameters import (
     EarlyStopping,
     JsonWhitespace,

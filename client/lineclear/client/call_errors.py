@@ -12,7 +12,6 @@ from google.protobuf.message import DecodeError
 
 from lineclear import errors, status_codec
 
-from .channel import checked_target
 from .fork_guard import OwnerProcess
 from .rpc_methods import Method
 
@@ -43,8 +42,7 @@ class ErrorTranslator:
     """Translates the errors of one transport, and remembers whether its server was reachable. Thread-safe."""
 
     def __init__(self, target: str) -> None:
-        """Raises ValueError if `target` is not a target of gRPC."""
-        self.target = checked_target(target)
+        self.target = target
         self.closed = False
         """Whether this client was closed."""
         self.owner = OwnerProcess()

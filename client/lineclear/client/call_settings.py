@@ -8,11 +8,11 @@ from typing import Any, Unpack, get_args
 from lineclear.v1 import inference_pb2 as pb
 
 from .call_params import Params
-from .channel import Pairs
 from .message_fields import filled
 from .parameters import Metadata, OnModelChange, OnQueued, Prompt, Sampling, Unset
 from .requests import Request, of_tenant, pairs
 from .retry import OnWait, RetryPolicy, RetryState
+from .rpc_methods import Pairs
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 SHORT_TIMEOUT_SECONDS = 30.0

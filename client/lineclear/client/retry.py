@@ -171,9 +171,9 @@ class RetryState:
         meets_own_request: bool = False,
         on_wait: OnWait | None = None,
     ) -> None:
-        self._policy = policy
-        self._clock = clock
-        self._uniform = uniform
+        self.policy = policy
+        self.clock = clock
+        self.uniform = uniform
         self._meets_own_request = meets_own_request
         self._on_wait = on_wait
         self._was_lost = False
@@ -194,20 +194,18 @@ class RetryState:
     def pause_after(self, error: LineclearError) -> float:
         """Return the seconds before the next attempt. Raises `error` if there is no further attempt."""
         self._failed += 1
-        self._failing_since = min(self._failing_since, self._clock())
+        self._failing_since = min(self._failing_since, self.clock())
         self._was_lost = self._was_lost or isinstance(error, ConnectionLost)
         own_request = self._meets_own_request and self._was_lost and isinstance(error, DuplicateRequest)
-        if self._policy.max_attempts == 1 or not (own_request or may_retry(error)):
+        if self.policy.max_attempts == 1 or not (own_request or may_retry(error)):
             raise error
         left_seconds, left_attempts = self._left(error, is_absence(error) or own_request)
-        ceiling = min(
-            self._policy.first_pause_seconds * 2.0 ** min(self._failed - 1, 30), self._policy.max_pause_seconds
-        )
-        pause = ceiling * (1 + self._uniform()) / 2
+        ceiling = _ceiling(self.policy, self._failed - 1)
+        pause = ceiling * (1 + self.uniform()) / 2
         asked = error.retry_after_seconds
         if asked is not None and asked > pause:
-            pause = asked + ceiling * self._uniform() / 2
-        wait = RetryWait(error, pause, self._clock() - self._failing_since, left_seconds, left_attempts)
+            pause = asked + ceiling * self.uniform() / 2
+        wait = RetryWait(error, pause, self.clock() - self._failing_since, left_seconds, left_attempts)
         granted = self.granted(wait)
         log.info("a call was not accepted (%s); attempt %d in %.3f s", error.reason, self._failed + 1, granted)
         return granted
@@ -217,9 +215,9 @@ class RetryState:
             return self._wait_budget.left_seconds(error), None
         self._wait_budget.reset()
         self._refused += 1
-        if self._refused >= self._policy.max_attempts:
+        if self._refused >= self.policy.max_attempts:
             raise error
-        return None, self._policy.max_attempts - self._refused
+        return None, self.policy.max_attempts - self._refused
 
     def granted(self, wait: RetryWait) -> float:
         """Return the pause of `wait`. Raises its error if the deadline of the call is earlier."""
@@ -238,91 +236,70 @@ class RetryState:
         return remaining is None or pause_seconds < remaining
 
     def _remaining_seconds(self) -> float | None:
-        return None if self._deadline is None else self._deadline - self._clock()
+        return None if self._deadline is None else self._deadline - self.clock()
 
 
 class ResumeState:
-    """The resumes of one answer, and the time since its last token."""
+    """The resumes of one answer, the replicas asked for them, and the time since its last token."""
 
-    def __init__(
-        self,
-        policy: RetryPolicy,
-        attempts: RetryState,
-        clock: Callable[[], float] = time.monotonic,
-        uniform: Callable[[], float] = random.random,
-    ) -> None:
+    def __init__(self, attempts: RetryState) -> None:
         self.count = 0
         """Resumes so far."""
-        self._without_progress = 0
-        self._restarts = 0
-        self._policy = policy
         self._attempts = attempts
-        self._clock = clock
-        self._uniform = uniform
-        self._wait_budget = _WaitBudget(policy, clock)
-        self._num_failed = 0
-        self._failing_since = math.inf
+        self._policy = attempts.policy
+        self._wait_budget = _WaitBudget(attempts.policy, attempts.clock)
+        self._restarts = 0
+        self.on_progress()
 
     def on_progress(self) -> None:
         """Record a new part of the answer."""
         self._wait_budget.reset()
-        self._num_failed = self._without_progress = 0
+        self._num_failed = self._without_progress = self._replicas_asked = 0
         self._failing_since = math.inf
-
-    @property
-    def are_spent(self) -> bool:
-        """Whether every resume without progress is used up."""
-        return self._without_progress >= self._policy.max_resumes
-
-    def count_one(self) -> None:
-        """Count one resume."""
-        self.count += 1
-        self._without_progress += 1
 
     def pause_after(self, error: LineclearError, *, restarts: bool = False) -> float:
         """Return the seconds before the next resume or restart. Raises `error` if there is none."""
-        policy = self._policy
+        policy, clock = self._policy, self._attempts.clock
         was_cut = not isinstance(error, ServerStarting)  # a starting server has not resumed the answer
-        is_spent = self._restarts >= policy.max_resumes if restarts else was_cut and self.are_spent
+        is_spent = self._restarts >= policy.max_resumes if restarts else was_cut and self._are_spent
         allowed = policy.max_attempts > 1 and policy.max_resumes > 0 and not is_spent
         if not allowed or not (restarts or may_resume(error, self._num_failed > 0)):
             raise error
         left_seconds = self._wait_budget.left_seconds(error)
-        self._failing_since = min(self._failing_since, self._clock())
-        ceiling = min(policy.first_pause_seconds * 2.0 ** min(self._num_failed, 30), policy.max_pause_seconds)
-        if was_cut:
-            self.count_one()
+        self._failing_since = min(self._failing_since, clock())
+        self._count(was_cut)
         self._restarts += restarts
+        pause = (error.retry_after_seconds or 0.0) + _ceiling(policy, self._num_failed) * self._attempts.uniform()
         self._num_failed += 1
-        pause = (error.retry_after_seconds or 0.0) + ceiling * self._uniform()
-        wait = RetryWait(error, pause, self._clock() - self._failing_since, left_seconds, None)
-        granted = self._attempts.granted(wait)
+        granted = self._attempts.granted(RetryWait(error, pause, clock() - self._failing_since, left_seconds, None))
         log.warning("an answer was interrupted (%s); resume %d in %.3f s", error.reason, self.count, granted)
         return granted
 
+    def pause_before_replica(self, was_cut: bool) -> float | None:
+        """Return the seconds before the next replica is asked for the model, None if the answer ends instead.
 
-class ReplicaSearch:
-    """The search for a replica that serves the model of an answer.
-
-    gRPC sends each call to the next replica in turn, and refusing a call is cheap. So the pauses do not grow.
-    """
-
-    def __init__(self, policy: RetryPolicy, attempts: RetryState, uniform: Callable[[], float] = random.random) -> None:
-        self._policy = policy
-        self._attempts = attempts
-        self._uniform = uniform
-        self._asked = 0
-
-    def reset(self) -> None:
-        """Start the count again: a replica has resumed the answer."""
-        self._asked = 0
-
-    def pause_seconds(self) -> float | None:
-        """Return the seconds before the next replica is asked, None if the limit or the deadline is reached."""
-        pause = self._policy.first_pause_seconds * self._uniform()
-        is_over = self._asked >= self._policy.max_replicas or self._policy.max_attempts == 1
-        if is_over or not self._attempts.has_time_for(pause):
+        gRPC sends each call to the next replica in turn, and refusing a call is cheap. So the pauses do not grow.
+        `was_cut`: the answer was interrupted. A refused resume is counted already.
+        """
+        policy = self._policy
+        pause = policy.first_pause_seconds * self._attempts.uniform()
+        is_over = self._replicas_asked >= policy.max_replicas or policy.max_attempts == 1
+        if is_over or (was_cut and self._are_spent) or not self._attempts.has_time_for(pause):
             return None
-        self._asked += 1
+        self._replicas_asked += 1
+        self._count(was_cut)
         log.info("the replica serves another model; the next one is asked in %.3f s", pause)
         return pause
+
+    @property
+    def _are_spent(self) -> bool:
+        return self._without_progress >= self._policy.max_resumes
+
+    def _count(self, was_cut: bool) -> None:
+        self.count += was_cut
+        self._without_progress += was_cut
+
+
+def _ceiling(policy: RetryPolicy, num_failed: int) -> float:
+    """Return the largest pause after so many failures."""
+    return min(policy.first_pause_seconds * 2.0 ** min(num_failed, 30), policy.max_pause_seconds)

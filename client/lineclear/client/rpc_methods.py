@@ -1,13 +1,16 @@
-"""The RPCs of a client: path, encoder and decoder of each.
+"""The RPCs of a client, and the interface of what sends them, once for asyncio and once for threads.
+
+A transport sends one request, returns its responses and raises a LineclearError for whatever goes wrong. It never
+retries. `lineclear.client.testing.FakeTransport` is a transport without a server.
 
 The two messages of grpc.health.v1 have one field each and are encoded here, so that the client needs no package for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -19,8 +22,12 @@ from .results import HealthStatus
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
+Res_co = TypeVar("Res_co", covariant=True)
 _Req = TypeVar("_Req", bound=Message)
 _Res = TypeVar("_Res", bound=Message)
+
+Options: TypeAlias = Sequence[tuple[str, Any]]
+Pairs: TypeAlias = Sequence[tuple[str, str | bytes]]
 
 SERVICE: Final = "lineclear.v1.InferenceService"
 ADMIN: Final = "lineclear.v1.AdminService"
@@ -35,6 +42,49 @@ class Method(Generic[Req, Res]):
     decode: Callable[[bytes], Res]
     error_responses: Mapping[str, Res] = field(default_factory=dict, hash=False)
     """Responses that the server sends as an error, by gRPC code."""
+
+
+class AsyncCall(Protocol[Res_co]):
+    """A running call: iterate for its responses. Raises a LineclearError if the call fails."""
+
+    async def __anext__(self) -> Res_co: ...
+    def cancel(self) -> None:
+        """End the call now. Its reader gets Cancelled. May be called again, and after the end."""
+
+
+class Call(Protocol[Res_co]):
+    """`AsyncCall` for threads."""
+
+    def __next__(self) -> Res_co: ...
+    def cancel(self) -> None: ...
+
+
+class AsyncTransport(Protocol):
+    """The calls that a client makes. `target` names the server in error messages."""
+
+    @property
+    def target(self) -> str: ...
+    def stream_async(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> AsyncCall[Res]: ...
+    async def unary_async(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> Res: ...
+    async def close_async(self) -> None: ...
+
+
+class Transport(Protocol):
+    """`AsyncTransport` for threads."""
+
+    @property
+    def target(self) -> str: ...
+    def stream(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> Call[Res]: ...
+    def unary(
+        self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
+    ) -> Res: ...
+    def close(self) -> None: ...
 
 
 def encode_health_request(service: str) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
@@ -114,20 +113,3 @@ def submit_command(
     if timeout_seconds is not None:
         command.timeout.FromNanoseconds(round(timeout_seconds * 1e9))
     return command
-
-
-def names_one_server(target: str) -> bool:
-    """Whether every connection to the target reaches the same server.
-
-    A host name may stand for several servers. gRPC balances calls among them; a Session would stay at one.
-    """
-    if target.startswith("unix:"):
-        return True
-    host = target.rpartition("/")[2].rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -34,11 +34,9 @@ from lineclear.status_codec import to_status
 from lineclear.v1 import inference_pb2 as pb
 
 from . import rpc_methods
-from .channel import Pairs
 from .chat_messages import ToolCall
 from .results import FinishReason, HealthStatus
-from .rpc_methods import Method
-from .transports import AsyncCall, Call
+from .rpc_methods import AsyncCall, Call, Method, Pairs
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")

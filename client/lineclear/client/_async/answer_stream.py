@@ -15,12 +15,13 @@ from ..answer_assembler import AnswerAssembler
 from ..call_settings import CallOptions
 from ..chat_messages import ToolCall
 from ..concurrency import AsyncEvent, async_call
+from ..grpc_channel import names_one_server
 from ..requests import arrives_whole
 from ..results import Delta, Generation, Queued, queued_from_proto
-from ..retry import ReplicaSearch, ResumeState
-from ..session_messages import SessionRefused, names_one_server
+from ..retry import ResumeState
+from ..rpc_methods import AsyncCall, AsyncTransport
+from ..session_messages import SessionRefused
 from ..sigint import AsyncCanceller
-from ..transports import AsyncCall, AsyncTransport
 
 
 class AsyncStream:
@@ -37,8 +38,6 @@ class AsyncStream:
     def __init__(self, transport: AsyncTransport, options: CallOptions) -> None:
         self._transport = transport
         self._options = options
-        # A submitted request is known to one server only.
-        self._has_replicas = options.may_go_elsewhere and not names_one_server(transport.target)
         self._call: AsyncCall[pb.GenerateResponse] | None = None
         self._stop = AsyncEvent()  # set by cancel(); it also ends a pause between calls
         self._canceller = AsyncCanceller(self.cancel)
@@ -118,8 +117,7 @@ class AsyncStream:
         try:
             with self._canceller.guard():
                 self._retry_state = self._options.attempts()
-                self._resume_state = ResumeState(self._options.retry, self._retry_state)
-                self._replica_search = ReplicaSearch(self._options.retry, self._retry_state)
+                self._resume_state = ResumeState(self._retry_state)
                 self._start_call()
         except BaseException:
             await self.__aexit__(None, None, None)
@@ -215,7 +213,6 @@ class AsyncStream:
             self._restarting, delta = False, replace(delta, restarted=True)
         if delta.token_ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish_reason:
             self._resume_state.on_progress()
-            self._replica_search.reset()
             return delta
         return delta if delta.started is not None or not self._resume_state.count else None
 
@@ -227,25 +224,17 @@ class AsyncStream:
         """Return the seconds until the next call. Raises `error` if the request ends with it."""
         if self._stop.is_set() or (self._has_responses and self._arrives_whole):
             raise error
-        if isinstance(error, ModelChanged) and (pause_seconds := self._pause_before_replica()) is not None:
-            return pause_seconds
-        if self._has_responses and isinstance(error, ModelChanged):
-            return self._pause_before_restart(error)
+        if isinstance(error, ModelChanged):
+            # A submitted request is known to one server only.
+            has_replicas = self._options.may_go_elsewhere and not names_one_server(self._transport.target)
+            pause_seconds = self._resume_state.pause_before_replica(self._call_has_responses) if has_replicas else None
+            if pause_seconds is None and self._has_responses:
+                pause_seconds = self._pause_before_restart(error)
+            if pause_seconds is not None:
+                assert self._call is not None
+                self._call.cancel()
+                return pause_seconds
         return (self._resume_state if self._has_responses else self._retry_state).pause_after(error)
-
-    def _pause_before_replica(self) -> float | None:
-        """Return the seconds until another replica is asked to resume the answer, None if none is to be asked."""
-        was_cut = self._call_has_responses
-        if not self._has_replicas or (was_cut and self._resume_state.are_spent):
-            return None
-        pause_seconds = self._replica_search.pause_seconds()
-        if pause_seconds is None:
-            return None
-        if was_cut:  # a refused resume is counted already
-            self._resume_state.count_one()
-        if self._call is not None:
-            self._call.cancel()
-        return pause_seconds
 
     def _pause_before_restart(self, error: ModelChanged) -> float:
         """Drop the answer of the replaced model. Raises `error`, with that answer, if the request may not restart."""
@@ -253,8 +242,6 @@ class AsyncStream:
         if not self._options.may_restart:
             raise error
         pause_seconds = self._resume_state.pause_after(error, restarts=True)
-        if self._call is not None:
-            self._call.cancel()
         restarts = self._assembler.restarts + 1
         self._assembler = AnswerAssembler()
         self._assembler.restarts = restarts

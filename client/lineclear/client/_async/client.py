@@ -14,9 +14,9 @@ from lineclear.v1 import inference_pb2 as pb
 from .. import rpc_methods
 from ..call_params import Params
 from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config
-from ..channel import Options, Pairs, default_target
 from ..chat_messages import ChatMessage
 from ..concurrency import async_sleep
+from ..grpc_channel import default_target
 from ..message_fields import filled
 from ..parameters import UNSET, Metadata, OnModelChange, OnQueued, Prompt, Sampling, Unset
 from ..prompt_calls import (
@@ -35,9 +35,9 @@ from ..prompt_calls import (
 from ..requests import Request, authorized, detokenize_request, pairs, tokenize_request
 from ..results import Generation, HealthStatus, Queued, from_proto, queued_from_proto
 from ..retry import RetryPolicy
+from ..rpc_methods import AsyncTransport, Options, Pairs
 from ..server_status import Model, Stats
 from ..submitted import SubmittedStatus, submit_request, submittable, submitted_status
-from ..transports import AsyncTransport
 from .answer_stream import AsyncStream
 from .batches import AsyncBatches
 from .transport import AsyncGrpcTransport

@@ -1,7 +1,10 @@
-"""The transport of a client that makes gRPC calls."""
+"""The transport of a client that makes gRPC calls, and its choice between a direct call and the shared Session."""
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar, cast
 
@@ -11,17 +14,18 @@ from lineclear.v1 import inference_pb2 as pb
 
 from .. import rpc_methods
 from ..call_errors import ErrorTranslator
-from ..channel import Options, Pairs
-from ..grpc_channel import AsyncChannel
-from ..rpc_methods import Method
-from ..session_messages import names_one_server
-from ..session_multiplexer import SessionMultiplexer
+from ..grpc_channel import AsyncChannel, checked_target, names_one_server
+from ..requests import TENANT_KEY
+from ..retry import MAX_TIMEOUT_SECONDS, log
+from ..rpc_methods import AsyncCall, Method, Options, Pairs
 from ..sigint import AsyncCanceller
-from ..transports import AsyncCall
 from .session import AsyncSession
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
+
+_MIN_REFUSAL_SECONDS = 10.0
+"""Shortest time for which requests are direct calls after the server refused a Session."""
 
 
 class AsyncGrpcTransport:
@@ -33,9 +37,9 @@ class AsyncGrpcTransport:
     def __init__(
         self, target: str, credentials: grpc.ChannelCredentials | None, options: Options, sessions: bool | None = None
     ) -> None:
-        self._translator = ErrorTranslator(target)
+        self._translator = ErrorTranslator(checked_target(target))
         shares = names_one_server(self.target) if sessions is None else sessions
-        self._multiplexer = SessionMultiplexer[AsyncSession](shares, self._open_session)
+        self._multiplexer = AsyncSessionMultiplexer(shares, self._open_session)
         self._channel = AsyncChannel(self._translator, credentials, options)
 
     @property
@@ -74,6 +78,77 @@ class AsyncGrpcTransport:
             return self._channel.bidirectional(rpc_methods.SESSION, messages, metadata)
 
         return AsyncSession(self.target, open_call, self._translator.session_failure)
+
+
+class AsyncSessionMultiplexer:
+    """The number of open calls of a transport and the Session they share. Safe from any thread or task.
+
+    `shares` False makes every call direct.
+    """
+
+    def __init__(
+        self, shares: bool, open_session: Callable[[Pairs], AsyncSession], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.session: AsyncSession | None = None  # opened last
+        self._shares = shares
+        self._refused_until = -math.inf  # on `clock`
+        self._open_session = open_session
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_open = 0
+        self._metadata: Pairs | None = None
+
+    def start(
+        self,
+        request: pb.GenerateRequest,
+        timeout_seconds: float | None,
+        metadata: Pairs,
+        make_direct_call: Callable[[], Any],
+    ) -> Any:
+        """Start a call, through the Session or by `make_direct_call`. It counts as open until `on_end`."""
+        tenant = next((str(value) for key, value in metadata if key == TENANT_KEY), "")
+        try:
+            with self._lock:
+                session = self._choose(tuple(pair for pair in metadata if pair[0] != TENANT_KEY))
+            if session is None:
+                return make_direct_call()
+            return session.start(request, timeout_seconds, make_direct_call, tenant)
+        except BaseException:
+            self.on_end()
+            raise
+
+    def on_end(self) -> None:
+        """Decrement the number of open calls."""
+        with self._lock:
+            self._num_open -= 1
+
+    def _choose(self, metadata: Pairs) -> AsyncSession | None:
+        """Count one more open call and return the Session for it, None for a direct call.
+
+        The only open call is a direct one. A Session has the metadata of one caller: that of the first call which
+        shares, without its tenant, which each request names. Calls with other metadata are direct.
+        """
+        self._num_open += 1
+        if self._num_open == 1 or not self._shares:
+            return None
+        if self._metadata is None:
+            self._metadata = metadata
+        if metadata != self._metadata:
+            return None
+        if self.session is None or self.session.is_over or self.session.is_closing:
+            self.session = self._replace(self.session, metadata)
+        return self.session
+
+    def _replace(self, ended: AsyncSession | None, metadata: Pairs) -> AsyncSession | None:
+        """Open a Session in the place of `ended`, None while the server has no room for one."""
+        if ended is not None and ended.refusal is not None:
+            refusal = ended.refusal
+            log.info("the server refused a session (%s); requests are calls of their own", refusal.reason)
+            pause_seconds = min(refusal.retry_after_seconds or 0.0, MAX_TIMEOUT_SECONDS)
+            self._refused_until = self._clock() + max(_MIN_REFUSAL_SECONDS, pause_seconds)
+        elif ended is not None:
+            log.info("a session has ended; another is opened")
+        return self._open_session(metadata) if self._clock() >= self._refused_until else None
 
 
 class _TrackedCall(AsyncCall[Res]):
