@@ -44,7 +44,7 @@ class GeneratedFiles(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name != "wheel":
             return
         runpy.run_path(str(Path(self.root) / "client/generate_sources.py"))["main"]()
-        generated = ("_sync/*.py", "call_params.py", "server_status.py")
+        generated = ("_sync/*.py", "call_params.py", "message_classes.py")
         build_data["artifacts"] += [f"/client/lineclear/client/{name}" for name in generated]
         if build(Path(self.root)):
             build_data["pure_python"] = False

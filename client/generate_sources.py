@@ -3,9 +3,9 @@
     python client/generate_sources.py
 
 The source awaits only what `concurrency.py` and `grpc_channel.py` have for both, so names are all there is to replace.
-Also writes `call_params.py`, the keyword arguments of calls, from the table in `parameters.py`, and `server_status.py`,
-the answers of GetModel and GetStats, from their messages. Runs with every build and install, and before the tests. git
-ignores what it writes.
+Also writes `call_params.py`, the keyword arguments of calls, from the table in `parameters.py`, and
+`message_classes.py`, the responses with the fields of their messages, from the schema. Runs with every build and
+install, and before the tests. git ignores what it writes.
 """
 
 from __future__ import annotations
@@ -35,17 +35,23 @@ class Params(TypedDict, total=False):
     """The keyword arguments of a call: the fields of `Sampling`, then those of `Request`."""
 
 '''
-STATUS = '''"""The served model and the statistics of the server."""
+CLASSES = '''"""Responses with the fields of their messages: the served model, statistics, figures of an answer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 '''
-STATUS_CLASSES = {"GetModelResponse": "Model", "GetStatsResponse": "Stats"} | {
-    name: name for name in ("Adapter", "Limits", "Counters", "Gauges", "Quantiles", "WorkerStatus", "WorkerStats")
-}
+CLASS_OF = {"GetModelResponse": "Model", "GetStatsResponse": "Stats"} | {
+    name: name
+    for name in ("Adapter", "Limits", "Counters", "Gauges", "Quantiles", "WorkerStatus", "WorkerStats", "TopLogprob",
+                 "Started", "Usage", "Timings")
+}  # fmt: skip
 """The class of each message."""
-TYPES = {"string": "str", "double": "float", "google.protobuf.Duration": "float", "uint32": "int", "uint64": "int"}
+DEFAULTS = {"str": '""', "int": "0", "float": "0.0"}
+WITH_DEFAULTS = ("Started", "Usage", "Timings")
+TYPES = {"string": "str", "double": "float", "float": "float", "google.protobuf.Duration": "float"} | dict.fromkeys(
+    ("uint32", "uint64", "int64"), "int"
+)
 REPLACEMENTS = [
     (r"any number of tasks of one event loop", "any number of threads"),
     (r"any thread or task", "any thread"),
@@ -86,25 +92,26 @@ def params() -> str:
     return HEADER.format(source="parameters.py") + PARAMS + "".join(lines)
 
 
-def status() -> str:
-    """Return the text of `server_status.py`: a dataclass for each message, with its comments. Durations are seconds."""
+def message_classes() -> str:
+    """Return `message_classes.py`: a dataclass for each message, with its comments. Durations are seconds."""
     proto, classes = PROTO.read_text(encoding="utf-8"), []
-    for message, name in STATUS_CLASSES.items():
+    for message, name in CLASS_OF.items():
         found = re.search(rf"((?://.*\n)+)message {message} {{\n((?:.*\n)*?)}}\n", proto)
         assert found is not None, message
         fields = re.findall(r"((?: *//.*\n)+) *(repeated |optional |)([\w.]+) (\w+) = \d+;", found[2])
-        lines = [_documented(*field) for field in fields]
+        lines = [_documented(*field, has_default=name in WITH_DEFAULTS) for field in fields]
         head = f'\n\n@dataclass(frozen=True, slots=True)\nclass {name}:\n    """{_sentences(found[1])}"""\n\n'
         classes.append(head + "".join(lines))
-    return HEADER.format(source=PROTO.name) + STATUS + "".join(classes)
+    return HEADER.format(source=PROTO.name) + CLASSES + "".join(classes)
 
 
-def _documented(comment: str, label: str, kind: str, name: str) -> str:
+def _documented(comment: str, label: str, kind: str, name: str, *, has_default: bool) -> str:
     """Return a field of a message as that of a dataclass."""
     name += "_seconds" if kind.endswith("Duration") else ""
-    kind = TYPES.get(kind) or STATUS_CLASSES.get(kind, kind)
+    kind = TYPES.get(kind) or CLASS_OF.get(kind, kind)
+    default = f" = {DEFAULTS[kind]}" if has_default else ""
     kind = {"repeated ": f"tuple[{kind}, ...]", "optional ": f"{kind} | None"}.get(label, kind)
-    return f'    {name}: {kind}\n    """{_sentences(comment)}"""\n'
+    return f'    {name}: {kind}{default}\n    """{_sentences(comment)}"""\n'
 
 
 def _sentences(comment: str) -> str:
@@ -121,7 +128,7 @@ def main() -> None:
     for name in names:
         _write(GENERATED / name, generated(name))
     _write(PACKAGE / "call_params.py", params())
-    _write(PACKAGE / "server_status.py", status())
+    _write(PACKAGE / "message_classes.py", message_classes())
 
 
 def _write(path: Path, text: str) -> None:

@@ -17,5 +17,5 @@ class GeneratedClient(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Generate the files, which git ignores, and add them to the wheel."""
         runpy.run_path(str(Path(self.root) / "generate_sources.py"))["main"]()
-        generated = ("_sync/*.py", "call_params.py", "server_status.py")
+        generated = ("_sync/*.py", "call_params.py", "message_classes.py")
         build_data["artifacts"] += [f"/lineclear/client/{name}" for name in generated]

@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching import continuous_api, requests
 
 from lineclear import client, embedded, errors
 from lineclear.cli.app import app
-from lineclear.client import results, server_status
+from lineclear.client import message_classes, results
 from lineclear.client.requests import Params
 from lineclear.embedded.options import Options
 from lineclear.process.setting_fields import flag_of
@@ -52,7 +52,7 @@ def words(cell: str) -> list[str]:
 def named(path: str) -> Any:
     """The class, or member of a class, of the client, its results, the errors or the embedded batchers."""
     kind, _, member = path.partition(".")
-    for module in (client, results, server_status, embedded, errors):
+    for module in (client, results, message_classes, embedded, errors):
         if hasattr(module, kind):
             found = getattr(module, kind)
             is_field = member in getattr(found, "__dataclass_fields__", {})

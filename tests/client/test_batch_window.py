@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lineclear.client.batch_window import BatchWindow, Outcome, checked_window, default_concurrency
+from lineclear.client.message_classes import Model
 from lineclear.client.results import from_proto
-from lineclear.client.server_status import Model
 from lineclear.errors import InternalError
 from lineclear.v1 import inference_pb2 as pb
 

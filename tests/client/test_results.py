@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from lineclear.client import results, server_status
+from lineclear.client import message_classes, results
 from lineclear.v1 import inference_pb2 as pb
 
 MIRRORED: list[tuple[type[Any], Any]] = [
     *((getattr(results, name), getattr(pb, name)) for name in ("Started", "Usage", "Timings", "TopLogprob")),
-    (results.TokenLogprobs, pb.TokenLogprobs), (server_status.Model, pb.GetModelResponse),
-    (server_status.Stats, pb.GetStatsResponse),
-    *((getattr(server_status, name), getattr(pb, name))
+    (results.TokenLogprobs, pb.TokenLogprobs), (message_classes.Model, pb.GetModelResponse),
+    (message_classes.Stats, pb.GetStatsResponse),
+    *((getattr(message_classes, name), getattr(pb, name))
       for name in ("Adapter", "Limits", "Counters", "Gauges", "Quantiles", "WorkerStatus", "WorkerStats")),
 ]  # fmt: skip
 
@@ -44,10 +44,10 @@ def test_durations_become_seconds_and_lists_tuples() -> None:
     timings.queue_time.FromMicroseconds(1_250_000)
     assert results.from_proto(results.Timings, timings) == results.Timings(queue_time_seconds=1.25, preemptions=2)
     model = results.from_proto(
-        server_status.Model, pb.GetModelResponse(eos_token_ids=[1, 2], limits=pb.Limits(num_blocks=3))
+        message_classes.Model, pb.GetModelResponse(eos_token_ids=[1, 2], limits=pb.Limits(num_blocks=3))
     )
     assert (model.eos_token_ids, model.limits.num_blocks) == ((1, 2), 3)
-    stats = results.from_proto(server_status.Stats, pb.GetStatsResponse(step_seconds=pb.Quantiles(p99=2.0)))
+    stats = results.from_proto(message_classes.Stats, pb.GetStatsResponse(step_seconds=pb.Quantiles(p99=2.0)))
     assert stats.step_seconds.p99 == 2.0
 
 

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lineclear.client import Stream
+from lineclear.client.message_classes import Gauges, Model, Quantiles, Stats, WorkerStats
 from lineclear.client.results import Generation, Queued
-from lineclear.client.server_status import Gauges, Model, Quantiles, Stats, WorkerStats
 from lineclear.errors import LineclearError
 
 from . import exit_status

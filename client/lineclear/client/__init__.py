@@ -25,6 +25,7 @@ from ._sync.client import Client, Submitted
 from .admin_results import StepRow, step_rows
 from .chat_messages import ChatMessage, ToolCall, ToolCallDelta
 from .local_server import LocalServer, ServerStartError
+from .message_classes import Limits, Model, Quantiles, Started, Stats, Timings, TopLogprob, Usage
 from .parameters import OnModelChange, RepetitionDetection, Sampling
 from .prompt_calls import ContinuationScore, Embeddings, Scores
 from .requests import Request
@@ -35,14 +36,9 @@ from .results import (
     HealthStatus,
     Output,
     Queued,
-    Started,
-    Timings,
     TokenLogprobs,
-    TopLogprob,
-    Usage,
 )
 from .retry import RetryPolicy
-from .server_status import Limits, Model, Quantiles, Stats
 from .submitted import SubmittedStatus
 
 __version__ = installed_version()

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 from lineclear.api_limits import output_seed
 from lineclear.errors import DataLoss, ModelChanged
 from lineclear.v1 import inference_pb2 as pb
 
 from .chat_messages import ToolCall, ToolCallDelta
-from .results import (
-    Delta,
-    FinishReason,
-    Generation,
-    Output,
-    Started,
-    Timings,
-    TokenLogprobs,
-    Usage,
-    delta_from_proto,
-    from_proto,
-)
+from .message_classes import Started, Timings, Usage
+from .results import Delta, FinishReason, Generation, Output, TokenLogprobs, delta_from_proto, from_proto
 
 
 class ToolCalls:
@@ -109,28 +100,17 @@ class AnswerAssembler:
                 entry.token_ids[:] = output.token_ids
         return again
 
-    def generation(self) -> Generation:
-        """Return the complete answer."""
-        outputs = tuple(output.output(index) for index, output in enumerate(self.outputs))
-        first = outputs[0]
-        return Generation(
-            text=first.text,
-            token_ids=first.token_ids,
-            finish_reason=first.finish_reason,
-            matched_stop=first.matched_stop,
-            usage=first.usage if len(outputs) == 1 else _sum([output.usage for output in outputs]),
-            timings=first.timings,
-            started=first.started,
-            logprobs=first.logprobs,
-            token_times_seconds=first.token_times_seconds,
-            tool_calls=first.tool_calls,
-            reasoning=first.reasoning,
+    def generation(self, response_format: Any = None, constraint_start: str = "") -> Generation:
+        """Return the complete answer. `Generation` explains the arguments."""
+        form = {"response_format": response_format, "constraint_start": constraint_start}
+        first = self.outputs[0]
+        return Generation.of(
+            [output.output(index, form) for index, output in enumerate(self.outputs)],
             resumes=self.resumes,
             restarts=self.restarts,
-            outputs=outputs,
-            prompt_logprobs=self.outputs[0].prompt_logprobs,
-            prompt_text=self.outputs[0].prompt_text,
-            prompt_token_ids=self.outputs[0].prompt_token_ids,
+            prompt_logprobs=first.prompt_logprobs,
+            prompt_text=first.prompt_text,
+            prompt_token_ids=first.prompt_token_ids,
         )
 
     def _grow(self, message: pb.GenerateResponse) -> None:
@@ -224,8 +204,8 @@ class OutputAssembler:
         self._logprobs += delta.logprobs
         self._times_seconds += delta.token_times_seconds
 
-    def output(self, index: int) -> Output:
-        """Return the complete output."""
+    def output(self, index: int, form: dict[str, Any]) -> Output:
+        """Return the complete output. `form` has the fields of its format."""
         assert self._finished is not None
         assert self._finish_reason is not None
         return Output(
@@ -242,11 +222,8 @@ class OutputAssembler:
             tool_calls=self.tool_calls,
             reasoning=self.reasoning,
             score=self._finished.score if self._finished.HasField("score") else None,
+            **form,
         )
-
-
-def _sum(usages: Sequence[Usage]) -> Usage:
-    return Usage(**{field.name: sum(getattr(usage, field.name) for usage in usages) for field in fields(Usage)})
 
 
 def _check_same(first: Started, then: Started) -> None:

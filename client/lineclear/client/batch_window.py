@@ -11,9 +11,9 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 from lineclear.errors import LineclearError
 
+from .message_classes import Model
 from .message_fields import whole
 from .results import Generation
-from .server_status import Model
 
 Item = TypeVar("Item")
 Outcome = Generation | LineclearError

@@ -1,12 +1,12 @@
 """Responses as frozen values: durations in seconds, lists as tuples, enums as strings.
 
-`server_status.py` has those of GetModel and GetStats.
+Those with the fields of their messages are in `message_classes.py`, which is generated.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from lineclear.v1 import inference_pb2 as pb
 
 from .chat_messages import ChatMessage, ToolCall, ToolCallDelta
+from .message_classes import Started, Timings, TopLogprob, Usage
 from .response_format import value_of
 
 T = TypeVar("T")
@@ -49,14 +50,6 @@ class HealthStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TopLogprob:
-    """A token and its log-probability at a position."""
-
-    token_id: int
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Logarithm (base e) of the probability of a sampled token, and the most likely candidates, best first.
 
@@ -74,55 +67,6 @@ class Queued:
 
     requests_ahead: int
     predicted_wait_seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The request left the queue. `cached_tokens` of the prompt need no computing; `first_step` is the worker's count.
-
-    `model_fingerprint` identifies the model that makes the answer. `prompt_digest` and `chat_time_us` are for resuming.
-    `timeout_seconds` is the deadline that the server applies, from the arrival of the request.
-    """
-
-    request_id: str = ""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    seed: int = 0
-    slot: int = 0
-    first_step: int = 0
-    model_fingerprint: str = ""
-    prompt_digest: str = ""
-    chat_time_us: int = 0
-    timeout_seconds: float = 0.0
-    num_outputs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Numbers of tokens. `recomputed_tokens`: computed again after preemptions and worker crashes."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    recomputed_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Time by the server's clock: in the queue, from arrival to the first token, from the first to the last, in all.
-
-    `drafted_tokens` and `accepted_tokens`: drafts of speculative decoding that were verified, and accepted.
-    """
-
-    queue_time_seconds: float = 0.0
-    time_to_first_token_seconds: float = 0.0
-    decode_time_seconds: float = 0.0
-    e2e_latency_seconds: float = 0.0
-    preemptions: int = 0
-    recoveries: int = 0
-    last_step: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +102,10 @@ class Delta:
     prompt_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One output of a request: see `Generation` for the fields. A request with n = 1 and `seed` has the same tokens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What a `Generation` and each of its outputs have."""
 
-    `usage` is that of this output; the prompt counts in output 0.
-    """
-
-    index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
@@ -177,24 +117,41 @@ class Output:
     token_times_seconds: tuple[float, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
-    score: float | None = None
-    """What `best_of` and beam search rank outputs by."""
     response_format: Any = dataclasses.field(default=None, repr=False, compare=False)
     constraint_start: str = dataclasses.field(default="", repr=False, compare=False)
+
+    @property
+    def parsed(self) -> Any:
+        """The JSON of the answer as a value of the request's `response_format`, without one as a plain value.
+
+        Raises ValueError if the text is no JSON: the answer was cut off, or had no form.
+        """
+        start, form = self.constraint_start, self.text
+        # The form is behind the first `constraint_start`, unless the server took it for the end of the reasoning.
+        if start and start in form and not (self.reasoning and start == "</think>"):
+            form = form.partition(start)[2]
+        return value_of(self.response_format, form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output(_Answer):
+    """One output of a request: see `Generation` for the fields. A request with n = 1 and `seed` has the same tokens.
+
+    `usage` is that of this output; the prompt counts in output 0.
+    """
+
+    index: int
+    score: float | None = None
+    """What `best_of` and beam search rank outputs by."""
 
     @property
     def seed(self) -> int:
         """The seed of this output."""
         return self.started.seed
 
-    @property
-    def parsed(self) -> Any:
-        """The JSON of this output, as `Generation.parsed`."""
-        return _parsed(self)
 
-
-@dataclass(frozen=True, slots=True)
-class Generation:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation(_Answer):
     """A complete answer.
 
     With `n` outputs, `outputs` has all of them in order, and the other fields are those of output 0, except `usage`,
@@ -206,36 +163,22 @@ class Generation:
     answer is that of the last model. `tool_calls` and `reasoning` are what the server has separated from `text`.
     """
 
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    matched_stop: str | int | None
-    usage: Usage
-    timings: Timings
-    started: Started
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    token_times_seconds: tuple[float, ...] = ()
     resumes: int = 0
     restarts: int = 0
     outputs: tuple[Output, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt tokens from the second on, if requested."""
-    response_format: Any = dataclasses.field(default=None, repr=False, compare=False)
-    constraint_start: str = dataclasses.field(default="", repr=False, compare=False)
-    tool_calls: tuple[ToolCall, ...] = ()
-    reasoning: str = ""
     prompt_text: str = ""
     """With `echo`: the text of the prompt, which `text` continues."""
     prompt_token_ids: tuple[int, ...] = ()
     """With `echo`: the token ids of the prompt. `prompt_logprobs` are those of all but the first."""
 
-    @property
-    def parsed(self) -> Any:
-        """The JSON of the answer as a value of the request's `response_format`, without one as a plain value.
-
-        Raises ValueError if the text is no JSON: the answer was cut off, or had no form.
-        """
-        return _parsed(self)
+    @classmethod
+    def of(cls, outputs: Sequence[Output], **more: Any) -> Generation:
+        """Return the answer with these outputs."""
+        first = {field.name: getattr(outputs[0], field.name) for field in dataclasses.fields(_Answer)}
+        usages = [dataclasses.astuple(output.usage) for output in outputs]
+        return cls(**(first | {"usage": Usage(*map(sum, zip(*usages, strict=True)))}), outputs=tuple(outputs), **more)
 
     @property
     def message(self) -> ChatMessage:
@@ -274,19 +217,6 @@ class Generation:
         if len(self.outputs) < 2:
             del plain["outputs"]
         return plain
-
-
-def _parsed(answer: Generation | Output) -> Any:
-    return value_of(answer.response_format, _form_of(answer))
-
-
-def _form_of(answer: Generation | Output) -> str:
-    """Return the text of the form: behind the first `constraint_start`, unless the server took it for the reasoning."""
-    start = answer.constraint_start
-    if not start or (answer.reasoning and start == "</think>"):
-        return answer.text
-    _, found, form = answer.text.partition(start)
-    return form if found else answer.text
 
 
 _OPTIONAL = (

@@ -103,13 +103,7 @@ class AsyncStream:
         if not (self._ended and self._assembler.complete):
             raise RuntimeError("the answer is not complete: read the stream to its end first")
         if self._result is None:
-            form = {
-                "response_format": self._options.response_format,
-                "constraint_start": self._options.constraint_start,
-            }
-            result = self._assembler.generation()
-            outputs = tuple(replace(output, **form) for output in result.outputs)
-            self._result = replace(result, outputs=outputs, **form)
+            self._result = self._assembler.generation(self._options.response_format, self._options.constraint_start)
         return self._result
 
     async def __aenter__(self) -> Self:

@@ -10,11 +10,11 @@ from lineclear.errors import LineclearError
 
 from ..batch_window import ALL_AT_ONCE, DEFAULT_CONCURRENCY, BatchWindow, Outcome, checked_window, default_concurrency
 from ..call_params import Params
+from ..message_classes import Model
 from ..parameters import Prompt, Sampling, Unset
 from ..progress import Progress, display
 from ..requests import Request
 from ..results import Generation
-from ..server_status import Model
 from ..sigint import AsyncCanceller
 from .answer_stream import AsyncStream
 from .batch_workers import AsyncBatchResults, AsyncBatchWorkers

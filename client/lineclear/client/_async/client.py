@@ -17,6 +17,7 @@ from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config
 from ..chat_messages import ChatMessage
 from ..concurrency import async_sleep
 from ..grpc_channel import default_target
+from ..message_classes import Model, Stats
 from ..message_fields import filled
 from ..parameters import UNSET, Metadata, OnModelChange, OnQueued, Prompt, Sampling, Unset
 from ..prompt_calls import (
@@ -36,7 +37,6 @@ from ..requests import Request, authorized, detokenize_request, pairs, tokenize_
 from ..results import Generation, HealthStatus, Queued, from_proto, queued_from_proto
 from ..retry import RetryPolicy
 from ..rpc_methods import AsyncTransport, Options, Pairs
-from ..server_status import Model, Stats
 from ..submitted import SubmittedStatus, submit_request, submittable, submitted_status
 from .answer_stream import AsyncStream
 from .batches import AsyncBatches
