@@ -71,7 +71,7 @@ bench-neighbour: ready ## Tokens a second beside 0, 1 and 2 busy processes; NEIG
 browser-test: ready ## Test the status page in a headless Chromium; IMAGES=FOLDER for screenshots, CHROMIUM=program
 	@test -n "$$(command -v $(or $(CHROMIUM),chromium chromium-browser google-chrome))" || { echo "No Chromium was found." \
 		"Install one (on Debian or Ubuntu: apt install chromium), or name it: make browser-test CHROMIUM=/path/to/chrome"; exit 1; }
-	@STATUS_IMAGES=$(if $(IMAGES),$(abspath $(IMAGES))) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/service/test_status_page.py
+	@STATUS_IMAGES=$(if $(IMAGES),$(abspath $(IMAGES))) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/observe/test_status_page.py
 
 simulation: ready ## Simulate SEEDS (20,000) histories, half with faults to the end, half without at the end
 	@$(BIN)/python tests/simulation/replay.py 0 $(or $(SEEDS),20000) --check

@@ -22,7 +22,7 @@ SAMPLE = (
     "A frame is lost, duplicated, damaged, cut or reordered, or there is noise between frames",
 )
 IMPORTED_CHECKS = frozenset({"check", "wait_for", "exit_code", "assert_close", "sweep"})
-"""Imported functions that raise on a wrong value: of tests/support, tests/service, tests/simulation and torch."""
+"""Imported functions that raise on a wrong value: of tests/support, tests/simulation and torch."""
 WITHOUT_ERROR = frozenset(
     {
         "process/test_worker_link.py::test_wait_accepts_any_time",

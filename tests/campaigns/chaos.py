@@ -54,7 +54,7 @@ from campaigns.pauses import Death, Pauses, by_feature, quantiles
 from campaigns.questions import ROUTES, AskMixed, toy_questions
 from campaigns.server import BOUND_SECONDS, Server, is_orphan
 from campaigns.ties import settle
-from service.small_tokenizers import byte_level, save
+from support.small_tokenizers import byte_level, save
 from support.toy_service import VOCABULARY
 
 from lineclear.client import Client

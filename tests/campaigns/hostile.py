@@ -31,7 +31,7 @@ from campaigns.growth import look
 from campaigns.hostile_callers import KINDS, SERVED
 from campaigns.hostile_target import SLOW
 from campaigns.server import BOUND_SECONDS, Server
-from service.small_tokenizers import byte_level, save
+from support.small_tokenizers import byte_level, save
 from support.sockets import free_ports
 from support.toy import expected
 

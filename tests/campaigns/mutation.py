@@ -46,9 +46,12 @@ class Area(NamedTuple):
 
 
 AREAS = (
-    Area((f"{_SCHEDULER}/core/*.py",), ("tests/core", "tests/steps", "tests/embedded"), is_simulated=True),
-    Area((f"{_SCHEDULER}/requests/*.py",), ("tests/service", "tests/process", "tests/client")),
-    Area((f"{_SCHEDULER}/text/*.py",), ("tests/service", "tests/e2e")),
+    Area((f"{_SCHEDULER}/core/*.py",), ("tests/core", "tests/observe", "tests/embedded"), is_simulated=True),
+    Area(
+        (f"{_SCHEDULER}/requests/*.py",),
+        ("tests/requests", "tests/grpc_api", "tests/security", "tests/process", "tests/client"),
+    ),
+    Area((f"{_SCHEDULER}/text/*.py",), ("tests/text", "tests/requests", "tests/e2e")),
     Area((f"{_SCHEDULER}/engine/*.py",), ("tests/process",)),
     Area(
         (f"{_WORKER}/*.py", f"{_WORKER}/drafts/*.py", f"{_WORKER}/lora/*.py"),

@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from campaigns.server import Server
-from service.small_tokenizers import byte_level, save
+from support.small_tokenizers import byte_level, save
 
 from lineclear.client import Client
 

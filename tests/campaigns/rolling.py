@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from campaigns.server import BOUND_SECONDS, Server
-from service.small_tokenizers import byte_level, save
+from support.small_tokenizers import byte_level, save
 from support.toy import expected, fingerprint
 from support.toy_service import text_of
 

@@ -39,7 +39,7 @@ class Server:
         if toy is not None:
             path = os.pathsep.join(filter(None, (str(TESTS), environment.get("PYTHONPATH"))))
             environment |= {"PYTHONPATH": path, "TOY_OPTIONS": json.dumps(toy)}
-            command.append(f"--worker-command={sys.executable} -m service.toy_worker")
+            command.append(f"--worker-command={sys.executable} -m support.toy_worker_command")
         if "--metrics-listen" not in flags:
             command += ["--metrics-listen", "127.0.0.1:0"]
         self.process = subprocess.Popen(

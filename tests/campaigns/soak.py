@@ -35,8 +35,8 @@ from campaigns.growth import SHORT, Bounds, Sample, growth, look, too_much
 from campaigns.questions import ROUTES, Answer, Question, toy_answer, toy_questions
 from campaigns.server import BOUND_SECONDS, Server
 from fuzz.canary import Canary
-from service.small_tokenizers import byte_level, save
 from support.blackhole import BlackHole
+from support.small_tokenizers import byte_level, save
 from support.toy_service import VOCABULARY
 
 from lineclear.client import Client, Sampling

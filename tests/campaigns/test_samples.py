@@ -240,7 +240,7 @@ def test_unknown_slope_is_too_much_unless_certain() -> None:
 
 def test_own_cached_prompt_is_faster(folder: Path) -> None:
     """The measurement works. The other tenant's times need hundreds of trials and a quiet machine; CI counts work
-    instead, in service/test_cache_privacy.py.
+    instead, in security/test_cache_privacy.py.
     """
     figures = privacy.campaign(folder, trials=16, seed=2)
     assert figures["median_ms"]["own"] < figures["median_ms"]["new"], figures
@@ -273,7 +273,7 @@ def test_orphan_is_a_worker_without_scheduler() -> None:
         done = subprocess.run([sys.executable, "-c", parent, *words], capture_output=True, text=True, check=True)
         return int(done.stdout)
 
-    worker, other = orphan("service.toy_worker"), orphan("another")
+    worker, other = orphan("support.toy_worker_command"), orphan("another")
     try:
         assert is_orphan(worker)
         assert not is_orphan(other), "another process may have reused the pid"

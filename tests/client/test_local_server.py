@@ -22,7 +22,7 @@ def worker(option: str, what: str) -> tuple[str, ...]:
     return ("--demo", "--worker-command", shlex.join([sys.executable, option, what]))
 
 
-TOY = worker("-m", "service.toy_worker")
+TOY = worker("-m", "support.toy_worker_command")
 NEVER_JOINS = worker(
     "-c", "from lineclear.process.parent_death import die_with_parent as arm; import signal; arm(); signal.pause()"
 )

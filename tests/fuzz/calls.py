@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fuzz.parameters import add_hostile, add_plausible
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
-from service.bad_requests import CASES
+from support.bad_requests import CASES
 from support.damage import mutate
 
 from lineclear.model_files.fingerprint import prompt_digest

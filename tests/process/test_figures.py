@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 import pytest
 from rich.console import Console
-from service.processes import BOUND_SECONDS, Running, endless, starting, until
-from service.small_tokenizers import byte_level, save
 from support.figures import Page, check_page, check_stats
+from support.processes import BOUND_SECONDS, Running, endless, starting, until
 from support.service import is_idle
+from support.small_tokenizers import byte_level, save
 from support.worker_kills import signal_worker
 
 from lineclear.cli.output import stats_view
@@ -159,7 +159,7 @@ from pathlib import Path
 try:
     (Path({folder!r}) / "first").mkdir()
 except FileExistsError:
-    os.execv(sys.executable, [sys.executable, "-m", "service.toy_worker", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "support.toy_worker_command", *sys.argv[1:]])
 parent = os.getppid()
 while os.getppid() == parent:
     time.sleep(0.05)

@@ -1,8 +1,12 @@
-"""ZeroMQ contexts that never block at exit, and free TCP ports."""
+"""ZeroMQ contexts that never block at exit, free TCP ports, and a gate in front of a Unix socket."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import zmq
 
@@ -27,3 +31,24 @@ def free_ports(count: int) -> list[int]:
     for sock in sockets:
         sock.close()
     return ports
+
+
+@contextlib.asynccontextmanager
+async def gate(path: Path) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """Yield another address of the server below `path` that forwards bytes both ways while the event is set."""
+    is_open = asyncio.Event()
+    is_open.set()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            await is_open.wait()
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_unix_connection(path / "s")
+        await asyncio.gather(carry(reader, to_server), carry(from_server, writer))
+
+    async with await asyncio.start_unix_server(connected, path / "gate"):
+        yield f"unix:{path}/gate", is_open

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from service.small_tokenizers import byte_level
+from support.small_tokenizers import byte_level
 from tokenizers import AddedToken, Tokenizer
 
 HERMES = """\

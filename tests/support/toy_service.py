@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.small_tokenizers import byte_level, definition, save
 from support.engine_harness import ENVIRONMENT
+from support.small_tokenizers import byte_level, definition, save
 from support.time_limits import PATIENCE_SECONDS
 from support.toy import expected
 
@@ -65,7 +65,7 @@ class ToyService:
 
     def start(self, *, wait: bool = True) -> None:
         """Start the scheduler and, with `wait`, wait until it is ready."""
-        worker = [f"--worker-command={sys.executable} -m service.toy_worker"]
+        worker = [f"--worker-command={sys.executable} -m support.toy_worker_command"]
         command = [sys.executable, *PROGRAM, "--model", str(self._model), "--spawn-worker"]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
         environment |= {"PYTHONPATH": ENVIRONMENT["PYTHONPATH"], "TOY_OPTIONS": json.dumps(self._toy)}

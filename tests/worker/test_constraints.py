@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
-from service.small_tokenizers import byte_level, save
 from support.mask_threads import PromptThreads
 from support.service import DEMO_MODEL
+from support.small_tokenizers import byte_level, save
 
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.tokenizer import load_tokenizer

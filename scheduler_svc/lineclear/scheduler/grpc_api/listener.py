@@ -56,7 +56,7 @@ def probe_options(settings: SchedulerSettings) -> Options:
 
 
 def _common(settings: SchedulerSettings) -> Options:
-    # gRPC silently ignores unknown names; tests/service/test_transport.py checks them.
+    # gRPC silently ignores unknown names; tests/grpc_api/test_transport.py checks them.
     options = [
         ("grpc.so_reuseport", 0),  # on by default: a second server would silently share the port
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),

@@ -1,0 +1,260 @@
+"""Every way a call can fail, as a client receives it: code, reason, figures and whether to retry."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from support.serving import BOUND_SECONDS, HELLO, TOKENIZER, error_of, read_all, serving, text_request, until
+
+from lineclear.errors import (
+    DeadlineExceeded,
+    DeviceOutOfMemory,
+    KvCapacityExceeded,
+    LineclearError,
+    NonFiniteLogits,
+    QueueFull,
+    UnknownStatus,
+    WorkerUnavailable,
+    tree,
+)
+from lineclear.scheduler.requests.validate import request as validation
+from lineclear.v1 import inference_pb2 as pb
+
+
+async def test_before_a_worker_joined(tmp_path: Path) -> None:
+    async with serving(tmp_path, joined=False) as s:
+        for call in (s.generate(), s.stub.GetModel(pb.GetModelRequest())):
+            error = await error_of(call)
+            assert (error.code, error.reason) == ("UNAVAILABLE", "SERVER_STARTING")
+            assert error.retry_after_seconds is not None
+        s.engine.join()
+        await until(lambda: s.server.health.is_serving("readiness"))
+        s.engine.answer = lambda request: []
+        await read_all(s.generate())
+
+
+async def test_while_draining(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        await s.service.drain(timeout_seconds=0)
+        error = await error_of(s.generate())
+        assert (error.code, error.reason) == ("UNAVAILABLE", "SERVER_DRAINING")
+        assert error.retry_after_seconds is not None
+        assert s.engine.is_draining
+
+
+async def test_without_any_further_worker(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.service.refuse(lambda: WorkerUnavailable("gave up"))
+        assert (await error_of(s.generate())).reason == "WORKER_UNAVAILABLE"
+
+
+async def test_duplicate_request_id(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        first = s.generate(text_request(request_id="same"))
+        key = await s.engine.next_request()
+        error = await error_of(s.generate(text_request(request_id="same")))
+        assert (error.code, error.reason) == ("ALREADY_EXISTS", "DUPLICATE_REQUEST")
+        assert s.engine.cancelled == []  # the first request is not affected
+        s.engine.start(key)
+        assert (await first.read()).started.request_id == "same"
+
+
+async def test_full_queue_rejects_before_tokenizing(tmp_path: Path) -> None:
+    class NoTokenizer:
+        def __getattr__(self, name: str) -> Any:
+            assert name != "encode", "tokenized although the queue is full"
+            return getattr(TOKENIZER, name)
+
+    async with serving(tmp_path, max_queue_size=2, tokenizer=NoTokenizer()) as s:
+        ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]))
+        first = s.generate(ids)
+        key = await s.engine.next_request(1)
+        second = s.generate(ids)
+        await s.engine.next_request(2)
+        error = await error_of(s.generate(text_request("x" * 100_000)))
+        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        assert error.metadata == {"waiting": "2", "limit": "2"}
+        assert error.retry_after_seconds is not None
+        s.engine.start(key)
+        await first.read()
+        third = s.generate(ids)  # the queue has space again
+        await s.engine.next_request(3)
+        assert not second.done()
+        assert not third.done()
+
+
+async def test_too_many_large_texts_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, entered = threading.Event(), threading.Event()
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TOKENIZER, name)
+
+        def encode(self, text: str) -> list[int]:
+            entered.set()
+            release.wait(BOUND_SECONDS)
+            return [5]
+
+    monkeypatch.setattr("lineclear.scheduler.requests.tokenizer_pool._MAX_BUSY", 1)
+    async with serving(tmp_path, tokenizer=Slow()) as s:
+        s.engine.answer = lambda request: []
+        first = s.generate(text_request("x" * 2000))
+        await until(entered.is_set)
+        assert (await error_of(s.generate(text_request("x" * 2000)))).reason == "QUEUE_FULL"
+        first.cancel()
+        await s.idle()
+        # The caller cancelled, but the thread still works, so its place is not free.
+        assert (await error_of(s.generate(text_request("x" * 2000)))).reason == "QUEUE_FULL"
+        release.set()
+
+        async def accepted() -> bool:
+            try:
+                await read_all(s.generate(text_request("x" * 2000)))
+            except grpc.aio.AioRpcError:
+                return False
+            return True
+
+        async with asyncio.timeout(BOUND_SECONDS):
+            while not await accepted():
+                pass
+
+
+async def test_a_text_too_long_for_the_context(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        error = await error_of(s.generate(text_request("a b " * 200)))
+        assert (error.code, error.reason) == ("INVALID_ARGUMENT", "PROMPT_TOO_LONG")
+        assert error.metadata["context_length"] == str(HELLO.max_model_len)
+        assert int(error.metadata["prompt_tokens"]) == len(TOKENIZER.encode("a b " * 200))
+        assert [v.field for v in error.violations] == ["text"]
+        prompt = len(TOKENIZER.encode("quick"))
+        fits = HELLO.max_model_len - prompt
+        error = await error_of(s.generate(text_request(sampling={"max_tokens": fits + 1})))
+        assert [v.field for v in error.violations] == ["sampling.max_tokens"]
+        assert error.metadata["max_tokens"] == str(fits + 1)
+        s.engine.answer = lambda request: []
+        await read_all(s.generate(text_request(sampling={"max_tokens": fits})))
+
+
+async def test_a_conversation_for_a_model_without_a_template(tmp_path: Path) -> None:
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
+
+    async with serving(tmp_path, template=None) as s:
+        for call in (s.generate(pb.GenerateRequest(chat=chat)), s.stub.Tokenize(pb.TokenizeRequest(chat=chat))):
+            error = await error_of(call)
+            assert (error.code, error.reason) == ("FAILED_PRECONDITION", "NO_CHAT_TEMPLATE")
+        assert not (await s.stub.GetModel(pb.GetModelRequest())).has_chat_template
+
+
+async def test_a_role_that_the_template_does_not_know(tmp_path: Path) -> None:
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="im_start", content="hi")])
+
+    async with serving(tmp_path) as s:
+        error = await error_of(s.generate(pb.GenerateRequest(chat=chat)))
+        assert [v.field for v in error.violations] == ["chat.messages[0].role"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        QueueFull("1024 requests are waiting", retry_after_seconds=2.5, metadata={"waiting": "1024"}),
+        KvCapacityExceeded("needs 9 blocks", metadata={"need": "9", "have": "8"}),
+        DeviceOutOfMemory("no memory"),
+        NonFiniteLogits("not finite"),
+        DeadlineExceeded("the deadline passed in the queue"),
+    ],
+    ids=lambda error: error.reason,
+)
+@pytest.mark.parametrize("after_tokens", [False, True])
+async def test_engine_errors_reach_the_client(tmp_path: Path, error: LineclearError, after_tokens: bool) -> None:
+    async with serving(tmp_path) as s:
+        call = s.generate()
+        key = await s.engine.next_request()
+        if after_tokens:
+            s.engine.start(key)
+            s.engine.tokens(key, [40, 41])
+        s.engine.fail(key, error)
+        if after_tokens:
+            assert list((await call.read()).token_ids) == [40, 41]  # tokens before the error arrive
+        received = await error_of(call)
+        assert (received.code, received.reason, str(received)) == (error.code, error.reason, str(error))
+        assert received.metadata == error.metadata
+        assert received.retry_after_seconds == error.retry_after_seconds
+        await s.idle()
+        assert s.engine.cancelled == []
+
+
+async def test_request_rejected_by_the_engine(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.refusal = QueueFull("no", retry_after_seconds=1.0)
+        assert (await error_of(s.generate())).reason == "QUEUE_FULL"
+        s.engine.refusal = None
+        s.engine.answer = lambda request: []
+        await read_all(s.generate())
+
+
+async def test_the_deadline_of_the_call(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        call = s.generate(timeout=0.05)
+        assert (await error_of(call)).code == "DEADLINE_EXCEEDED"
+        await s.idle()
+        assert s.engine.cancelled == [request.request_id for request in s.engine.submitted]
+
+
+@pytest.mark.parametrize(
+    "kind", [k for k in tree() if k not in (LineclearError, UnknownStatus)], ids=lambda k: k.__name__
+)
+async def test_every_error_class_round_trips(tmp_path: Path, kind: type[LineclearError]) -> None:
+    """Every error class of the engine reaches the client as the same class."""
+
+    async with serving(tmp_path) as s:
+        call = s.generate()
+        key = await s.engine.next_request()
+        s.engine.fail(key, kind("a sentence", retry_after_seconds=0.25, metadata={"figure": "7"}))
+        received = await error_of(call)
+        assert type(received) is kind
+        assert (str(received), received.metadata, received.retry_after_seconds) == ("a sentence", {"figure": "7"}, 0.25)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["refused", "incident"])
+async def test_error_frees_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    """Otherwise one caller of large requests fills the memory before the garbage collector runs."""
+
+    def num_messages() -> int:
+        return sum(isinstance(o, pb.DetokenizeRequest | pb.GenerateRequest) for o in gc.get_objects())
+
+    def bug(*_: Any) -> None:
+        raise RuntimeError
+
+    ids = [5] * 70_000
+    messages = {  # in bytes, so that all request messages in this process belong to the server
+        "Detokenize": pb.DetokenizeRequest(token_ids=ids).SerializeToString(),
+        "Generate": pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids)).SerializeToString(),
+    }
+
+    async with serving(tmp_path) as s:
+
+        async def refused() -> None:
+            for method, request in messages.items():
+                error = await error_of(s.channel.unary_unary(f"/lineclear.v1.InferenceService/{method}")(request))
+                assert error.code == ("INTERNAL" if broken else "INVALID_ARGUMENT")
+
+        if broken:
+            monkeypatch.setattr(validation, "check", bug)
+            monkeypatch.setattr(validation, "check_detokenize", bug)
+        await refused()
+        gc.collect()
+        gc.disable()
+        try:
+            before = num_messages()
+            for _ in range(5):
+                await refused()
+            await until(lambda: num_messages() <= before)
+        finally:
+            gc.enable()

@@ -1,0 +1,503 @@
+"""Each request ends in exactly one figure, however it ends: by counter, by metric with a label and by log line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from structlog.testing import capture_logs
+from support.figures import Page, check_page
+from support.serving import (
+    BOUND_SECONDS,
+    EOS,
+    HELLO,
+    HELLO_IDS,
+    Serving,
+    error_of,
+    read_all,
+    serving,
+    text_request,
+    until,
+)
+from support.session_driver import Caller, cancel, submit
+
+from lineclear.errors import (
+    AdapterNotFound,
+    DeadlineExceeded,
+    KvCapacityExceeded,
+    LineclearError,
+    ModelChanged,
+    NonFiniteLogits,
+    PoisonRequest,
+    PromptTooLong,
+    QueueFull,
+    ServerDraining,
+    ShutdownInterrupted,
+)
+from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.grpc_api.inference_service import shutdown_interrupted
+from lineclear.v1 import inference_pb2 as pb
+
+Way = Callable[[Serving], Awaitable[Any]]
+WAYS: dict[str, tuple[Way, dict[str, int], dict[str, int]]] = {}
+"""Ways to end, each with the outcomes of admitted requests and the reasons of rejected ones that it adds."""
+
+
+def way(*ended: str, rejected: str | tuple[str, ...] = ()) -> Callable[[Way], Way]:
+    def register(function: Way) -> Way:
+        reasons = (rejected,) if isinstance(rejected, str) else rejected
+        WAYS[function.__name__] = (function, Counter(ended), Counter(reasons))
+        return function
+
+    return register
+
+
+async def next_key(s: Serving, call: Callable[[], Any]) -> tuple[Any, str]:
+    """Start a call, and return it with the engine's key of its request."""
+    number = len(s.engine.submitted) + 1
+    return call(), await s.engine.next_request(number)
+
+
+def engine_fails(error: LineclearError) -> Way:
+    async def run(s: Serving) -> None:
+        call, key = await next_key(s, s.generate)
+        s.engine.start(key)
+        s.engine.fail(key, error)
+        assert (await error_of(call)).reason == error.reason
+
+    return run
+
+
+def engine_refuses(error: LineclearError) -> Way:
+    async def run(s: Serving) -> None:
+        s.engine.refusal = error
+        assert (await error_of(s.generate())).reason == error.reason
+        s.engine.refusal = None
+
+    return run
+
+
+FAILURES = (
+    PoisonRequest("x"),
+    NonFiniteLogits("x"),
+    DeadlineExceeded("x"),
+    ModelChanged("x"),
+    ShutdownInterrupted("x"),
+)
+REFUSALS = (
+    *(QueueFull("x"), PromptTooLong("x"), KvCapacityExceeded("x"), ModelChanged("x"), AdapterNotFound("x")),
+    *(ServerDraining("x"), DeadlineExceeded("x")),
+)
+for found in FAILURES:
+    WAYS[f"engine_fails_{found.reason}"] = (engine_fails(found), {found.reason.lower(): 1}, {})
+for found in REFUSALS:
+    WAYS[f"engine_refuses_{found.reason}"] = (engine_refuses(found), {}, {found.reason.lower(): 1})
+
+
+@way("length")
+async def complete(s: Serving) -> None:
+    s.engine.answer = lambda request: HELLO_IDS
+    await read_all(s.generate())
+
+
+@way("stop_eos")
+async def end_of_sequence(s: Serving) -> None:
+    s.engine.answer = lambda request: [*HELLO_IDS, EOS]
+    await read_all(s.generate())
+
+
+@way("stop_string")
+async def stop_string(s: Serving) -> None:
+    call, key = await next_key(s, lambda: s.generate(text_request(stop={"strings": ["ell"]})))
+    s.engine.start(key)
+    s.engine.tokens(key, HELLO_IDS)
+    await read_all(call)
+
+
+@way("cancelled")
+async def hang_up_while_waiting(s: Serving) -> None:
+    call, _ = await next_key(s, s.generate)
+    call.cancel()
+    await s.idle()
+
+
+@way("cancelled")
+async def hang_up_while_running(s: Serving) -> None:
+    call, key = await next_key(s, s.generate)
+    s.engine.start(key)
+    s.engine.tokens(key, HELLO_IDS[:1])
+    await call.read()
+    call.cancel()
+    await s.idle()
+
+
+@way("cancelled")
+async def cancel_by_name(s: Serving) -> None:
+    call, _ = await next_key(s, lambda: s.generate(text_request(request_id="a-name")))
+    assert (await s.stub.Cancel(pb.CancelRequest(request_id="a-name"))).found
+    assert (await error_of(call)).reason == "CANCELLED"
+
+
+def move_to_the_end(s: Serving, left: float) -> None:
+    """Let the only live request have `left` seconds of its 100."""
+    (live,) = s.service.requests
+    live.deadline = live._services.clock() + left
+    live.call = live.call._replace(arrival=live.deadline - 100.0)
+
+
+@way("cancelled")
+async def cancel_by_name_before_the_deadline(s: Serving) -> None:
+    call, _ = await next_key(s, lambda: s.generate(text_request(request_id="late")))
+    move_to_the_end(s, 0.9)
+    assert (await s.stub.Cancel(pb.CancelRequest(request_id="late"))).found
+    assert (await error_of(call)).reason == "CANCELLED"
+
+
+@way("deadline_exceeded")
+async def hang_up_at_the_deadline(s: Serving) -> None:
+    """Of the client, whose timeout gRPC has rounded up."""
+    call, _ = await next_key(s, s.generate)
+    move_to_the_end(s, 0.9)
+    call.cancel()
+    await s.idle()
+
+
+@way("shutdown_interrupted")
+async def shutdown(s: Serving) -> None:
+    call, key = await next_key(s, s.generate)
+    s.engine.start(key)
+    await call.read()
+    s.service.fail_all(shutdown_interrupted)
+    assert (await error_of(call)).reason == "SHUTDOWN_INTERRUPTED"
+
+
+@way("slow_consumer")
+async def slow_consumer(s: Serving) -> None:
+    call, key = await next_key(s, s.generate)
+    await until(lambda: len(s.service.requests) == 1)
+    s.engine.start(key)
+    s.engine.tokens(key, HELLO_IDS[:1] * 20_000)
+    assert (await error_of(call)).reason == "SLOW_CONSUMER"
+
+
+@way("length")
+async def complete_when_resumed(s: Serving) -> None:
+    resume = {"token_ids": HELLO_IDS, "model_fingerprint": HELLO.model_fingerprint}
+    request = text_request(resume=resume, sampling={"max_tokens": len(HELLO_IDS), "seed": 1})
+    await read_all(s.generate(request), len(HELLO_IDS))
+
+
+@way("length")
+async def several_outputs(s: Serving) -> None:
+    s.engine.answer = lambda request: HELLO_IDS
+    call = s.generate(text_request(sampling={"n": 3}))
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+@way("length")
+async def one_output_cancelled(s: Serving) -> None:
+    number = len(s.engine.submitted)
+    call = s.generate(text_request(request_id="two", sampling={"n": 2}))
+    await s.engine.next_request(number + 2)
+    keys = [request.request_id for request in s.engine.submitted[number:]]
+    for key in keys:
+        s.engine.start(key)
+    s.engine.tokens(keys[1], HELLO_IDS)
+    s.engine.finish_by(keys[1], FinishReason.LENGTH)
+    await until(lambda: next(iter(s.service.requests)).outputs[1].has_ended)
+    assert (await s.stub.Cancel(pb.CancelRequest(request_id="two", index=0))).found
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+@way("cancelled")
+async def all_outputs_cancelled(s: Serving) -> None:
+    number = len(s.engine.submitted)
+    call = s.generate(text_request(request_id="two", sampling={"n": 2}))
+    await s.engine.next_request(number + 2)
+    for request in s.engine.submitted[number:]:
+        s.engine.start(request.request_id)
+    for index in (0, 1):
+        assert (await s.stub.Cancel(pb.CancelRequest(request_id="two", index=index))).found
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+@way("length")
+async def best_of(s: Serving) -> None:
+    s.engine.answer = lambda request: HELLO_IDS
+    await read_all(s.generate(text_request(sampling={"best_of": 3})))
+
+
+@way(rejected="queue_full")
+async def best_of_refused(s: Serving) -> None:
+    s.engine.refusal = QueueFull("x")
+    assert (await error_of(s.generate(text_request(sampling={"best_of": 3})))).reason == "QUEUE_FULL"
+    s.engine.refusal = None
+
+
+@way(rejected="queue_full")
+async def beams_refused(s: Serving) -> None:
+    s.engine.refusal = QueueFull("x")
+    assert (await error_of(s.generate(text_request(sampling={"num_beams": 2})))).reason == "QUEUE_FULL"
+    s.engine.refusal = None
+
+
+@way("cancelled")
+async def beams_cancelled(s: Serving) -> None:
+    call, _ = await next_key(s, lambda: s.generate(text_request(sampling={"num_beams": 2})))
+    call.cancel()
+    await s.idle()
+
+
+@way(rejected="invalid_request")
+async def invalid(s: Serving) -> None:
+    await error_of(s.generate(text_request(sampling={"top_p": 7.0})))
+
+
+@way(rejected="model_not_found")
+async def unknown_model(s: Serving) -> None:
+    await error_of(s.generate(text_request(model="other")))
+
+
+@way(rejected="malformed_message")
+async def malformed(s: Serving) -> None:
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        await s.channel.unary_unary("/lineclear.v1.InferenceService/Generate")(b"\xff")
+
+
+@way(rejected="prompt_too_long")
+async def too_long(s: Serving) -> None:
+    assert (await error_of(s.generate(text_request("a b " * 200)))).reason == "PROMPT_TOO_LONG"
+
+
+@way(rejected="invalid_request")
+async def template_fails(s: Serving) -> None:
+    chat = pb.GenerateRequest(chat={"messages": [{"role": "fails", "content": "x"}]})
+    await error_of(s.generate(chat))
+
+
+@way("length", rejected="duplicate_request")
+async def duplicate(s: Serving) -> None:
+    call, key = await next_key(s, lambda: s.generate(text_request(request_id="one")))
+    assert (await error_of(s.generate(text_request(request_id="one")))).reason == "DUPLICATE_REQUEST"
+    s.engine.start(key)
+    s.engine.tokens(key, HELLO_IDS[:1])
+    s.engine.finish_by(key, FinishReason.LENGTH)
+    await read_all(call)
+
+
+@way("cancelled", "cancelled", rejected="queue_full")
+async def quota_full(s: Serving) -> None:
+    calls = []
+    for _ in range(2):
+        call, _ = await next_key(s, s.generate)
+        calls.append(call)
+    assert (await error_of(s.generate())).reason == "QUEUE_FULL"
+    for call in calls:
+        call.cancel()
+    await s.idle()
+
+
+@way(rejected="cancelled")
+async def hang_up_while_tokenizing(s: Serving) -> None:
+    async with held_tokenizer(s):
+        call = s.generate()
+        await until(lambda: len(s.service.requests) == 1)
+        call.cancel()
+        await s.idle()
+
+
+@way(rejected="deadline_exceeded")
+async def deadline_while_tokenizing(s: Serving) -> None:
+    async with held_tokenizer(s):
+        await error_of(s.generate(timeout=0.2))
+        await s.idle()
+
+
+@way(rejected="cancelled")
+async def hang_up_while_paced(s: Serving) -> None:
+    is_waiting = asyncio.Event()
+
+    async def wait() -> None:
+        is_waiting.set()
+        await asyncio.Event().wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s.service._pacer, "wait", wait)
+        call = s.generate(text_request("a " * 50_000))
+        await is_waiting.wait()
+        call.cancel()
+        await until(lambda: s.service._stats.rejected["cancelled"])
+
+
+@contextlib.asynccontextmanager
+async def held_tokenizer(s: Serving) -> Any:
+    """Hold the tokenization of prompts inside the block."""
+
+    async def ids(*_: Any) -> list[int]:
+        await asyncio.Event().wait()
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s.service.tokenizers, "ids", ids)
+        yield
+
+
+@way("length", "cancelled", rejected=("invalid_request", "prompt_too_long"))
+async def session(s: Serving) -> None:
+    caller = Caller(s)
+    await caller.send(submit(1))
+    key = await s.engine.next_request(len(s.engine.submitted) + (not s.service.requests))
+    s.engine.start(key)
+    s.engine.tokens(key, HELLO_IDS[:1])
+    s.engine.finish_by(key, FinishReason.LENGTH)
+    await caller.until(lambda: 1 in caller.finished)
+    await caller.send(submit(2, text_request(sampling={"top_p": 7.0})), submit(3, text_request("a b " * 200)))
+    await caller.until(lambda: len(caller.failed) == 2)
+    await caller.send(submit(4))
+    await until(lambda: len(s.service.requests) == 1)
+    await s.engine.next_request(len(s.engine.submitted) or 1)
+    await until(lambda: any(r._queue_place.was_admitted for r in s.service.requests))
+    await caller.send(cancel(4))
+    await caller.until(lambda: 4 in caller.failed)
+    await caller.call.done_writing()
+    await error_or_end(caller)
+
+
+@way("cancelled", "cancelled")
+async def session_ends_with_its_call(s: Serving) -> None:
+    caller = Caller(s)
+    await caller.send(submit(1), submit(2))
+    await until(lambda: [r._queue_place.was_admitted for r in s.service.requests] == [True, True])
+    caller.call.cancel()
+    await s.idle()
+
+
+async def error_or_end(caller: Caller) -> None:
+    while await caller.read():
+        pass
+
+
+@way("length")
+async def submitted(s: Serving) -> None:
+    s.engine.answer = lambda request: HELLO_IDS
+    await s.stub.Submit(pb.SubmitRequest(request=text_request()))
+    await s.idle()
+
+
+@way(rejected="queue_full")
+async def submitted_and_refused(s: Serving) -> None:
+    s.engine.refusal = QueueFull("x")
+    assert (await error_of(s.stub.Submit(pb.SubmitRequest(request=text_request())))).reason == "QUEUE_FULL"
+    s.engine.refusal = None
+
+
+@way("cancelled")
+async def submitted_and_cancelled(s: Serving) -> None:
+    reply = await s.stub.Submit(pb.SubmitRequest(request=text_request()))
+    assert (await s.stub.Cancel(pb.CancelRequest(request_id=reply.request_id))).found
+    await s.idle()
+
+
+@way("poison_request")
+async def attached_to_a_failed_answer(s: Serving) -> None:
+    request = pb.SubmitRequest(request=text_request())
+    reply, key = await next_key(s, lambda: asyncio.ensure_future(awaited(s.stub.Submit(request))))
+    request_id = (await reply).request_id
+    s.engine.start(key)
+    s.engine.fail(key, PoisonRequest("x"))
+    call = s.stub.Attach(pb.AttachRequest(request_id=request_id))
+    assert (await error_of(call)).reason == "POISON_REQUEST"
+
+
+@way("no_output", "no_output")
+async def score(s: Serving) -> None:
+    number = len(s.engine.submitted)
+    request = pb.ScoreRequest(token_ids={"ids": [5]}, continuations=[{"token_ids": {"ids": [6]}}] * 2)
+    call = asyncio.ensure_future(awaited(s.stub.Score(request)))
+    await s.engine.next_request(number + 2)
+    for each in s.engine.submitted[number:]:
+        s.engine.start(each.request_id)
+        s.engine.finish_by(each.request_id, FinishReason.NO_OUTPUT)
+    await call
+
+
+@way("cancelled", "cancelled", rejected="queue_full")
+async def embed_beyond_the_quota(s: Serving) -> None:
+    """The first two inputs have places; the third has none, and ends the call before any is in the queue."""
+    call, _ = await next_key(s, s.generate)
+    other, _ = await next_key(s, s.generate)
+    request = pb.EmbedRequest(inputs=[{"token_ids": {"ids": [5]}}] * 3)
+    assert (await error_of(s.stub.Embed(request))).reason == "QUEUE_FULL"
+    for each in (call, other):
+        each.cancel()
+    await s.idle()
+
+
+@way(rejected="invalid_request")
+async def invalid_embed(s: Serving) -> None:
+    await error_of(s.stub.Embed(pb.EmbedRequest()))
+
+
+@way(rejected="unknown_request")
+async def other_call(s: Serving) -> None:
+    await error_of(s.stub.Attach(pb.AttachRequest(request_id="nobody")))
+
+
+@way()
+async def hang_up_of_another_call(s: Serving) -> None:
+    call = s.stub.Session()
+    await call.initial_metadata()
+    call.cancel()
+    await until(lambda: not s.service._sessions)
+
+
+async def awaited(call: Any) -> Any:
+    return await call
+
+
+class _Collected(Collector):
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
+async def page_of(s: Serving) -> Page:
+    registry = CollectorRegistry()
+    registry.register(_Collected(await s.service.metrics()))
+    return check_page(Page(generate_latest(registry).decode()), idle=True)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'fails' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("name", WAYS)
+async def test_each_end_is_in_one_figure(tmp_path: Path, name: str) -> None:
+    function, ended, rejected = WAYS[name]
+    async with serving(tmp_path, template=TEMPLATE, max_queue_size=2) as s:
+        with capture_logs() as lines:
+            async with asyncio.timeout(BOUND_SECONDS):
+                await function(s)
+            await until(lambda: len(s.service.requests) == 0)
+        page = await page_of(s)
+        assert (page.ended, page.rejected) == (Counter(ended), Counter(rejected))
+        logged = Counter(line["outcome"] for line in lines if line["event"] == "request_ended")
+        assert page.ended <= logged <= page.ended + page.rejected
+        stats = await s.stub.GetStats(pb.GetStatsRequest())
+        assert stats.counters.requests_rejected == sum(rejected.values())
+        assert stats.counters.requests_admitted == sum(ended.values())

@@ -1,0 +1,464 @@
+"""The status page over real HTTP: what it serves, to whom, and what hostile viewers cost. Once in a real browser."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from support.chromium import Page, chromium
+from support.processes import Process, Running, endless, starting, until
+from support.time_limits import PATIENCE_SECONDS
+
+from lineclear.process.settings_base import ConfigurationError
+from lineclear.scheduler import settings
+from lineclear.scheduler.observe.scheduler_state import TakenState
+from lineclear.scheduler.observe.step_feed import REPLACE_SECONDS, StepFeed
+from lineclear.scheduler.observe.step_history import StepHistory
+from lineclear.scheduler.status_page.status_server import StatusServer
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import steps_pb2
+
+TOKEN = "watcher-0123456789abcdef"
+TLS = ["--tls-cert-file", "c", "--tls-key-file", "k"]
+SLOW = {"min_step_seconds": 0.01, "max_step_seconds": 0.01}
+IMAGES = os.environ.get("STATUS_IMAGES", "")
+"""A folder for the screenshots of the documentation."""
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Callable[..., Running]]:
+    with starting(model, "--status-listen", "127.0.0.1:0") as start_scheduler:
+        yield start_scheduler
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"operator {TOKEN}\n")
+    path.chmod(0o400)
+    return path
+
+
+def address(server: Running) -> tuple[str, int]:
+    host, _, port = server.wait_for("status_page_listening")["url"].split("/")[2].rpartition(":")
+    return host, int(port)
+
+
+def get(server: Running, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(*address(server), timeout=PATIENCE_SECONDS)
+    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    return connection.getresponse()
+
+
+def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Yield the data of each event up to the end of the stream."""
+    assert response.status == 200, response.read()
+    assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    for line in response:
+        if line.startswith(b"data:"):
+            yield json.loads(line.removeprefix(b"data:"))
+
+
+def test_the_page_needs_nothing_from_elsewhere(start: Callable[..., Running]) -> None:
+    server = start()
+    page = get(server, "/status").read().decode()
+    for path in ("/status/status.css", "/status/status.js", "/status/pictures.js"):
+        assert path in page
+        response = get(server, path)
+        text = response.read().decode()
+        assert response.status == 200
+        assert "://" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "://" not in page
+    response = get(server, "/status")
+    policy = response.headers["Content-Security-Policy"]
+    assert "default-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert get(server, "/status/../settings.py").status == 404
+    assert get(server, "/status", "POST").status == 405
+
+
+def test_the_stream_has_steps_and_state_without_content(start: Callable[..., Running]) -> None:
+    server = start()
+    request = pb.GenerateRequest(
+        text="confidential words", request_id="invoice-4711", sampling={"max_tokens": 20, "ignore_eos": True}
+    )
+    list(server.stub.Generate(request))
+    assert get(server, "/favicon.ico").status == 204
+    stream = events(get(server, "/status/steps?history=100"))
+    data = next(stream)
+    assert sum(sum(step["rows"]["samples"]) for step in data["steps"]) == 20
+    assert {number for step in data["steps"] for number in step["rows"]["request"]} == {1}
+    (worker,) = data["state"]["workers"]
+    assert worker["blocks_used"] == 0
+    text = json.dumps(data)
+    assert "invoice" not in text
+    assert "confidential" not in text
+    list(server.stub.Generate(request))
+    later = [step for data in islice(stream, 1) for step in data.get("steps", ())]
+    assert {number for step in later for number in step["rows"]["request"]} == {2}
+
+
+def test_the_stream_needs_the_token_and_the_log_has_none(start: Callable[..., Running], tokens: Path) -> None:
+    server = start("--admin-token-file", str(tokens))
+    list(server.stub.Generate(endless()))
+    assert get(server, "/status").status == 200
+    for headers in ({}, {"Authorization": "Bearer wrong-0123456789abcdef"}, {"Authorization": f"Basic {TOKEN}"}):
+        assert get(server, "/status/steps", **headers).status == 401
+    assert get(server, f"/status/steps?token={TOKEN}").status == 401
+    stream = events(get(server, "/status/steps?history=5", Authorization=f"Bearer {TOKEN}"))
+    assert len(next(stream)["steps"]) == 5
+    server.wait_for("admin_call", rpc="status_page", name="operator")
+    server.wait_for("auth_failures", problem="status_page")
+    tokens.chmod(0o600)
+    tokens.write_text("operator another-0123456789abcdef\n")
+    for _ in stream:
+        pass  # the stream ends, because the token is revoked
+    assert TOKEN not in json.dumps(server.lines) + "".join(server.other)
+
+
+def test_other_sites_cannot_read_the_steps(start: Callable[..., Running]) -> None:
+    server = start()
+    for name in ("attacker.example", "attacker.example:80", "10.0.0.1:8000", "localhost.attacker.example", ""):
+        assert get(server, "/status/steps", Host=name).status == 403, name
+    for name in ("localhost", "localhost:8000", "127.0.0.1", "[::1]:8000"):
+        assert get(server, "/status", Host=name).status == 200, name
+    assert get(server, "/status/steps", Sec_Fetch_Site="cross-site").status == 403
+    assert "Access-Control-Allow-Origin" not in get(server, "/status").headers
+
+
+def test_a_hundred_unread_connections_cost_the_engine_nothing(start: Callable[..., Running]) -> None:
+    """The engine makes the same steps, and takes states for the few streams that it allows: no more than for one."""
+    server = start("--max-step-watchers", "4")
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            viewer = stack.enter_context(socket.create_connection(address(server), timeout=PATIENCE_SECONDS))
+            viewer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            viewer.sendall(b"GET /status/steps HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        tokens = [token for response in server.stub.Generate(endless()) for token in response.token_ids]
+        steps = server.stub.GetStats(pb.GetStatsRequest()).counters.steps
+        assert len(tokens) == 500
+        assert steps <= 503
+        assert len([line for line in server.lines if line.get("event") == "admin_call"]) <= 8
+        assert get(server, "/status").status == 200, "the page itself is served"
+
+
+def test_streams_beyond_the_limit_are_refused_and_places_are_freed(start: Callable[..., Running]) -> None:
+    server = start("--max-step-watchers", "1", **SLOW)
+    call = server.stub.Generate(endless())
+    next(call)
+    first = get(server, "/status/steps")
+    next(events(first))
+    refused = get(server, "/status/steps")
+    assert (refused.status, b"--max-step-watchers" in refused.read()) == (503, True)
+    first.close()
+    until(lambda: get(server, "/status/steps").status == 200)
+
+
+def test_unread_streams_make_room_after_a_minute() -> None:
+    now = [100.0]
+    state = TakenState(steps_pb2.SchedulerState())
+    feed = StepFeed(StepHistory(8), lambda call: call(), lambda: state, 16, lambda: now[0])
+    server = StatusServer("127.0.0.1:0", feed, None, 16)
+    host, port = server.server_address[0], server.server_port
+
+    def ask() -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(str(host), port, timeout=PATIENCE_SECONDS)
+        connection.request("GET", "/status/steps")
+        return connection.getresponse()
+
+    try:
+        unread = [ask() for _ in range(16)]
+        assert [response.status for response in unread] == [200] * 16
+        assert ask().status == 503
+        now[0] += REPLACE_SECONDS
+        live = [ask() for _ in range(16)]
+        assert [response.status for response in live] == [200] * 16
+        for response in unread:
+            list(events(response))  # up to its end
+        assert ask().status == 503
+    finally:
+        feed.close()
+        server.close()
+
+
+def test_a_slow_viewer_misses_steps(start: Callable[..., Running]) -> None:
+    server = start("--step-history", "4")
+    response = get(server, "/status/steps")
+    stream = events(response)
+    next(stream)
+    list(server.stub.Generate(endless()))
+    seen = skipped = 0
+    for data in stream:
+        seen += len(data.get("steps", ()))
+        skipped += data.get("skipped", 0)
+        if any(step["ended"] for step in data.get("steps", ())):
+            break
+    assert skipped > 0
+    assert seen + skipped >= 500
+
+
+def test_streams_end_when_the_server_stops(start: Callable[..., Running]) -> None:
+    server = start("--max-step-watchers", "16")
+    streams = [events(get(server, "/status/steps")) for _ in range(16)]
+    for stream in streams:
+        next(stream)
+    server.popen.send_signal(signal.SIGTERM)
+    assert [list(stream)[-1] for stream in streams] == [{}] * 16
+    assert server.exit_code() == 0
+
+
+def test_newer_connections_do_not_close_a_stream(start: Callable[..., Running]) -> None:
+    """The oldest connection makes room for a new one, unless it is a stream."""
+    server = start("--max-step-watchers", "1")
+    stream = events(get(server, "/status/steps"))
+    next(stream)
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(socket.create_connection(address(server), timeout=PATIENCE_SECONDS))
+        assert get(server, "/status").status == 200
+        list(server.stub.Generate(endless()))
+        assert any(step["ended"] for data in stream for step in data.get("steps", ()))
+
+
+# --- TLS -------------------------------------------------------------------------------------------------------------
+
+
+def pem_files(folder: Path, authority: trustme.CA) -> list[str]:
+    """Write a certificate for localhost and its key. Return the flags."""
+    leaf = authority.issue_cert("localhost", "127.0.0.1")
+    (folder / "chain.pem").write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
+    (folder / "key.pem").write_bytes(leaf.private_key_pem.bytes())
+    return ["--tls-cert-file", f"{folder}/chain.pem", "--tls-key-file", f"{folder}/key.pem"]
+
+
+def fetch(server: Running, authority: trustme.CA, path: str, *client: trustme.LeafCert, **headers: str) -> Any:
+    """Return the response to GET over TLS. Raises ssl.SSLError if one side does not trust the other."""
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    for leaf in client:
+        leaf.configure_cert(context)
+    connection = http.client.HTTPSConnection(*address(server), timeout=PATIENCE_SECONDS, context=context)
+    connection.request("GET", path, headers=headers)
+    return connection.getresponse()
+
+
+@pytest.fixture
+def start_on_a_socket(model: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """The clients of Running have no TLS, so gRPC is on a Unix socket."""
+    with starting(model, "--listen", f"unix:{tmp_path}/s", "--status-listen", "127.0.0.1:0") as start_scheduler:
+        yield start_scheduler
+
+
+def test_the_page_has_the_certificate_of_the_other_addresses(
+    start_on_a_socket: Callable[..., Running], tmp_path: Path, tokens: Path
+) -> None:
+    authority, other = trustme.CA(), trustme.CA()
+    server = start_on_a_socket(*pem_files(tmp_path, authority), "--admin-token-file", str(tokens))
+    assert server.wait_for("status_page_listening")["url"].startswith("https://")
+    assert fetch(server, authority, "/status").status == 200
+    stream = events(fetch(server, authority, "/status/steps", Authorization=f"Bearer {TOKEN}"))
+    assert "state" in next(stream)
+    list(server.stub.Generate(endless()))
+    assert any(step["ended"] for data in stream for step in data.get("steps", ()))
+    with pytest.raises(ssl.SSLCertVerificationError):
+        fetch(server, other, "/status")
+    with pytest.raises((http.client.HTTPException, OSError)):
+        get(server, "/status")  # plain HTTP
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):  # none of them begins the handshake
+            stack.enter_context(socket.create_connection(address(server), timeout=PATIENCE_SECONDS))
+        assert fetch(server, authority, "/status").status == 200
+    pem_files(tmp_path, other)
+    until(lambda: is_trusted(server, other))
+    assert not is_trusted(server, authority)
+
+
+def is_trusted(server: Running, authority: trustme.CA) -> bool:
+    try:
+        return bool(fetch(server, authority, "/status").status == 200)
+    except ssl.SSLCertVerificationError:
+        return False
+
+
+def test_the_page_asks_for_a_client_certificate_where_grpc_does(
+    start_on_a_socket: Callable[..., Running], tmp_path: Path
+) -> None:
+    authority, clients = trustme.CA(), trustme.CA()
+    clients.cert_pem.write_to_path(tmp_path / "clients.pem")
+    server = start_on_a_socket(*pem_files(tmp_path, authority), "--tls-client-ca-file", f"{tmp_path}/clients.pem")
+    with pytest.raises((ssl.SSLError, OSError, http.client.HTTPException)):
+        fetch(server, authority, "/status")
+    with pytest.raises((ssl.SSLError, OSError, http.client.HTTPException)):
+        fetch(server, authority, "/status", authority.issue_cert("operator@example.org"))
+    assert fetch(server, authority, "/status", clients.issue_cert("operator@example.org")).status == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "accepted"),
+    [
+        (["--status-listen", "127.0.0.1:0"], True),
+        (["--status-listen", "0.0.0.0:0"], False),
+        (["--status-listen", "0.0.0.0:0", "--admin-token-file", "t"], False),
+        (["--status-listen", "0.0.0.0:0", "--insecure-allow-remote"], False),
+        (["--status-listen", "0.0.0.0:0", "--admin-token-file", "t", "--insecure-allow-remote"], True),
+        (["--status-listen", "0.0.0.0:0", "--admin-token-file", "t", *TLS], True),
+        (["--status-listen", "0.0.0.0:0", *TLS], False),
+        (["--listen", "unix:/tmp/s", "--status-listen", "127.0.0.1:0", *TLS], True),
+        (["--status-listen", "unix:/tmp/s"], False),
+    ],
+)
+def test_a_remote_page_needs_a_token_and_tls_or_consent(flags: list[str], accepted: bool) -> None:
+    raises = contextlib.nullcontext() if accepted else pytest.raises(ConfigurationError, match="status-listen")
+    with raises:
+        settings.load(["--model", "m", *flags])
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    with chromium() as opened:
+        yield opened
+
+
+def load(server: Running) -> list[Any]:
+    """Start requests of several lengths, some with a common prefix."""
+    calls = []
+    for seed in range(24):
+        request = endless(seed)
+        prefix = range(5, 69) if seed % 3 else range(5 + seed, 30 + seed)
+        request.token_ids.ids[:] = [*prefix, seed + 70]
+        request.sampling.max_tokens = 20 + 25 * (seed % 5) if seed < 8 else 400
+        calls.append(server.stub.Generate(request))
+        time.sleep(0.05)
+    return calls
+
+
+def watch(page: Page, server: Running) -> None:
+    """Open the page and wait for the stream."""
+    host, port = address(server)
+    page.go(f"http://{host}:{port}/status")
+    page.wait("document.querySelector('#connection') && document.querySelector('#connection').innerText === 'live'")
+
+
+def test_a_drawing_reads_the_colours_once(start: Callable[..., Running], page: Page) -> None:
+    server = start("--max-batch-size", "8", **SLOW)
+    watch(page, server)
+    page.evaluate("const read = getComputedStyle; globalThis.reads = 0")
+    page.evaluate("globalThis.getComputedStyle = (...of) => { reads += 1; return read(...of) }")
+    calls = load(server)
+    page.wait("document.querySelectorAll('#running progress').length === 8")
+    assert page.evaluate("reads = 0, draw(), reads") == 1
+    for call in calls:
+        call.cancel()
+
+
+def test_a_paused_page_stays_as_it_is(start: Callable[..., Running], page: Page) -> None:
+    """A click on a step, or a new size, draws the steps that were there at the pause."""
+    server = start("--max-batch-size", "8", **SLOW)
+    watch(page, server)
+    calls = load(server)
+    page.wait("document.querySelectorAll('#running progress').length === 8")
+    page.evaluate("document.querySelector('#pause').click()")
+    title, running = page.text("#timelines .worker"), page.text("#running")
+    page.wait("live.steps.at(-1).number > view.steps.at(-1).number + 20")
+    page.evaluate("document.querySelector('#timelines canvas').dispatchEvent(new MouseEvent('click'))")
+    page.resize(1000, 900)
+    page.wait("innerWidth === 1000")
+    assert (page.text("#timelines .worker"), page.text("#running")) == (title, running)
+    page.evaluate("document.querySelector('#pause').click()")
+    page.wait(f"document.querySelector('#timelines .worker').innerText !== {title!r}")
+    for call in calls:
+        call.cancel()
+
+
+def test_the_page_follows_a_server_that_starts_again(start: Callable[..., Running], page: Page) -> None:
+    """Its steps and totals begin anew: nothing of the first server is left, and no rate is negative."""
+    first = start("--max-batch-size", "8", **SLOW)
+    watch(page, first)
+    for call in load(first)[:8]:
+        list(call)
+    page.evaluate(
+        """globalThis.rates = []; new MutationObserver(() => rates.push(document.querySelector('#tokens-per-second')
+        .innerText)).observe(document.querySelector('#tokens-per-second'), {childList: true}); 0"""
+    )
+    first.popen.kill()
+    page.wait("document.querySelector('#connection').innerText.includes('trying again')")
+    second = start("--status-listen", ":".join(map(str, address(first))))
+    page.wait("document.querySelector('#connection').innerText === 'live'")
+    page.wait("view.state && view.state.generation_tokens === 0 && view.steps.length === 0")
+    list(second.stub.Generate(endless()))
+    page.wait("view.state.generation_tokens === 500")
+    assert [rate for rate in page.evaluate("rates") if int(rate) < 0] == []
+    page.problems.clear()  # the browser reports the connections that failed
+
+
+def test_the_page_says_that_no_worker_has_joined(model: Path, tmp_path: Path, page: Page) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    flags = ["--status-listen", "127.0.0.1:0", "--socket-directory", f"{tmp_path}/run", "--log-format", "json"]
+    server = Process(["--model", str(model), "--listen", "127.0.0.1:0", *flags])
+    try:
+        page.go(server.wait_for("status_page_listening")["url"])
+        page.wait("(document.querySelector('#connection') || {}).innerText === 'live; no worker has joined'")
+    finally:
+        server.end()
+
+
+def test_the_page_in_a_browser(start: Callable[..., Running], page: Page, tokens: Path) -> None:
+    server = start(
+        "--admin-token-file", str(tokens), "--max-batch-size", "8", min_step_seconds=0.02, max_step_seconds=0.03
+    )
+    page.resize(1280, 1280)
+    host, port = address(server)
+    page.go(f"http://{host}:{port}/status")
+    page.wait("document.querySelector('#login') && !document.querySelector('#login').hidden")
+    page.evaluate("document.querySelector('#token').value = 'wrong'")
+    page.evaluate("document.querySelector('#login').requestSubmit()")
+    page.wait("document.querySelector('#login-problem').innerText.includes('not valid')")
+    page.evaluate(f"document.querySelector('#token').value = {TOKEN!r}")
+    page.evaluate("document.querySelector('#login').requestSubmit()")
+    page.wait("document.querySelector('#connection').innerText.startsWith('live')")
+    page.problems.clear()  # the browser reports each 401
+    calls = load(server)
+    page.wait("Number(document.body.dataset.steps) > 90")
+    page.wait("document.querySelectorAll('#running progress').length === 8")
+    assert page.text("#running-count") == "8"
+    assert int(page.text("#waiting-count")) > 0
+    page.wait("Number(document.querySelector('#tokens-per-second').innerText) > 0")
+    assert "in use" in page.text("#pools .worker")
+    assert page.text("#skipped") == "0"
+    box = page.evaluate("JSON.stringify(document.querySelector('#timelines canvas').getBoundingClientRect())")
+    canvas = json.loads(box)
+    page.evaluate("document.querySelector('#pause').click()")
+    page.click(canvas["right"] - 60, canvas["top"] + 10)
+    page.wait("!document.querySelector('#mask-title').innerText.includes('newest')")
+    assert "prefill" in page.text("#rows") or "decode" in page.text("#rows")
+    colours = page.evaluate(
+        """new Set(Array.from(new Uint32Array(document.querySelector('#timelines canvas').getContext('2d')
+        .getImageData(0, 0, 1200, 100).data.buffer))).size"""
+    )
+    assert colours > 4, "the picture has prefill, decode, cached and idle cells"
+    if IMAGES:
+        page.screenshot(Path(IMAGES) / "status-page.png")
+        page.resize(1280, 1280, dark=True)
+        page.wait("matchMedia('(prefers-color-scheme: dark)').matches")
+        time.sleep(0.3)
+        page.screenshot(Path(IMAGES) / "status-page-dark.png")
+    assert page.problems == []
+    assert TOKEN not in page.evaluate("location.href + document.documentElement.innerHTML")
+    for call in calls:
+        call.cancel()

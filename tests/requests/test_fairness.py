@@ -1,0 +1,192 @@
+"""The fairness index of GetStats: tenants that wait at the same time, by their weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.serving import serving, text_request, until
+
+from lineclear.scheduler.requests.fairness import FairnessWindow, Shares
+from lineclear.scheduler.requests.request_context import RequestContext
+from lineclear.scheduler.settings import load
+from lineclear.v1 import inference_pb2 as pb
+
+
+class Request:
+    """A live request that was served `tokens` since the last tick."""
+
+    def __init__(self, tenant: str, tokens: int) -> None:
+        self.call, self.tokens = SimpleNamespace(tenant=tenant), tokens
+
+    def take_served_tokens(self) -> int:
+        return self.tokens
+
+
+class Seconds:
+    """A window, and the clock that it reads."""
+
+    def __init__(self, **weights: float) -> None:
+        self.now = 100.0
+        self._waiting: Sequence[str] = ()
+        self._live: list[Any] = []
+        live = cast("list[RequestContext]", self._live)
+        self.window = FairnessWindow(lambda: self._waiting, lambda: live, weights, lambda: self.now)
+
+    def serve(self, tokens: dict[str, int], seconds: int = 1, waiting: Sequence[str] | None = None) -> None:
+        """Serve these tokens in each second, while the same or the `waiting` tenants wait."""
+        self._waiting = list(tokens) if waiting is None else waiting
+        self._live[:] = []
+        self.window.tick()
+        for _ in range(seconds):
+            self.now += 1.0
+            self._live[:] = [Request(tenant, count) for tenant, count in tokens.items()]
+            self.window.tick()
+
+
+def shares(
+    ticks: Sequence[dict[str, int]], waiting: Sequence[str] = ("a", "b"), weights: dict[str, float] | None = None
+) -> Shares:
+    """Return the figures after these seconds, each with the tokens by tenant, while `waiting` tenants wait."""
+    seconds = Seconds(**(weights or {}))
+    for tick in ticks:
+        seconds.serve(tick, waiting=waiting)
+    return seconds.window.shares()
+
+
+def test_equal_tenants_have_index_one() -> None:
+    assert shares([{"a": 50, "b": 50}] * 3) == Shares(1.0, 0.0)
+
+
+def test_unequal_tenants_lower_the_index() -> None:
+    found = shares([{"a": 200, "b": 10}] * 2)
+    assert found.index == pytest.approx(210**2 / (2 * (200**2 + 10**2)))
+    assert found.gap_tokens == 380
+    assert shares([{"a": 100, "b": 0}]).index == 0.5
+
+
+def test_tenants_that_do_not_wait_do_not_count() -> None:
+    assert shares([{"a": 200, "b": 10}], waiting=("a",)) == Shares()
+    assert shares([{"a": 50, "b": 50, "c": 1}]) == Shares(1.0, 0.0)
+
+
+def test_weights_divide_the_tokens() -> None:
+    assert shares([{"a": 80, "b": 20}], weights={"a": 4.0}) == Shares(1.0, 0.0)
+    assert shares([{"a": 20, "b": 20}], weights={"a": 4.0}).gap_tokens == 15
+
+
+def test_only_the_last_minute_counts() -> None:
+    assert shares([{"a": 100, "b": 0}] * 5 + [{"a": 10, "b": 10}] * 60) == Shares(1.0, 0.0)
+
+
+def test_a_tenant_that_joins_late_is_not_starved() -> None:
+    """All three get the same from then on."""
+    seconds = Seconds()
+    seconds.serve({"a": 60, "b": 60}, 18)
+    seconds.serve({"a": 40, "b": 40, "c": 40}, 7)
+    assert seconds.window.shares() == Shares(1.0, 0.0)
+
+
+def test_a_tenant_that_joins_late_and_gets_nothing_is() -> None:
+    """a and b get 150 where the means are 50 + 50 + 100/3: x is 9/8. c gets 0 of 100/3."""
+    seconds = Seconds()
+    seconds.serve({"a": 50, "b": 50}, 2)
+    seconds.serve({"a": 50, "b": 50, "c": 0}, 1)
+    found = seconds.window.shares()
+    assert found.index == pytest.approx((9 / 8 + 9 / 8) ** 2 / (3 * 2 * (9 / 8) ** 2))
+    assert found.index == pytest.approx(2 / 3)
+    assert found.gap_tokens == pytest.approx((150 - 400 / 3) + 100 / 3)
+
+
+def test_pairs_that_never_wait_together_do_not_count_against_each_other() -> None:
+    seconds = Seconds()
+    seconds.serve({"a": 100, "b": 100}, 5)
+    seconds.serve({"c": 5, "d": 5}, 5)
+    assert seconds.window.shares() == Shares(1.0, 0.0)
+
+
+def test_policies_are_told_apart_after_a_pause() -> None:
+    """80 callers against 20 under fifo, a minute without requests, then the same callers under fair."""
+    seconds = Seconds()
+    seconds.serve({"c": 80, "b": 20}, 13)
+    found = seconds.window.shares()
+    assert found.index == pytest.approx(100**2 / (2 * (80**2 + 20**2)))
+    assert found.gap_tokens == 13 * 60
+    seconds.now += 61
+    seconds.serve({"c": 50, "b": 50}, 13)
+    assert seconds.window.shares() == Shares(1.0, 0.0)
+
+
+def test_the_figures_expire_while_nothing_is_served() -> None:
+    """No timer runs without requests."""
+    seconds = Seconds()
+    seconds.serve({"a": 100, "b": 0}, 5)
+    seconds.now += 56.5  # the first second is over the minute
+    assert seconds.window.shares() == Shares(0.5, 400.0)
+    seconds.now += 3.5
+    assert seconds.window.shares() == Shares(1.0, 0.0)
+
+
+async def test_a_second_ends_by_itself_while_requests_are_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[tuple[float, Any]] = []
+
+    def call_later(seconds: float, callback: Any) -> object:
+        timers.append((seconds, callback))
+        return timers
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call_later)
+    live = [Request("a", 30), Request("b", 10)]
+    requests = cast("list[RequestContext]", live)
+    window = FairnessWindow(lambda: ["a", "b"], lambda: requests, {}, lambda: 100.0)
+
+    def seconds_end() -> float:
+        seconds, callback = timers.pop()
+        assert timers == []
+        callback()
+        return seconds
+
+    window.start()
+    window.start()
+    assert [seconds_end() for _ in range(3)] == [1.0] * 3
+    assert window.shares() == Shares(40**2 / (2 * (30**2 + 10**2)), 40.0), "of two seconds in which both waited"
+    live.clear()
+    seconds_end()
+    assert timers == [], "no request is live"
+    window.start()
+    assert len(timers) == 1
+
+
+async def test_stats_have_the_index_without_names(tmp_path: Path) -> None:
+    async with serving(tmp_path, tenant_weights="heavy=2") as s:
+        calls = []
+        for tenant in ("heavy", "light"):
+            for _ in range(3):
+                calls.append(s.generate(text_request(), metadata=(("x-tenant-id", tenant),)))
+                await s.engine.next_request(len(calls))
+        fairness = s.service.requests.fairness
+        fairness.tick()
+        for key, tokens in ((s.engine.submitted[0].request_id, 37), (s.engine.submitted[3].request_id, 7)):
+            s.engine.start(key)
+            s.engine.tokens(key, [5] * tokens)
+        await until(lambda: [request.outputs[0].num_received for request in s.service.requests].count(0) == 4)
+        fairness.tick()
+        stats = await s.stub.GetStats(pb.GetStatsRequest())
+        prompt = len(s.engine.submitted[0].prompt)
+        served = [(37 + prompt) / 2, 7 + prompt]
+        assert stats.gauges.fairness_gap_tokens == pytest.approx(max(served) - min(served))
+        assert stats.gauges.fairness_index == pytest.approx(sum(served) ** 2 / (2 * sum(x * x for x in served)))
+        assert "heavy" not in str(stats)
+        for call in calls:
+            call.cancel()
+        await s.idle()
+
+
+def test_weights_are_read_from_the_setting() -> None:
+    assert load(["--tenant-weights", "alice=4, bob=0.5,"])[0].weights == {"alice": 4.0, "bob": 0.5}
+    for wrong in ("alice", "=2", "alice=0", "alice=101", "alice=many"):
+        with pytest.raises(Exception, match="tenant-weights"):
+            load(["--tenant-weights", wrong])

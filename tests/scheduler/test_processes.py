@@ -1,0 +1,173 @@
+"""The scheduler as a process with a worker process: its answers, and its behaviour at the machine's limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+from support.engine_harness import ENVIRONMENT
+from support.processes import BOUND_SECONDS, EOS, TOKENIZER, VOCABULARY, Process, Running, endless, error_of, until
+from support.toy import expected
+
+from lineclear.scheduler.text.detokenizer import decode
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import inference_pb2_grpc
+from lineclear.wire.messages import Sampling
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_exact_and_figures_add_up(start: Callable[..., Running]) -> None:
+    server = start("--max-batch-size", "4")
+    prompt = TOKENIZER.encode("The quick brown fox")
+    calls = [
+        server.stub.Generate(pb.GenerateRequest(text="The quick brown fox", sampling={"seed": n, "max_tokens": 20}))
+        for n in range(6)
+    ]
+    total = 0
+    for seed, call in enumerate(calls):
+        responses = list(call)
+        tokens = [t for r in responses for t in r.token_ids]
+        assert tokens == expected(prompt, Sampling(seed=seed, stop_ids=(EOS,)), 20, VOCABULARY)
+        assert "".join(r.text for r in responses) == decode(TOKENIZER, tokens, keep_special=False)
+        assert responses[-1].finished.usage.completion_tokens == len(tokens)
+        total += len(tokens)
+    stats = server.stub.GetStats(pb.GetStatsRequest())
+    until(lambda: server.stub.GetStats(pb.GetStatsRequest()).counters.requests_finished == 6)
+    stats = server.stub.GetStats(pb.GetStatsRequest())
+    assert stats.counters.generation_tokens == total
+    assert stats.counters.prompt_tokens == 6 * len(prompt)
+    assert (stats.gauges.num_requests_running, stats.gauges.num_requests_waiting, stats.gauges.blocks_used) == (0, 0, 0)
+    assert stats.step_seconds.count > 0
+    model = server.stub.GetModel(pb.GetModelRequest())
+    assert (model.limits.max_batch_size, model.vocab_size) == (4, VOCABULARY)
+
+
+def test_metrics_are_served_during_the_drain(start: Callable[..., Running]) -> None:
+    server = start(
+        "--metrics-listen", "127.0.0.1:0", "--drain-timeout-seconds", "60", min_step_seconds=0.02, max_step_seconds=0.02
+    )
+
+    def figures() -> dict[str, float]:
+        lines = (line.split() for line in server.metrics_page().splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in lines}
+
+    list(server.stub.Generate(pb.GenerateRequest(text="The quick", sampling={"seed": 1, "max_tokens": 3})))
+    found = figures()
+    assert found["lineclear_requests_finished_total"] == found["lineclear_e2e_request_latency_seconds_count"] == 1
+    assert found["lineclear_worker_up"] == 1
+    until(lambda: figures().get('lineclear_requests_total{finish_reason="length"}') == 1)
+    call = server.stub.Generate(endless())
+    next(call)
+    server.popen.send_signal(signal.SIGTERM)
+    until(lambda: figures()["lineclear_draining"])
+    call.cancel()
+    assert server.exit_code() == 0
+
+
+def test_demo_model_is_found(start: Callable[..., Running]) -> None:
+    server = start(demo=True, vocab_size=4096)
+    assert server.stub.GetModel(pb.GetModelRequest()).model_id == "lineclear-demo"
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])
+    assert len(list(server.stub.Generate(pb.GenerateRequest(chat=chat, sampling={"max_tokens": 3})))) >= 1
+
+
+def test_fixed_size_strategy_is_logged(start: Callable[..., Running]) -> None:
+    server = start("--batching-strategy", "fixed_size", "--max-batch-size", "3")
+    event = server.wait_for("fixed_size_waits")
+    assert (event["for_requests"], event["at_most_seconds"]) == (3, None)
+    server.wait_for("listening")
+
+
+def test_a_stop_string_through_all_processes(start: Callable[..., Running]) -> None:
+    server = start()
+    sampling = Sampling(seed=3, stop_ids=(EOS,))
+    text = decode(TOKENIZER, expected([5], sampling, 40, VOCABULARY), keep_special=False)
+    stop = text[10:13]
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[5]), sampling={"seed": 3, "max_tokens": 40}, stop={"strings": [stop]}
+    )
+    responses = list(server.stub.Generate(request))
+    assert "".join(r.text for r in responses) == text[: text.find(stop)]
+    assert responses[-1].finished.matched_stop_string == stop
+
+
+def test_answer_is_exact_after_a_worker_crash(start: Callable[..., Running], tmp_path: Path) -> None:
+    server = start(fault="exit", fault_step=10, fault_once=str(tmp_path / "died"))
+    responses = list(server.stub.Generate(endless()))
+    tokens = [t for r in responses for t in r.token_ids]
+    assert tokens == expected([5], Sampling(seed=1), 500, VOCABULARY)
+    assert responses[-1].finished.timings.recoveries == 1
+    assert server.stub.GetStats(pb.GetStatsRequest()).worker.joins == 2
+
+
+def test_worker_in_a_separate_container(model: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "sockets"
+    flags = ["--model", str(model), "--listen", f"unix:{tmp_path}/grpc", "--socket-directory", str(directory)]
+    process = Process([*flags, "--log-format", "json"])
+    worker = None
+    try:
+        process.wait_for("listening")
+        with grpc.insecure_channel(f"unix:{tmp_path}/grpc") as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            assert error_of(stub.Generate(endless())).reason == "SERVER_STARTING"
+            environment = ENVIRONMENT
+            options = json.dumps({"vocab_size": VOCABULARY})
+            worker = subprocess.Popen(
+                [sys.executable, "-m", "support.toy_worker", str(directory), options],
+                env=environment,
+                stderr=subprocess.DEVNULL,
+            )
+            process.wait_for("worker_joined")
+            tokens = [t for r in stub.Generate(endless()) for t in r.token_ids]
+            assert len(tokens) == 500
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.exit_code() == 0
+    finally:
+        if worker is not None:
+            worker.kill()
+            worker.wait()
+        process.end()
+
+
+# --- limits of the machine -------------------------------------------------------------------------------------------
+
+
+def test_streams_continue_without_free_descriptors(start: Callable[..., Running]) -> None:
+    """Open connections up to the descriptor limit during an answer.
+
+    The answer is exact, probes on an open connection succeed, and a new caller connects after the connections close.
+    """
+    server = start(min_step_seconds=0.004, max_step_seconds=0.004)
+    call = server.stub.Generate(endless())
+    first = next(call)
+    limit = len(os.listdir(f"/proc/{server.popen.pid}/fd")) + 20
+    resource.prlimit(server.popen.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    host, _, port = server.address.rpartition(":")
+    connections = [socket.create_connection((host, int(port))) for _ in range(100)]
+    until(lambda: len(os.listdir(f"/proc/{server.popen.pid}/fd")) >= limit)
+    assert server.health.Check(health_pb2.HealthCheckRequest(service="readiness")).status == 1
+    tokens = [*first.token_ids, *(t for r in call for t in r.token_ids)]
+    assert tokens == expected([5], Sampling(seed=1), 500, VOCABULARY)
+    for connection in connections:
+        connection.close()
+    with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as late:
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 2})
+        answer = inference_pb2_grpc.InferenceServiceStub(late).Generate(
+            request, wait_for_ready=True, timeout=BOUND_SECONDS
+        )
+        assert [t for r in answer for t in r.token_ids] == expected(
+            [6], Sampling(seed=1, stop_ids=(EOS,)), 2, VOCABULARY
+        )
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0

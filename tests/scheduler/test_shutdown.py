@@ -1,0 +1,250 @@
+"""Shutdown of the scheduler process: signals, stalls, a second signal, and late calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from support.processes import BOUND_SECONDS, EOS, VOCABULARY, WITHOUT_TORCH, Running, endless, error_of, until
+from support.time_limits import SOON_SECONDS
+from support.toy import expected
+
+from lineclear.status_codec import TRAILER, from_trailer
+from lineclear.v1 import admin_pb2, admin_pb2_grpc
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.wire.messages import Sampling
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_idle_server_stops_at_once(start: Callable[..., Running], number: signal.Signals) -> None:
+    server = start("--drain-timeout-seconds", "600")
+    watch = server.health.Watch(health_pb2.HealthCheckRequest(service="readiness"))
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    server.popen.send_signal(number)
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert server.exit_code(SOON_SECONDS) == 0  # a drain would take longer
+    assert server.wait_for("worker_exited")["exit_code"] == 0
+    assert not Path(f"/proc/{server.wait_for('worker_started')['pid']}").exists()
+
+
+def test_closed_stdin_stops_the_server(start: Callable[..., Running]) -> None:
+    """The pipe closes when the parent exits. Answers in progress finish, as after SIGTERM."""
+    reading, writing = os.pipe()
+    try:
+        server = start("--exit-on-stdin-close", stdin=reading, min_step_seconds=0.02, max_step_seconds=0.02)
+        os.write(writing, b"what is written there says nothing\n")
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 20})
+        call = server.stub.Generate(request)
+        tokens = list(next(call).token_ids)
+    finally:
+        os.close(writing)
+        os.close(reading)
+    tokens += [t for r in call for t in r.token_ids]
+    assert tokens == expected([6], Sampling(seed=1, stop_ids=(EOS,)), 20, VOCABULARY)
+    assert server.exit_code() == 0
+    assert server.wait_for("shutdown_started")["reason"] == "standard input ended"
+
+
+def drain_by_operator(server: Running, stdin: int) -> None:
+    """Send AdminService.Drain."""
+    with grpc.insecure_channel(server.wait_for("listening")["admin_address"]) as channel:
+        admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
+
+
+def drain_by_standard_input(server: Running, stdin: int) -> None:
+    """Close standard input."""
+    os.close(stdin)
+
+
+@pytest.mark.parametrize("drain", [drain_by_operator, drain_by_standard_input])
+def test_first_signal_during_an_admin_drain_keeps_streams(
+    start: Callable[..., Running], drain: Callable[[Running, int], None]
+) -> None:
+    """A preStop hook calls Drain, then the kubelet sends SIGTERM. A second signal ends the process at once."""
+    reading, writing = os.pipe()
+    server = start(
+        *("--admin-listen", "127.0.0.1:0", "--drain-timeout-seconds", "600", "--exit-on-stdin-close"),
+        stdin=reading,
+        min_step_seconds=0.02,
+        max_step_seconds=0.02,
+    )
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 20})
+    call, long = server.stub.Generate(request), server.stub.Generate(endless())
+    tokens = list(next(call).token_ids)
+    next(long)
+    drain(server, writing)
+    server.wait_for("shutdown_started")
+    server.popen.send_signal(signal.SIGTERM)
+    tokens += [t for r in call for t in r.token_ids]
+    assert tokens == expected([6], Sampling(seed=1, stop_ids=(EOS,)), 20, VOCABULARY)
+    server.wait_for("shutdown_already_started", reason="SIGTERM")
+    server.popen.send_signal(signal.SIGTERM)
+    assert error_of(long).code == "UNAVAILABLE"
+    assert server.exit_code(SOON_SECONDS) == 0
+    assert server.wait_for("shutdown_forced")["reason"] == "SIGTERM"
+    os.close(reading)
+    if drain is drain_by_operator:
+        os.close(writing)
+
+
+def test_sigterm_lets_answers_finish(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
+    watch = server.health.Watch(health_pb2.HealthCheckRequest(service="readiness"))
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    short = [
+        server.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": n, "max_tokens": 20}))
+        for n in range(8)
+    ]
+    long = server.stub.Generate(endless())
+    started = [next(call) for call in (*short, long)]
+    assert all(response.HasField("started") for response in started)
+    server.popen.send_signal(signal.SIGTERM)
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert error_of(server.stub.Generate(endless())).reason == "SERVER_DRAINING"
+    for seed, call in enumerate(short):
+        tokens = [*started[seed].token_ids, *(t for r in call for t in r.token_ids)]
+        assert tokens == expected([6], Sampling(seed=seed, stop_ids=(EOS,)), 20, VOCABULARY)
+    long.cancel()
+    assert server.exit_code() == 0
+
+
+def test_drain_timeout_error_has_resume_metadata(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "0.5", min_step_seconds=0.05, max_step_seconds=0.05)
+    calls = [server.stub.Generate(endless(n)) for n in range(2)]
+    started = [list(next(call).token_ids) for call in calls]
+    started_at = time.monotonic()
+    server.popen.send_signal(signal.SIGTERM)
+    for number, (call, tokens) in enumerate(zip(calls, started, strict=True)):
+        error = error_of(tokens.extend(response.token_ids) for response in call)
+        assert time.monotonic() - started_at >= 0.5
+        assert error.reason == "SHUTDOWN_INTERRUPTED"
+        assert int(error.metadata["next_index"]) == len(tokens)
+        assert tokens == expected([5], Sampling(seed=number), 500, VOCABULARY)[: len(tokens)]
+    assert server.exit_code() == 0
+
+
+def test_new_calls_during_shutdown_get_the_reason(start: Callable[..., Running]) -> None:
+    """Call without a pause from before the signal until the server is down.
+
+    Every call ends with a reason of the server or of a closed connection: a bare CANCELLED would blame the caller.
+    """
+    server = start("--drain-linger-seconds", "2")
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[6]), sampling={"seed": 1, "max_tokens": 2})
+    outcomes: list[tuple[str, str]] = []
+
+    def call() -> tuple[str, str]:
+        try:
+            list(server.stub.Generate(request))
+            return "OK", "OK"
+        except grpc.RpcError as caught:
+            error: Any = caught
+            found = from_trailer(error.code().name, error.details(), dict(error.trailing_metadata() or ()).get(TRAILER))
+            return error.code().name, found.reason
+
+    def call_repeatedly() -> None:
+        while True:
+            outcomes.append(outcome := call())
+            if outcome[1] not in ("OK", "SERVER_DRAINING"):
+                return
+
+    callers = [threading.Thread(target=call_repeatedly) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    server.popen.send_signal(signal.SIGTERM)
+    for caller in callers:
+        caller.join(BOUND_SECONDS)
+    assert not any(caller.is_alive() for caller in callers)
+    assert [reason for _, reason in outcomes].count("SERVER_DRAINING") > 10
+    assert set(outcomes) <= {("OK", "OK"), ("UNAVAILABLE", "SERVER_DRAINING"), ("UNAVAILABLE", "UNREACHABLE")}
+    assert server.exit_code() == 0
+
+
+def test_liveness_outlasts_readiness(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
+    call = server.stub.Generate(endless())
+    next(call)
+    server.popen.send_signal(signal.SIGTERM)
+    check = server.health.Check
+    until(lambda: check(health_pb2.HealthCheckRequest(service="readiness")).status == 2)
+    for name in ("", "liveness", "worker"):
+        assert check(health_pb2.HealthCheckRequest(service=name)).status == 1
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+
+
+@pytest.mark.parametrize("target", ["loop", "engine"])
+def test_stalled_engine_is_reported_and_logged(start: Callable[..., Running], target: str, tmp_path: Path) -> None:
+    """SIGALRM blocks the event loop, or the engine's next iteration, until a test writes to a pipe."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    stall = {
+        "loop": f"loop.add_signal_handler(signal.SIGALRM, Path({str(gate)!r}).read_bytes)",
+        "engine": "loop.add_signal_handler(signal.SIGALRM, lambda: engines[0].call_on_engine_thread("
+        f"Path({str(gate)!r}).read_bytes))",
+    }[target]
+    code = WITHOUT_TORCH + (
+        "import asyncio, signal\n"
+        "from pathlib import Path\n"
+        "from lineclear.scheduler import app as module\n"
+        "from lineclear.scheduler.main import main\n"
+        "engines = []\n"
+        "class Kept(module.Engine):\n"
+        "    def __init__(self, *a, **k):\n"
+        "        super().__init__(*a, **k)\n"
+        "        engines.append(self)\n"
+        "        loop = asyncio.get_running_loop()\n"
+        f"        {stall}\n"
+        "module.Engine = Kept\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    server = start("--watchdog-timeout-seconds", "1", code=code)
+    live = health_pb2.HealthCheckRequest(service="liveness")
+    server.popen.send_signal(signal.SIGALRM)
+    if target == "loop":
+        server.wait_for("event_loop_stalled")
+        with pytest.raises(grpc.RpcError) as caught:
+            server.health.Check(live, timeout=0.3)
+        error: Any = caught.value
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        gate.write_bytes(b"")
+        server.wait_for("event_loop_recovered")
+    else:
+        server.wait_for("engine_stalled")
+        until(lambda: server.health.Check(live).status == 2)
+        gate.write_bytes(b"")
+        server.wait_for("engine_recovered")
+    until(lambda: server.health.Check(live).status == 1)
+    assert any("most recent call first" in line for line in list(server.other))
+    assert len([t for r in server.stub.Generate(endless()) for t in r.token_ids]) == 500
+
+
+def test_second_signal_stops_at_once(start: Callable[..., Running]) -> None:
+    server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
+    call = server.stub.Generate(endless())
+    next(call)
+    server.popen.send_signal(signal.SIGTERM)
+    server.wait_for("shutdown_started")
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code(SOON_SECONDS) == 0
+    assert error_of(call).code == "UNAVAILABLE"
+    pid = server.wait_for("worker_started")["pid"]
+    until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE])
+def test_other_signals_are_ignored(start: Callable[..., Running], number: signal.Signals) -> None:
+    server = start()
+    server.popen.send_signal(number)
+    assert len([t for r in server.stub.Generate(endless()) for t in r.token_ids]) == 500
+    if number == signal.SIGUSR1:
+        until(lambda: any("most recent call first" in line for line in list(server.other)))
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0

@@ -1,0 +1,184 @@
+"""Run the scheduler as a process with a worker process, and read its output.
+
+torch and transformers are blocked, so that importing them fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.engine_harness import ENVIRONMENT
+from support.small_tokenizers import byte_level, definition
+from support.time_limits import PATIENCE_SECONDS
+
+from lineclear.errors import LineclearError
+from lineclear.scheduler.text.tokenizer import Tokenizer
+from lineclear.status_codec import TRAILER, from_trailer
+from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import inference_pb2_grpc
+
+VOCABULARY, EOS = 512, 0
+BOUND_SECONDS = PATIENCE_SECONDS
+
+WITHOUT_TORCH = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "triton", "numpy"):
+            raise ImportError(name + " is not installed here")
+sys.meta_path.insert(0, Blocked())
+"""
+RUN = WITHOUT_TORCH + "from lineclear.scheduler.main import main\nsys.exit(main(sys.argv[1:]))"
+TOKENIZER = Tokenizer(definition(byte_level()))
+
+
+class Process:
+    """A scheduler process and its output."""
+
+    def __init__(self, flags: list[str], code: str = RUN, stdin: int = subprocess.DEVNULL, **toy: Any) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
+        environment |= {
+            "PYTHONPATH": ENVIRONMENT["PYTHONPATH"],
+            "TOY_OPTIONS": json.dumps({"vocab_size": VOCABULARY, **toy}),
+        }
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", code, *flags], env=environment, stderr=subprocess.PIPE, stdin=stdin
+        )
+        self.lines: list[dict[str, Any]] = []
+        self.other: list[str] = []
+        self._has_ended = False
+        self._condition = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            try:
+                parsed = json.loads(line)
+            except ValueError:
+                parsed = None
+            with self._condition:
+                if isinstance(parsed, dict):
+                    self.lines.append(parsed)
+                else:
+                    self.other.append(line.decode())
+                self._condition.notify_all()
+        with self._condition:
+            self._has_ended = True
+            self._condition.notify_all()
+
+    def wait_for(self, event: str, count: int = 1, **fields: Any) -> dict[str, Any]:
+        """Return the count-th log line of `event` with these fields. A process that exits before fails the test."""
+
+        def found() -> list[dict[str, Any]]:
+            return [e for e in self.lines if e.get("event") == event and fields.items() <= e.items()]
+
+        with self._condition:
+            self._condition.wait_for(lambda: len(found()) >= count or self._has_ended, BOUND_SECONDS)
+            assert len(found()) >= count, (event, self.lines, self.other)
+            return found()[count - 1]
+
+    def exit_code(self, seconds: float = BOUND_SECONDS) -> int:
+        code = self.popen.wait(seconds)
+        self._reader.join(BOUND_SECONDS)
+        return code
+
+    def end(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.kill()
+            self.popen.wait()
+        self._reader.join(BOUND_SECONDS)
+        assert self.popen.stderr is not None
+        self.popen.stderr.close()
+
+
+class Running(Process):
+    """A scheduler that listens and has a worker, with a client."""
+
+    def __init__(
+        self,
+        model: Path,
+        *flags: str,
+        code: str = RUN,
+        demo: bool = False,
+        stdin: int = subprocess.DEVNULL,
+        worker_command: Sequence[str] = (sys.executable, "-m", "support.toy_worker_command"),
+        **toy: Any,
+    ) -> None:
+        worker = [f"--worker-command={shlex.join(worker_command)}"]
+        which = ["--demo"] if demo else ["--model", str(model)]
+        common = ["--listen", "127.0.0.1:0", "--log-format", "json"]
+        super().__init__([*which, *common, "--spawn-worker", *worker, *flags], code, stdin, **toy)
+        try:
+            self.address = self.wait_for("listening")["address"]
+            assert self.wait_for("serving")["address"] == self.address
+        except BaseException:
+            self.end()
+            raise
+        self.channel = grpc.insecure_channel(self.address)
+        self.stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+        until(lambda: self.health.Check(health_pb2.HealthCheckRequest(service="readiness")).status == 1)
+
+    def metrics_page(self) -> str:
+        """Return the metrics page. The server must run with --metrics-listen."""
+        address = self.wait_for("metrics_listening")["address"]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_SECONDS) as page:
+            return str(page.read().decode())
+
+    def end(self) -> None:
+        if hasattr(self, "channel"):
+            self.channel.close()
+        super().end()
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + BOUND_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@contextmanager
+def starting(model: Path, *flags: str) -> Iterator[Callable[..., Running]]:
+    """Yield a function that starts schedulers with these flags and more. Kills all at the end of the block."""
+    started: list[Running] = []
+
+    def start_scheduler(*more: str, **options: Any) -> Running:
+        started.append(Running(model, *flags, *more, **options))
+        return started[-1]
+
+    try:
+        yield start_scheduler
+    finally:
+        for running in started:
+            running.end()
+
+
+def endless(seed: int = 1) -> pb.GenerateRequest:
+    """Return a request that runs until the context is full; no token ends it."""
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[5]), sampling={"seed": seed, "max_tokens": 500, "ignore_eos": True}
+    )
+
+
+def error_of(call: Any) -> LineclearError:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    error: Any = caught.value
+    return from_trailer(error.code().name, error.details(), dict(error.trailing_metadata()).get(TRAILER))
