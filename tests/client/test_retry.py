@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from lineclear.client import Client
-from lineclear.client.call_settings import ClientConfig
+from lineclear.client.call_settings import ClientConfig, submit_request
 from lineclear.client.parameters import UNSET
 from lineclear.client.retry import MAX_TIMEOUT_SECONDS, ResumeState, RetryPolicy, RetryState, may_retry
-from lineclear.client.submitted import submit_request
 from lineclear.errors import (
     ConnectionLost,
     DeadlineExceeded,

@@ -36,10 +36,10 @@ from .results import (
     HealthStatus,
     Output,
     Queued,
+    SubmittedStatus,
     TokenLogprobs,
 )
 from .retry import RetryPolicy
-from .submitted import SubmittedStatus
 
 __version__ = installed_version()
 """The version of lineclear. `lineclear` itself is a namespace of several folders and has no attributes."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import Any, Unpack, get_args
 
+from lineclear.errors import InvalidRequest
 from lineclear.v1 import inference_pb2 as pb
 
 from .call_params import Params
 from .message_fields import filled
 from .parameters import Metadata, OnModelChange, OnQueued, Prompt, Sampling, Unset
 from .requests import Request, of_tenant, pairs
-from .retry import OnWait, RetryPolicy, RetryState
+from .retry import OnWait, RetryPolicy, RetryState, bounded
 from .rpc_methods import Pairs
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -26,8 +28,7 @@ class CallOptions:
     message: pb.GenerateRequest | pb.AttachRequest
     timeout_seconds: float | None
     metadata: Pairs
-    retry: RetryPolicy
-    on_wait: OnWait | None = None
+    config: ClientConfig
     on_model_change: OnModelChange = "error"
     on_queued: OnQueued | None = None
     response_format: Any = None
@@ -56,7 +57,7 @@ class CallOptions:
 
     def attempts(self) -> RetryState:
         """Return the retry state of the call. Its deadline starts now."""
-        return RetryState(self.retry, self.timeout_seconds, meets_own_request=True, on_wait=self.on_wait)
+        return RetryState(self.config.retry, self.timeout_seconds, meets_own_request=True, on_wait=self.config.on_wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,7 @@ class ClientConfig:
             message=request.to_proto(self.sampling),
             timeout_seconds=self.timeout_seconds if isinstance(own, Unset) else own,
             metadata=metadata if request.tenant is None else of_tenant(metadata, request.tenant),
-            retry=self.retry,
-            on_wait=self.on_wait,
+            config=self,
             on_model_change=_checked(request.on_model_change or self.on_model_change),
             on_queued=request.on_queued,
             response_format=request.response_format,
@@ -102,7 +102,7 @@ class ClientConfig:
     ) -> CallOptions:
         """Return the options of a call that attaches to a submitted request."""
         message = filled(pb.AttachRequest(), request_id=request_id, from_index=from_index)
-        return CallOptions(message, timeout_seconds, metadata, self.retry, self.on_wait, on_queued=on_queued)
+        return CallOptions(message, timeout_seconds, metadata, self, on_queued=on_queued)
 
     def short(self, timeout_seconds: float | Unset | None) -> RetryState:
         """Return the retry state of a call that generates nothing."""
@@ -133,3 +133,27 @@ def _checked(value: OnModelChange) -> OnModelChange:
     if value not in get_args(OnModelChange):
         raise ValueError(f"on_model_change must be one of {', '.join(get_args(OnModelChange))}")
     return value
+
+
+def submittable(prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]) -> Request:
+    """Return the request. Raises InvalidRequest for a parameter that no submitted request has."""
+    request = Request.of(prompt, sampling, **params)
+    if request.response_format is not None:
+        raise InvalidRequest.at("response_format", "must be unset in submit(); give json_schema, and parse the text")
+    if request.on_queued is not None:
+        raise InvalidRequest.at("on_queued", "must be unset in submit(); give it to attach()")
+    if request.on_model_change is not None:
+        raise InvalidRequest.at("on_model_change", "must be unset in submit(): the server does not start it over")
+    return request
+
+
+def submit_request(options: CallOptions) -> pb.SubmitRequest:
+    """Return the request of Submit. It always has a `request_id`, so that it is safe to send twice."""
+    assert isinstance(options.message, pb.GenerateRequest)
+    request = pb.SubmitRequest(request=options.message)
+    if not options.has_own_id:
+        request.request.request_id = secrets.token_hex(16)
+    timeout_seconds = bounded(options.timeout_seconds)
+    if timeout_seconds is not None:
+        request.timeout.FromNanoseconds(round(max(timeout_seconds, 0.0) * 1e9))
+    return request

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, InvalidStateError
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -179,74 +180,48 @@ class Workers:
             thread.join()
 
 
-class _Reader(Generic[T]):
-    """A thread that calls `read` when asked to, in the context of its creator.
+class Reader(Generic[T]):
+    """Calls a blocking function in a thread, one call at a time, in the context of its creator.
 
-    `read` may block for ever, as when a person types the prompts. So the thread is a daemon and is not joined.
+    The function may block for ever, as when a person types the prompts. So the thread is a daemon and is not joined.
     """
 
-    def __init__(self, read: Callable[[], T]) -> None:
-        self._read = read
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
         self._context = contextvars.copy_context()
-        self._requests: queue.SimpleQueue[Callable[[T | None], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def _ask(self, answer: Callable[[T | None], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lineclear-prompts", daemon=True)
-            self._thread.start()
-        self._requests.put(answer)
-
-    def _run(self) -> None:
-        while (answer := self._requests.get()) is not None:
-            answer(self._context.run(self._read))
-
-
-class AsyncReader(_Reader[T]):
-    """Calls a blocking function for the tasks of an event loop, one call at a time."""
-
-    def __init__(self, read: Callable[[], T]) -> None:
-        super().__init__(read)
-        self._result: asyncio.Future[T | None] | None = None
-
-    async def read(self) -> T | None:
-        """Return what the function returns, None after `close`."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T | None] = loop.create_future()
-        self._result = result
-
-        def answer(value: T | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_resolve, result, value)
-
-        self._ask(answer)
-        return await result
-
-    def close(self) -> None:
-        """End the thread after its current call, and the wait for that call now."""
-        self._requests.put(None)
-        if self._result is not None:
-            _resolve(self._result, None)
-
-
-class Reader(_Reader[T]):
-    """Calls a blocking function whose wait another thread can end; one call at a time."""
-
-    def __init__(self, read: Callable[[], T]) -> None:
-        super().__init__(read)
-        self._results: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Future[T | None] | None] = queue.SimpleQueue()
+        self._result: Future[T | None] | None = None
 
     def read(self) -> T | None:
         """Return what the function returns, None after `close`."""
-        self._ask(self._results.put)
-        return self._results.get()
+        return self._ask().result()
 
     def close(self) -> None:
         """End the thread after its current call, and the wait for that call now."""
-        self._requests.put(None)
-        self._results.put(None)
+        self._asked.put(None)
+        if self._result is not None:
+            _resolve(self._result, None)
+
+    def _ask(self) -> Future[T | None]:
+        if self._result is None:
+            threading.Thread(target=self._run, name="lineclear-prompts", daemon=True).start()
+        self._result = Future()
+        self._asked.put(self._result)
+        return self._result
+
+    def _run(self) -> None:
+        while (result := self._asked.get()) is not None:
+            _resolve(result, self._context.run(self._function))
 
 
-def _resolve(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():  # the task that waited may be cancelled
-        future.set_result(value)
+class AsyncReader(Reader[T]):
+    """`Reader` for the tasks of an event loop."""
+
+    async def read(self) -> T | None:  # type: ignore[override]
+        """Return what the function returns, None after `close`."""
+        return await asyncio.wrap_future(self._ask())
+
+
+def _resolve(result: Future[T], value: T) -> None:
+    with contextlib.suppress(InvalidStateError):  # closed or cancelled in the meantime
+        result.set_result(value)

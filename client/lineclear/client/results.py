@@ -17,6 +17,8 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from lineclear.errors import LineclearError
+from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 from .chat_messages import ChatMessage, ToolCall, ToolCallDelta
@@ -223,6 +225,49 @@ _OPTIONAL = (
     *("logprobs", "prompt_logprobs", "token_times_seconds", "tool_calls", "reasoning"),
     *("prompt_text", "prompt_token_ids"),
 )
+
+
+_STATES = {
+    pb.RESULT_STATE_WAITING: "waiting",
+    pb.RESULT_STATE_RUNNING: "running",
+    pb.RESULT_STATE_FINISHED: "finished",
+    pb.RESULT_STATE_FAILED: "failed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedStatus:
+    """The state of a submitted request, and its answer so far.
+
+    `state` is "waiting", "running", "finished" or "failed"; `error` is set if it is "failed", `queued` if it is
+    "waiting" and the request has `queue_position=True`. `text` and `token_ids` are those of output 0, `texts` has those
+    of all outputs.
+    """
+
+    state: str
+    text: str
+    token_ids: tuple[int, ...]
+    error: LineclearError | None = None
+    queued: Queued | None = None
+    texts: tuple[str, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer is complete or the request failed."""
+        return self.state in ("finished", "failed")
+
+
+def submitted_status(message: pb.GetResultResponse) -> SubmittedStatus:
+    """Convert the response of GetResult."""
+    error = from_status(message.error) if message.HasField("error") else None
+    state = _STATES.get(message.state, "unspecified")
+    answer = message.response
+    queued = queued_from_proto(answer.queued) if answer.HasField("queued") else None
+    texts = (answer.text, *(output.text for output in message.more_outputs))
+    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in answer.tool_calls)
+    return SubmittedStatus(state, answer.text, tuple(answer.token_ids), error, queued, texts, calls, answer.reasoning)
 
 
 def from_proto(kind: type[T], message: Message) -> T:

@@ -35,6 +35,7 @@ from lineclear.v1 import inference_pb2 as pb
 
 from . import rpc_methods
 from .chat_messages import ToolCall
+from .concurrency import AsyncEvent, Event
 from .results import FinishReason, HealthStatus
 from .rpc_methods import AsyncCall, Call, Method, Pairs
 
@@ -129,7 +130,7 @@ class FakeTransport:
         self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
     ) -> Call[Res]:
         script = self._begin(method, request, timeout_seconds, metadata)
-        return cast("Call[Res]", _FakeCall(script, timeout_seconds, self._count_cancelled))
+        return cast("Call[Res]", _FakeCall(script, timeout_seconds, self._count_cancelled, Event()))
 
     def close(self) -> None:
         self.closed = True
@@ -146,7 +147,7 @@ class FakeTransport:
         self, method: Method[Req, Res], request: Req, *, timeout_seconds: float | None, metadata: Pairs
     ) -> AsyncCall[Res]:
         script = self._begin(method, request, timeout_seconds, metadata)
-        return cast("AsyncCall[Res]", _FakeAsyncCall(script, timeout_seconds, self._count_cancelled))
+        return cast("AsyncCall[Res]", _FakeCall(script, timeout_seconds, self._count_cancelled, AsyncEvent()))
 
     async def close_async(self) -> None:
         self.close()
@@ -281,14 +282,10 @@ def _played(reply: Reply, request: pb.GenerateRequest, number: int) -> Iterator[
     answer = Answer(text=reply) if isinstance(reply, str) else reply
     prompt_tokens = len(_tokens(prompt_text(request)))
     request_id = request.request_id or f"fake-{number}"
-    num_outputs = max(request.sampling.n, 1)
-    received = [len(output.token_ids) for output in request.resume.outputs] or [len(request.resume.token_ids)]
-    have = [*received, *[0] * (num_outputs - len(received))]
-    open_outputs = [
-        i for i in range(num_outputs) if not (request.resume.outputs and request.resume.outputs[i].is_complete)
-    ]
-    for index in open_outputs:
+    have = _received(request)
+    for index in have:
         seed = output_seed(request.sampling.seed, index)
+        num_outputs = max(request.sampling.n, 1)
         started = pb.Started(request_id=request_id, prompt_tokens=prompt_tokens, seed=seed, num_outputs=num_outputs)
         begin = pb.GenerateResponse(started=started, index=index)
         if request.output.echo and index == 0 and not have[0]:
@@ -298,8 +295,8 @@ def _played(reply: Reply, request: pb.GenerateRequest, number: int) -> Iterator[
     first_index = 0
     for part in _parts(answer):
         tokens = _tokens(part) if isinstance(part, str) else _tokens(part.reasoning or part.tool_calls[0].arguments)
-        for index in open_outputs:
-            if first_index >= have[index]:
+        for index, num_received in have.items():
+            if first_index >= num_received:
                 yield answer.delay_seconds
                 piece = _piece(request, part if isinstance(part, str) else "", tokens, first_index)
                 if not isinstance(part, str):
@@ -309,13 +306,21 @@ def _played(reply: Reply, request: pb.GenerateRequest, number: int) -> Iterator[
         first_index += len(tokens)
     if answer.error is not None and not request.HasField("resume"):
         raise answer.error
-    for index in open_outputs:
+    for index in have:
         finished = pb.Finished(
             finish_reason=pb.FinishReason.Value(f"FINISH_REASON_{_reason(answer).upper()}"),
             matched_stop_string=answer.matched_stop,
             usage=pb.Usage(prompt_tokens=0 if index else prompt_tokens, completion_tokens=first_index),
         )
         yield pb.GenerateResponse(first_index=first_index, finished=finished, index=index)
+
+
+def _received(request: pb.GenerateRequest) -> dict[int, int]:
+    """Return how many tokens the caller has of each output that is not complete."""
+    resume = request.resume
+    if resume.outputs:
+        return {i: len(output.token_ids) for i, output in enumerate(resume.outputs) if not output.is_complete}
+    return {i: 0 if i else len(resume.token_ids) for i in range(max(request.sampling.n, 1))}
 
 
 def _parts(answer: Answer) -> Iterator[str | pb.GenerateResponse]:
@@ -349,23 +354,49 @@ def _zeros(token_ids: Iterable[int]) -> list[pb.TopLogprob]:
     return [pb.TopLogprob(token_id=token_id, logprob=0.0) for token_id in token_ids]
 
 
-class _Played:
-    """A running fake call: its script, its deadline and whether it is cancelled."""
+class _FakeCall:
+    """A running fake call of either client: its script, its deadline and whether it is cancelled."""
 
     def __init__(
-        self, script: Iterator[Any], timeout_seconds: float | None, count_cancelled: Callable[[], None]
+        self,
+        script: Iterator[Any],
+        timeout_seconds: float | None,
+        count_cancelled: Callable[[], None],
+        stop: Event | AsyncEvent,
     ) -> None:
         self._script = script
-        self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        self._deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._count_cancelled = count_cancelled
-        self._ended = False
-        self._cancelled = False
+        self._stop: Any = stop
+        self._is_late = self._ended = False
+
+    def __next__(self) -> pb.GenerateResponse:
+        while isinstance(step := self._next(), float):
+            self._stop.wait_for(self._bounded(step))
+        if step is None:
+            raise StopIteration
+        return step
+
+    async def __anext__(self) -> pb.GenerateResponse:
+        await asyncio.sleep(0)  # other tasks run, as during a real call
+        while isinstance(step := self._next(), float):
+            await self._stop.wait_for(self._bounded(step))
+        if step is None:
+            raise StopAsyncIteration
+        return step
+
+    def cancel(self) -> None:
+        if not self._ended and not self._stop.is_set():
+            self._count_cancelled()
+        self._stop.set()
 
     def _next(self) -> pb.GenerateResponse | float | None:
         """Return a response, seconds to wait, or None at the end."""
-        if self._cancelled:
+        if self._stop.is_set():
             raise Cancelled("the call was cancelled")
         try:
+            if self._is_late:
+                raise DeadlineExceeded("the deadline of the call passed before the answer was complete")
             return cast("pb.GenerateResponse | float", next(self._script))
         except StopIteration:
             self._ended = True
@@ -374,65 +405,8 @@ class _Played:
             self._ended = True
             raise
 
-    def _bounded(self, seconds: float) -> tuple[float, bool]:
-        """Return the seconds to wait and whether the deadline is earlier."""
-        if self._deadline is None:
-            return seconds, False
+    def _bounded(self, seconds: float) -> float:
+        """Return the seconds to wait: at most until the deadline."""
         left = self._deadline - time.monotonic()
-        return (seconds, False) if seconds < left else (max(left, 0.0), True)
-
-    def _expire(self) -> None:
-        self._ended = True
-        raise DeadlineExceeded("the deadline of the call passed before the answer was complete")
-
-    def _mark_cancelled(self) -> None:
-        if not self._ended and not self._cancelled:
-            self._cancelled = True
-            self._count_cancelled()
-
-
-class _FakeCall(_Played):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._stop = threading.Event()
-
-    def __next__(self) -> pb.GenerateResponse:
-        while (step := self._next()) is not None:
-            if not isinstance(step, float):
-                return step
-            seconds, expires = self._bounded(step)
-            if self._stop.wait(seconds):
-                raise Cancelled("the call was cancelled")
-            if expires:
-                self._expire()
-        raise StopIteration
-
-    def cancel(self) -> None:
-        self._mark_cancelled()
-        self._stop.set()
-
-
-class _FakeAsyncCall(_Played):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._stop = asyncio.Event()
-
-    async def __anext__(self) -> pb.GenerateResponse:
-        await asyncio.sleep(0)  # other tasks run, as during a real call
-        while (step := self._next()) is not None:
-            if not isinstance(step, float):
-                return step
-            seconds, expires = self._bounded(step)
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._stop.wait()
-            except TimeoutError:
-                if expires:
-                    self._expire()
-            else:
-                raise Cancelled("the call was cancelled")
-        raise StopAsyncIteration
-
-    def cancel(self) -> None:
-        self._mark_cancelled()
-        self._stop.set()
+        self._is_late = seconds >= left
+        return min(seconds, max(left, 0.0))

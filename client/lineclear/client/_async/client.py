@@ -13,7 +13,7 @@ from lineclear.v1 import inference_pb2 as pb
 
 from .. import rpc_methods
 from ..call_params import Params
-from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config
+from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config, submit_request, submittable
 from ..chat_messages import ChatMessage
 from ..concurrency import async_sleep
 from ..grpc_channel import default_target
@@ -34,10 +34,17 @@ from ..prompt_calls import (
     scores_from,
 )
 from ..requests import Request, authorized, detokenize_request, pairs, tokenize_request
-from ..results import Generation, HealthStatus, Queued, from_proto, queued_from_proto
+from ..results import (
+    Generation,
+    HealthStatus,
+    Queued,
+    SubmittedStatus,
+    from_proto,
+    queued_from_proto,
+    submitted_status,
+)
 from ..retry import RetryPolicy
 from ..rpc_methods import AsyncTransport, Options, Pairs
-from ..submitted import SubmittedStatus, submit_request, submittable, submitted_status
 from .answer_stream import AsyncStream
 from .batches import AsyncBatches
 from .transport import AsyncGrpcTransport
