@@ -9,7 +9,7 @@ import pytest
 
 from lineclear.errors import QueueFull
 from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
-from lineclear.scheduler.requests.limited_processes import LimitedProcesses, Work
+from lineclear.scheduler.requests.limited_processes import LimitedProcesses
 from lineclear.scheduler.security import identity
 
 
@@ -117,13 +117,13 @@ async def test_cheap_requests_give_their_flow_no_advantage() -> None:
 async def test_work_that_took_longer_counts_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tenants send few bytes that take long; a third one sends many that do not."""
     monkeypatch.setattr("lineclear.scheduler.requests.limited_processes.num_processes", lambda cores: 2)
-    pool = LimitedProcesses(Work("work", "none", b"", 1.0, 100, max_waiting=200, what="things wait"))
+    pool = LimitedProcesses("work", "none", {}, cpu_seconds=1.0, max_bytes=100, max_waiting=200, what="things wait")
     order: list[str] = []
 
     async def answer(frame: bytes) -> bytes:
         order.append(identity.flow())
         await asyncio.sleep(0.05 if frame == b"slow" else 0)
-        return b""
+        return b"+"
 
     pool._answer = answer  # type: ignore[method-assign]
 

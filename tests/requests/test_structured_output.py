@@ -137,11 +137,11 @@ async def test_form_is_compiled_once(tmp_path: Path) -> None:
     async with serving(tmp_path, model=model(tmp_path), max_grammar_seconds=0.3) as s:
         s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
         first = await asyncio.gather(*(refused(s, json_schema=SLOW) for _ in range(5)))
-        await until(lambda: s.service.grammars.num_idle == 1)  # in place of the process that compiled it
-        pids = s.service.grammars.pids
+        await until(lambda: s.service.grammars.processes.num_idle == 1)  # in place of the process that compiled it
+        pids = s.service.grammars.processes.pids
         again = await refused(s, json_schema=SLOW)
         assert {str(error) for error in (*first, again)} == {str(again)}
-        assert s.service.grammars.pids == pids
+        assert s.service.grammars.processes.pids == pids
 
 
 async def test_form_that_met_a_full_queue_is_compiled_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ async def test_short_form_overtakes_long_ones_of_its_tenant(tmp_path: Path, monk
         pattern = {"type": "string", "pattern": "^[a-z]{1,50}$"}
         long = [{"anyOf": [{"properties": {f"k{n}_{i}": pattern}} for i in range(40)]} for n in range(12)]
         tasks = [asyncio.ensure_future(answer("long", schema)) for schema in long]
-        await until(lambda: s.service.grammars.num_waiting == 11)
+        await until(lambda: s.service.grammars.processes.turns.num_waiting == 11)
         await answer("short", {"type": "integer"})
         assert ended.count("long") <= 2, ended
         await asyncio.gather(*tasks)
@@ -184,7 +184,7 @@ async def test_processes_give_way_to_the_scheduler_and_the_worker(tmp_path: Path
     async with serving(tmp_path, model=model(tmp_path)) as s:
         s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
         assert [r async for r in s.generate(asked(regex="a"))]
-        (pid,) = s.service.grammars.pids
+        (pid,) = s.service.grammars.processes.pids
         assert os.getsid(pid) == os.getsid(0)
         assert os.getpgid(pid) == pid, "signals of the terminal do not reach it"
         assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
@@ -195,7 +195,7 @@ async def test_killed_process_is_replaced(tmp_path: Path) -> None:
         s.engine.answer = lambda request: TOKENIZER.encode_sealed("ok")
         assert [r async for r in s.generate(asked(regex="a"))]
         slow = s.generate(asked(json_schema=SLOW))
-        for pid in s.service.grammars.pids:
+        for pid in s.service.grammars.processes.pids:
             os.kill(pid, signal.SIGKILL)
         error = await error_of(slow)
         assert error.retry_after_seconds or error.code == "INVALID_ARGUMENT"

@@ -24,9 +24,8 @@ from lineclear.scheduler.requests import limited_processes
 from lineclear.scheduler.requests.limited_processes import num_processes
 from lineclear.scheduler.requests.loop_pacer import LoopPacer
 from lineclear.scheduler.requests.validate.request import check_detokenize
-from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.detokenizer import decode
-from lineclear.scheduler.text.template_renderer import ChatMessage
+from lineclear.scheduler.text.template_renderer import ChatMessage, ChatTemplate, Conversation
 from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
@@ -79,9 +78,9 @@ async def test_process_renders_the_same_tokens(tmp_path: Path) -> None:
     contents = ["plain", "<|im_end|> is no special token", "日本語 😀\r\n\x00", "", "x" * 5000]
 
     async with serving(tmp_path) as s:
-        template = ChatTemplate(TEMPLATE, TOKENIZER, {})
+        template = ChatTemplate(TEMPLATE, TOKENIZER.seal, {})
         messages = [ChatMessage("user", content) for content in contents]
-        expected = TOKENIZER.encode_sealed(template.render(messages, add_generation_prompt=True))
+        expected = TOKENIZER.encode_sealed(template.render(Conversation(messages)))
         assert list((await tokenize(s, *contents)).token_ids) == expected
 
 
@@ -140,9 +139,9 @@ async def test_answer_of_a_process_without_cpu_time_is_retryable(
 ) -> None:
     """On a busy machine a process may get no CPU time, so its limit of CPU time never ends it."""
 
+    monkeypatch.setattr(limited_processes, "_LEAST_WAIT_SECONDS", 1.0)
     async with serving(tmp_path, max_chat_template_seconds=0.5) as s:
         assert (await tokenize(s, "quick")).token_ids
-        monkeypatch.setattr(limited_processes, "_LEAST_WAIT_SECONDS", 1.0)
         pool = s.service.tokenizers._pool
         assert pool is not None
         (pid,) = pool.pids

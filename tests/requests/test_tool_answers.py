@@ -383,7 +383,7 @@ def test_parts_do_not_depend_on_the_split_into_tokens(
     token_parts: list[str], parsers: AnswerParsers, stops: StopStrings | None, data: st.DataObject
 ) -> None:
     """Ordinary text as few or as many tokens gives the same parts."""
-    special = set(TOKENIZER.special_tokens)
+    special = set(TOKENIZER.seal.private)
 
     def parts(tokens: Sequence[int]) -> tuple[str, str, list[tuple[str, str]]]:
         text = ParsedAnswerText(TOKENIZER, parsers, frozenset({"add"}), stops=stops)

@@ -18,8 +18,9 @@ from lineclear.errors import InvalidRequest
 from lineclear.scheduler.requests.validate import tools as tool_validation
 from lineclear.scheduler.requests.validate.request import ModelBounds, check, check_tokenize
 from lineclear.scheduler.requests.validate.violations import Violations
-from lineclear.scheduler.text.chat_template import ChatMessage, ChatTemplate, load_chat_template
 from lineclear.scheduler.text.detokenizer import decode
+from lineclear.scheduler.text.template_renderer import ChatMessage, ChatTemplate, Conversation
+from lineclear.scheduler.text.text_files import load_chat_template
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.scheduler.text.tool_context import ToolContext
 from lineclear.v1 import inference_pb2 as pb
@@ -78,7 +79,7 @@ def expected_ids(directory: Path, messages: Sequence[Mapping[str, Any]], tools: 
 def rendered(template: ChatTemplate, conversation: pb.ChatMessages) -> list[int]:
     messages = [ChatMessage(message.role, message.content) for message in conversation.messages]
     context = tool_validation.context(conversation).parsed()
-    return TOKENIZER.encode_sealed(template.render(messages, add_generation_prompt=True, context=context))
+    return TOKENIZER.encode_sealed(template.render(Conversation(messages, context=context)))
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -88,7 +89,7 @@ def test_prompt_equals_transformers(
     tmp_path: Path, family: str, tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
 ) -> None:
     model = save(tmp_path, tokenizer(), TEMPLATES[family])
-    template = load_chat_template(model, TOKENIZER)
+    template = load_chat_template(model, TOKENIZER.seal)
     assert template is not None
     assert template.takes_tools
     text = decode(TOKENIZER, rendered(template, chat(messages, tools)), keep_special=True)
@@ -105,7 +106,7 @@ COMPARES = (
 @pytest.mark.parametrize("source", [REPR, COMPARES])
 def test_printed_and_compared_values_equal_transformers(tmp_path: Path, source: str) -> None:
     model = save(tmp_path, tokenizer(), source)
-    template = load_chat_template(model, TOKENIZER)
+    template = load_chat_template(model, TOKENIZER.seal)
     assert template is not None
     ids = rendered(template, chat(MESSAGES[:1]))
     assert decode(TOKENIZER, ids, keep_special=True) == expected_ids(model, MESSAGES[:1], TOOLS)
@@ -114,7 +115,7 @@ def test_printed_and_compared_values_equal_transformers(tmp_path: Path, source: 
 def test_named_template_for_tools_is_used(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
     model = save(tmp_path, byte_level(), chat_template=named)
-    template = load_chat_template(model, TOKENIZER)
+    template = load_chat_template(model, TOKENIZER.seal)
     assert template is not None
     assert decode(TOKENIZER, rendered(template, chat()), keep_special=True) == "2 tools"
     assert decode(TOKENIZER, rendered(template, chat(tools=())), keep_special=True) == "plain"
@@ -141,7 +142,7 @@ FRAGMENTS = [
 @settings(max_examples=40, deadline=None)
 def test_tools_write_no_special_tokens(source: str, texts: list[str]) -> None:
     """The special tokens equal those of the same conversation with the text `z` everywhere."""
-    template = ChatTemplate(source, TOKENIZER, {"bos_token": "<s>", "eos_token": "</s>"})
+    template = ChatTemplate(source, TOKENIZER.seal, {"bos_token": "<s>", "eos_token": "</s>"})
 
     def special(texts: Sequence[str]) -> list[int]:
         description, key, value, argument, entry, name = texts[:6]
@@ -150,7 +151,7 @@ def test_tools_write_no_special_tokens(source: str, texts: list[str]) -> None:
         calls = [{"id": "123456789", "type": "function", "function": {"name": name, "arguments": {argument: entry}}}]
         context = ToolContext([{"type": "function", "function": function}], {1: {"tool_calls": calls}})
         messages = [ChatMessage("user", "x"), ChatMessage("assistant", ""), ChatMessage("user", "y")]
-        ids = TOKENIZER.encode_sealed(template.render(messages, add_generation_prompt=True, context=context))
+        ids = TOKENIZER.encode_sealed(template.render(Conversation(messages, context=context)))
         return [i for i in ids if TOKENIZER.is_special(i)]
 
     assert special(texts) == special(["z"] * 6)

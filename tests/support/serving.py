@@ -42,7 +42,7 @@ from lineclear.scheduler.observe.scheduler_state import TakenState
 from lineclear.scheduler.observe.step_feed import StepFeed
 from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.scheduler.text.chat_template import ChatTemplate
+from lineclear.scheduler.text.template_renderer import ChatTemplate
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.status_codec import TRAILER, from_trailer
 from lineclear.v1 import inference_pb2 as pb
@@ -317,7 +317,7 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     """Run a server with a joined worker on a Unix socket below `path`, with a channel to it if that is `plaintext`."""
     chosen = SchedulerSettings(**{"model": "m", "listen": f"unix:{path}/s", **settings})
-    chat = None if template is None else ChatTemplate(template, tokenizer, {})
+    chat = None if template is None else ChatTemplate(template, tokenizer.seal, {})
     engine = FakeEngine(lambda events: service.publish(events))
     service = InferenceService(chosen, engine, tokenizer, chat, model_defaults, model)
     operations = FakeOperations()

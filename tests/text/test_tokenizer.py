@@ -117,7 +117,7 @@ def test_configuration_names_special_tokens(tmp_path: Path) -> None:
     model = save(tmp_path, library, eos_token={"content": "</s>"}, additional_special_tokens=["<|im_end|>", "absent"])
     (model / "tokenizer.json").write_text(json.dumps(parsed))
     ours = load_tokenizer(model)
-    assert sorted(ours.special_tokens) == ["</s>", "<s>", "<|im_end|>"]
+    assert sorted(ours.seal.private) == ["</s>", "<s>", "<|im_end|>"]
     assert not {1, 4} & set(ours.encode("</s><|im_end|>"))
 
 

@@ -52,9 +52,9 @@ from lineclear.scheduler.requests.validate.sampling import model_defaults
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.scheduler.text.chat_template import ChatTemplate
 from lineclear.scheduler.text.parsed_answer import AnswerParsers
 from lineclear.scheduler.text.parser_choice import choose_parsers
+from lineclear.scheduler.text.template_renderer import ChatTemplate
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.status_codec import to_status
 from lineclear.v1 import inference_pb2 as pb

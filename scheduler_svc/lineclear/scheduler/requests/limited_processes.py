@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import structlog
 
 from lineclear.errors import LineclearError, QueueFull
 from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
 from lineclear.scheduler.security import identity
-from lineclear.scheduler.text.limited_child import LENGTH
+from lineclear.scheduler.text.limited_child import ANSWERED, LENGTH, Refused
 
 log = structlog.get_logger()
 
@@ -43,29 +45,6 @@ class ProcessKilled(Exception):
         self.signal = number
 
 
-class Work(NamedTuple):
-    """What the processes run."""
-
-    name: str
-    """For errors and the log."""
-    module: str
-    definition: bytes
-    """The first frame of each process."""
-    cpu_seconds: float
-    """The limit that the process keeps itself."""
-    max_bytes: int
-    """Longest answer."""
-    max_waiting: int
-    """Most work that waits for a process."""
-    what: str
-    """Work in progress or waiting, for errors."""
-
-    @property
-    def wait_seconds(self) -> float:
-        """Longest time for an answer."""
-        return max(_LEAST_WAIT_SECONDS, _MAX_SLOWDOWN * self.cpu_seconds)
-
-
 def num_processes(cores: int) -> int:
     """Return how many processes a machine of so many cores runs at once."""
     return min(max(cores // _CORES_PER_PROCESS, _MIN_PROCESSES), _MAX_PROCESSES)
@@ -74,14 +53,30 @@ def num_processes(cores: int) -> int:
 class LimitedProcesses:
     """Processes that answer frames, one at a time in each. On one event loop."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        definition: Mapping[str, Any],
+        *,
+        cpu_seconds: float,
+        max_bytes: int,
+        max_waiting: int,
+        what: str,
+    ) -> None:
+        """`module` serves (`limited_child`) by `definition`, with `cpu_seconds` and `max_bytes` for each answer.
+
+        At most `max_waiting` pieces of work wait. Errors and the log have the `name` of the work, and `what` it does.
+        """
+        self._name, self._module, self._max_bytes = name, module, max_bytes
+        self._definition = json.dumps({**definition, "cpu_seconds": cpu_seconds}).encode()
+        self._wait_seconds = max(_LEAST_WAIT_SECONDS, _MAX_SLOWDOWN * cpu_seconds)
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
         self._places = num_processes(len(os.sched_getaffinity(0)))
-        self.turns = FairSemaphore(self._places, work.max_waiting, work.what)
+        self.turns = FairSemaphore(self._places, max_waiting, what)
 
     @property
     def pids(self) -> list[int]:
@@ -106,11 +101,11 @@ class LimitedProcesses:
             for _ in range(self._places):
                 self._idle.append(await self._start())
 
-    async def ask(self, frame: bytes, cost: float) -> bytes:
+    async def ask(self, frame: bytes, cost: float) -> str:
         """Return the answer to a frame, when its turn comes. `cost` estimates the work by its bytes.
 
-        Raises ProcessKilled if a limit of the process ended it. Raises QueueFull if too much work waits, if the answer
-        takes too long, if no process can be started, or if the process was killed from outside.
+        Raises Refused with the reason of the process, or ProcessKilled if a limit ended it. Raises QueueFull if too
+        much work waits, if the answer takes too long, if no process can be started, or if it was killed from outside.
         """
         flow = identity.flow()
         await self.turns.acquire(flow, cost)
@@ -125,7 +120,11 @@ class LimitedProcesses:
         self._keep(task)
         task.add_done_callback(done)
         # A hang-up does not stop the process, so the place is held until it answers.
-        return await asyncio.shield(task)
+        answer = await asyncio.shield(task)
+        text = answer[1:].decode(errors="replace")
+        if answer[:1] != ANSWERED:
+            raise Refused(text)
+        return text
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
@@ -134,16 +133,15 @@ class LimitedProcesses:
     async def _answer(self, frame: bytes) -> bytes:
         process = self._take_idle() or await self._start()
         try:
-            async with asyncio.timeout(self._work.wait_seconds):
-                answer = await process.ask(frame, self._work.max_bytes)
+            async with asyncio.timeout(self._wait_seconds):
+                answer = await process.ask(frame, self._max_bytes)
         except TimeoutError:
             self._end(process)
             self._keep(asyncio.ensure_future(self._replace()))
-            log.warning("limited_process_too_slow", work=self._work.name, pid=process.popen.pid)
+            log.warning("limited_process_too_slow", work=self._name, pid=process.popen.pid)
             raise QueueFull(
-                f"the {self._work.name} took more than {self._work.wait_seconds:g} s, because the machine is busy; "
-                "retry later",
-                retry_after_seconds=self._work.wait_seconds,
+                f"the {self._name} took more than {self._wait_seconds:g} s, because the machine is busy; retry later",
+                retry_after_seconds=self._wait_seconds,
             ) from None
         except (asyncio.IncompleteReadError, OSError):
             self._keep(asyncio.ensure_future(self._replace()))
@@ -178,16 +176,16 @@ class LimitedProcesses:
     async def _start(self) -> _Process:
         assert not self._is_closed, "work after close"
         try:
-            process = _Process(await _connection_and_process(self._work.module))
+            process = await _Process.start(self._module)
         except OSError as error:
-            log.warning("limited_process_not_started", work=self._work.name, problem=error.strerror)
+            log.warning("limited_process_not_started", work=self._name, problem=error.strerror)
             raise QueueFull(
-                f"no process could be started for the {self._work.name}; retry later", retry_after_seconds=1.0
+                f"no process could be started for the {self._name}; retry later", retry_after_seconds=1.0
             ) from None
         self._all.add(process)
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await process.ask(self._work.definition, 1)  # the answer: it is ready
+                await process.ask(self._definition, 1)  # the answer: it is ready
         except (TimeoutError, asyncio.IncompleteReadError, OSError):
             raise await self._explanation(process) from None
         except BaseException:
@@ -199,31 +197,54 @@ class LimitedProcesses:
         """Kill a process that ended or does not answer. Return the error for its work."""
         exit_code = await process.exit_code()
         self._end(process)
-        log.warning("limited_process_ended", work=self._work.name, pid=process.popen.pid, exit_code=exit_code)
+        log.warning("limited_process_ended", work=self._name, pid=process.popen.pid, exit_code=exit_code)
         if exit_code in (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV):
             return ProcessKilled(-exit_code)
-        return QueueFull(f"the process of the {self._work.name} ended; retry", retry_after_seconds=1.0)
+        return QueueFull(f"the process of the {self._name} ended; retry", retry_after_seconds=1.0)
 
     def _end(self, process: _Process) -> None:
         self._all.discard(process)
         process.end()
 
 
-_Connection = tuple["subprocess.Popen[bytes]", asyncio.StreamReader, asyncio.StreamWriter]
-
-
 class _Process:
     """One process and its connection."""
 
-    def __init__(self, connection: _Connection) -> None:
-        self.popen, self._reader, self._writer = connection
+    def __init__(
+        self, popen: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.popen, self._reader, self._writer = popen, reader, writer
 
-    def send(self, content: bytes) -> None:
-        self._writer.write(LENGTH.pack(len(content)) + content)
+    @classmethod
+    async def start(cls, module: str) -> _Process:
+        """Start a process that is connected through its standard input and output. Raises OSError.
+
+        Popen uses vfork, which runs no fork handlers. asyncio's subprocess forks, and gRPC's fork handlers break its
+        threads.
+        """
+        parent_end, child_end = socket.socketpair()
+        try:
+            popen = subprocess.Popen(  # noqa: ASYNC220  # takes a millisecond
+                (sys.executable, "-P", "-m", module),
+                stdin=child_end.fileno(),
+                stdout=child_end.fileno(),
+                stderr=subprocess.DEVNULL,
+                # Signals of the terminal go to the scheduler alone. Not a session: each has a share of the CPU of its
+                # own (autogroup, sched(7)), and priorities count within it only.
+                process_group=0,
+            )
+        except BaseException:
+            parent_end.close()
+            raise
+        finally:
+            child_end.close()
+        with contextlib.suppress(OSError):  # the process may have ended
+            os.setpriority(os.PRIO_PROCESS, popen.pid, _NICENESS)
+        return cls(popen, *await asyncio.open_connection(sock=parent_end))
 
     async def ask(self, content: bytes, max_bytes: int) -> bytes:
         """Send a frame and return the answer. Raises OSError or IncompleteReadError."""
-        self.send(content)
+        self._writer.write(LENGTH.pack(len(content)) + content)
         await self._writer.drain()
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         if not 0 < length <= max_bytes:
@@ -244,31 +265,3 @@ class _Process:
         if self.popen.poll() is None:
             self.popen.kill()
             self.popen.poll()
-
-
-async def _connection_and_process(module: str) -> _Connection:
-    """Start a process that is connected through its standard input and output.
-
-    Popen uses vfork, which runs no fork handlers. asyncio's subprocess forks, and gRPC's fork handlers break its
-    threads.
-    """
-    parent_end, child_end = socket.socketpair()
-    try:
-        popen = subprocess.Popen(  # noqa: ASYNC220  # takes a millisecond
-            (sys.executable, "-P", "-m", module),
-            stdin=child_end.fileno(),
-            stdout=child_end.fileno(),
-            stderr=subprocess.DEVNULL,
-            # Signals of the terminal go to the scheduler alone. Not a session: each has a share of the CPU of its own
-            # (autogroup, sched(7)), and priorities count within it only.
-            process_group=0,
-        )
-    except BaseException:
-        parent_end.close()
-        raise
-    finally:
-        child_end.close()
-    with contextlib.suppress(OSError):  # the process may have ended
-        os.setpriority(os.PRIO_PROCESS, popen.pid, _NICENESS)
-    reader, writer = await asyncio.open_connection(sock=parent_end)
-    return popen, reader, writer

@@ -13,19 +13,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from lineclear.errors import NoChatTemplate
 from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
-from lineclear.scheduler.requests.limited_processes import LimitedProcesses, ProcessKilled, Work
+from lineclear.scheduler.requests.limited_processes import LimitedProcesses, ProcessKilled
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.validate import request as validation
 from lineclear.scheduler.requests.validate import tools
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.scheduler.text.chat_template import ChatTemplate, no_chat_template
 from lineclear.scheduler.text.detokenizer import AnswerText, IncrementalDecoder
-from lineclear.scheduler.text.limited_child import ANSWERED
+from lineclear.scheduler.text.limited_child import Refused
 from lineclear.scheduler.text.sampling_texts import BreakerIndex, Breakers, bad_words_ids
-from lineclear.scheduler.text.template_process import Conversation, pack_conversation
-from lineclear.scheduler.text.template_renderer import ChatMessage, not_taken
+from lineclear.scheduler.text.template_process import pack_conversation
+from lineclear.scheduler.text.template_renderer import ChatMessage, ChatTemplate, Conversation, not_taken
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.v1 import inference_pb2 as pb
 
@@ -52,9 +52,19 @@ class TokenizerPool:
         self._breaker_index = BreakerIndex(tokenizer)
         self._pacer = pacer
         self._chat = chat
-        self._pool: TemplatePool | None = None
+        self._pool: LimitedProcesses | None = None
+        self._template_seconds = settings.max_chat_template_seconds
         if chat is not None:
-            self._pool = TemplatePool(chat, settings)
+            most = _EXPANSION * settings.max_prompt_bytes + 65536
+            self._pool = LimitedProcesses(
+                "chat template",
+                "lineclear.scheduler.text.template_process",
+                {**chat.definition, "max_bytes": most},
+                cpu_seconds=self._template_seconds,
+                max_bytes=most + 1024,
+                max_waiting=settings.max_queue_size,
+                what="conversations are or wait to be rendered",
+            )
         self._texts = _semaphore(settings.tokenizer_threads, _MAX_BUSY, "inputs are being tokenized or wait for that")
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
         _start_all(self._threads, settings.tokenizer_threads)
@@ -98,7 +108,7 @@ class TokenizerPool:
         """
         template, pool = self._chat, self._pool
         if template is None or pool is None:
-            raise no_chat_template()
+            raise NoChatTemplate("this model has no chat template; send text or token_ids instead of chat")
         await self._turn(chat)
         with self._pacer.measured():
             validation.check_roles(chat, template.knows_role)
@@ -112,7 +122,15 @@ class TokenizerPool:
             opens_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
             frame = pack_conversation(Conversation(messages, opens_answer, time_us, context))
         cost = chat.ByteSize() + _MESSAGE_BYTES * (len(chat.messages) + len(chat.tools))
-        text = await pool.render(frame, cost)
+        try:
+            text = await pool.ask(frame, cost)
+        except Refused as refusal:
+            raise not_taken(str(refusal)) from None
+        except ProcessKilled:
+            raise not_taken(
+                f"the model's chat template takes more than {self._template_seconds:g} s of CPU time for this "
+                "conversation; send fewer or shorter messages, or raise --max-chat-template-seconds"
+            ) from None
         return await self._encode(self.tokenizer.encode_sealed, text)
 
     async def _turn(self, chat: pb.ChatMessages) -> None:
@@ -189,34 +207,6 @@ class TokenizerPool:
         future.add_done_callback(done)
         # A hang-up stops neither thread nor process, so the slot is held until they finish.
         return await asyncio.shield(future)
-
-
-class TemplatePool(LimitedProcesses):
-    """Renders conversations in child processes, one at a time in each. On one event loop."""
-
-    def __init__(self, template: ChatTemplate, settings: SchedulerSettings) -> None:
-        seconds, most = settings.max_chat_template_seconds, _EXPANSION * settings.max_prompt_bytes + 65536
-        module, what = "lineclear.scheduler.text.template_process", "conversations are or wait to be rendered"
-        definition = template.definition(cpu_seconds=seconds, max_bytes=most)
-        super().__init__(Work("chat template", module, definition, seconds, most + 1024, settings.max_queue_size, what))
-        self._cpu_seconds = seconds
-
-    async def render(self, frame: bytes, cost: float) -> str:
-        """Return a packed conversation as text with sealed special tokens.
-
-        Raises InvalidRequest if the template rejects the conversation or takes too long, and QueueFull as `ask`.
-        """
-        try:
-            answer = await self.ask(frame, cost)
-        except ProcessKilled:
-            raise not_taken(
-                f"the model's chat template takes more than {self._cpu_seconds:g} s of CPU time for this conversation; "
-                "send fewer or shorter messages, or raise --max-chat-template-seconds"
-            ) from None
-        text = answer[1:].decode()
-        if answer[:1] != ANSWERED:
-            raise not_taken(text)
-        return text
 
 
 def _semaphore(places: int, max_busy: int, what: str) -> FairSemaphore:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from lineclear.model_files.token_table import parser_limits, special_texts, token_table
 from lineclear.scheduler.text import call_grammar, schema_words
-from lineclear.scheduler.text.limited_child import ANSWERED, REFUSED, serve
+from lineclear.scheduler.text.limited_child import Refused, serve
 
 _MAX_REASON = 300
 _FIRST_TOKENS = 4
@@ -25,27 +25,17 @@ _MAX_DEPTH = 64  # objects and arrays; the compiler is recursive, and schemas th
 _ESCAPE = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _OPTIONS = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
 FORCED_CALLS = "forced_calls"
-"""The kind of a form whose content is a packed `ForcedCalls`."""
+"""The kind of a form whose content is a packed `ForcedCalls`. Other kinds are fields of StructuredOutput."""
 
 
-def pack_definition(model: Path, *, cpu_seconds: float) -> bytes:
-    """Return the content of the first frame."""
-    return json.dumps({"model": str(model), "cpu_seconds": cpu_seconds}).encode()
-
-
-def pack_form(kind: str, content: str, *, any_whitespace: bool) -> bytes:
-    """Return the content of a frame. `kind` is a field of StructuredOutput, or FORCED_CALLS."""
-    return json.dumps({"kind": kind, "content": content, "any_whitespace": any_whitespace}).encode()
-
-
-def grammar_of(kind: str, content: str, *, any_whitespace: bool) -> str:
-    """Return the grammar in llguidance's format. Raises ValueError or RecursionError."""
+def grammar_of(kind: str, content: str, *, any_whitespace: bool = False) -> str:
+    """Return the grammar of a form in llguidance's format. Raises ValueError or RecursionError."""
     if kind == "regex":
         return LLMatcher.grammar_from_regex(content)
     if kind == "grammar":
         return LLMatcher.grammar_from_lark(content)
     if kind == FORCED_CALLS:
-        return _grammar_of_calls(call_grammar.unpacked(content))
+        return LLMatcher.grammar_from_lark(call_grammar.lark(_exact_calls(call_grammar.unpacked(content))))
     if kind == "choice":
         texts = json.loads(content)
         return LLMatcher.grammar_from_lark(
@@ -65,22 +55,19 @@ def grammar_of(kind: str, content: str, *, any_whitespace: bool) -> str:
     )
 
 
-def _grammar_of_calls(calls: call_grammar.ForcedCalls) -> str:
+def _exact_calls(calls: call_grammar.ForcedCalls) -> call_grammar.ForcedCalls:
+    """Return the calls with exact schemas. Their depth was checked with the request. Raises ValueError."""
     exact = list(calls.parameters)
     for index, parameters in enumerate(calls.parameters):
-        if not parameters:
-            continue
-        try:
-            schema = schema_words.parsed(parameters)
-            if _depth(schema) <= _MAX_DEPTH:
+        if parameters:
+            try:
+                schema = schema_words.parsed(parameters)
                 schema_words.check(schema)
-                schema_words.make_exact(schema)
-                exact[index] = json.dumps(schema)
-                continue
-        except ValueError as error:
-            raise ValueError(f"has parameters of tool {index} that cannot be used: the schema {error}") from None
-        raise ValueError(f"tool {index} has parameters deeper than {_MAX_DEPTH} levels")
-    return LLMatcher.grammar_from_lark(call_grammar.lark(replace(calls, parameters=tuple(exact))))
+            except ValueError as error:
+                raise ValueError(f"has parameters of tool {index} that cannot be used: the schema {error}") from None
+            schema_words.make_exact(schema)
+            exact[index] = json.dumps(schema)
+    return replace(calls, parameters=tuple(exact))
 
 
 def _depth(value: Any) -> int:
@@ -112,18 +99,15 @@ def spelled(grammar: str, special: Iterable[str]) -> str:
     return grammar if _OPTIONS.search(grammar) else '%llguidance {"no_forcing": true}\n' + grammar
 
 
-def _answer(tokens: LLTokenizer, special: Sequence[str], frame: bytes) -> bytes:
-    try:
-        grammar = spelled(grammar_of(**json.loads(frame)), special)
-    except ValueError as error:
-        return _refused(str(error) if not isinstance(error, json.JSONDecodeError) else f"is no JSON: {error.msg}")
-    except (RecursionError, MemoryError):
-        return _refused(f"is nested deeper than {_MAX_DEPTH} levels")
+def _compile(tokens: LLTokenizer, special: Iterable[str], kind: str, content: str, options: Mapping[str, Any]) -> str:
+    """Return the grammar of a form. Raises ValueError, RecursionError or MemoryError."""
+    grammar = spelled(grammar_of(kind, content, **options), special)
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=parser_limits())
     failure = matcher.get_error() if matcher.is_error() else _first_error(tokens, matcher)
     if failure:
-        return _refused(_problem(tokens, frame) or f"cannot be used: {_reason(failure)}")
-    return ANSWERED + grammar.encode()
+        of_tool = _failure_of_a_tool(tokens, call_grammar.unpacked(content)) if kind == FORCED_CALLS else ""
+        raise ValueError(of_tool or f"cannot be used: {_reason(failure)}")
+    return grammar
 
 
 def _first_error(tokens: LLTokenizer, matcher: LLMatcher) -> str:
@@ -158,28 +142,30 @@ def _reason(text: str) -> str:
     return text
 
 
-def _problem(tokens: LLTokenizer, frame: bytes) -> str:
-    """Name the tool whose parameters cannot be used; empty for other forms."""
-    form = json.loads(frame)
-    calls = call_grammar.unpacked(form["content"]) if form["kind"] == FORCED_CALLS else None
-    for index, parameters in enumerate(calls.parameters if calls is not None else ()):
-        exact = schema_words.parsed(parameters) if parameters else None
-        schema_words.make_exact(exact)
-        schema = json.dumps(call_grammar.arguments_schema(json.dumps(exact) if parameters else ""))
+def _failure_of_a_tool(tokens: LLTokenizer, calls: call_grammar.ForcedCalls) -> str:
+    """Name the tool whose parameters cannot be used; empty if each works alone."""
+    for index, parameters in enumerate(_exact_calls(calls).parameters):
+        schema = json.dumps(call_grammar.arguments_schema(parameters))
         one = LLMatcher(tokens, LLMatcher.grammar_from_json_schema(schema), log_level=0, limits=parser_limits())
         if one.is_error():
             return f"has parameters of tool {index} that cannot be used: {_reason(one.get_error())}"
     return ""
 
 
-def _refused(reason: str) -> bytes:
-    return REFUSED + " ".join(reason.split()).encode(errors="replace")[:_MAX_REASON]
-
-
-def _prepare(definition: dict[str, Any]) -> Callable[[bytes], bytes]:
-    tokens = token_table(Path(definition["model"]))
+def _prepare(model: str) -> Callable[[dict[str, Any], list[str]], str]:
+    tokens = token_table(Path(model))
     special = special_texts(tokens)
-    return lambda frame: _answer(tokens, special, frame)
+
+    def compiled(form: dict[str, Any], texts: list[str]) -> str:
+        try:
+            return _compile(tokens, special, form.pop("kind"), texts[0], form)
+        except ValueError as error:
+            reason = f"is no JSON: {error.msg}" if isinstance(error, json.JSONDecodeError) else str(error)
+        except (RecursionError, MemoryError):
+            reason = f"is nested deeper than {_MAX_DEPTH} levels"
+        raise Refused(" ".join(reason.split())[:_MAX_REASON])
+
+    return compiled
 
 
 if __name__ == "__main__":

@@ -14,15 +14,11 @@ class Seal:
 
     def __init__(self, private: Mapping[str, str]) -> None:
         self.private = dict(private)
+        """The private name of each special token as tokenizer.json spells it."""
         # Longest first: of the tokens at one position the library takes the longest.
         words = sorted(self.private, key=len, reverse=True)
         self._pattern = re.compile("|".join(re.escape(word) for word in words))
 
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Every special token, as tokenizer.json spells it."""
-        return tuple(self.private)
-
-    def seal(self, text: str) -> str:
+    def __call__(self, text: str) -> str:
         """Return `text` with its special tokens under their private names."""
         return self._pattern.sub(lambda match: self.private[match[0]], text) if self.private else text

@@ -15,8 +15,8 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, NoReturn, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -25,8 +25,10 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from lineclear.errors import InvalidRequest, Violation
+from lineclear.scheduler.text.special_token_seal import Seal
 from lineclear.scheduler.text.tool_context import ToolContext, kept_words, opaque
 
+_COMMON_ROLES = frozenset({"system", "user", "assistant"})
 _EPOCH = datetime.datetime(1970, 1, 1)
 _PLACEHOLDERS = range(0x100000, 0x10FFFE)  # a private-use plane, which models do not use
 _NOT_ASCII = re.compile(r"[^\x00-\x7f\U00100000-\U0010fffd]+")
@@ -39,17 +41,14 @@ class ChatMessage(NamedTuple):
     content: str
 
 
-class Sealer(Protocol):
-    """The part of a tokenizer that rendering needs."""
+class Conversation(NamedTuple):
+    """What a template renders."""
 
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Every special token, as tokenizer.json spells it."""
-        ...
-
-    def seal(self, text: str) -> str:
-        """Return `text` with its special tokens under their private names."""
-        ...
+    chat_messages: Sequence[ChatMessage]
+    add_generation_prompt: bool = True
+    time_us: int = 0
+    """The template's time; 0: now."""
+    context: ToolContext = ToolContext()
 
 
 class InvalidTemplate(ValueError):
@@ -60,12 +59,48 @@ class _Refused(Exception):
     """The template called raise_exception."""
 
 
-class Renderer:
-    """A compiled chat template. Thread-safe."""
+class ChatTemplate:
+    """A model's chat template. Thread-safe."""
 
-    def __init__(self, source: str, sealer: Sealer, variables: Mapping[str, Any]) -> None:
+    def __init__(self, source: str, seal: Seal, variables: Mapping[str, Any], tool_source: str = "") -> None:
+        """`variables` maps bos_token and others to special tokens. `tool_source` renders conversations with tools.
+
+        Raises InvalidTemplate.
+        """
+        self.source = tool_source or source
+        """The template of conversations with tools."""
+        self._plain = self._tool_use = _Renderer(source, seal, variables)
+        if tool_source:
+            self._tool_use = _Renderer(tool_source, seal, variables)
+        self._literals = self._plain.literals | self._tool_use.literals
+        self.takes_tools = self._plain.takes_tools or self._tool_use.takes_tools
+        """Whether the template shows tools to the model."""
+        self.definition = {
+            "source": source,
+            "tool_source": tool_source,
+            "private": seal.private,
+            "variables": variables,
+        }
+        """The definition that a template process renders from, without its limits."""
+
+    def knows_role(self, role: str) -> bool:
+        """Whether the template accepts this role: a common one, or a literal of the template."""
+        return role in _COMMON_ROLES or role in self._literals
+
+    def render(self, conversation: Conversation) -> str:
+        """Return the conversation as text with sealed special tokens, without a time limit.
+
+        Raises InvalidRequest if the template rejects the conversation.
+        """
+        return (self._tool_use if conversation.context.tools else self._plain).render(conversation)
+
+
+class _Renderer:
+    """One compiled template. Thread-safe."""
+
+    def __init__(self, source: str, seal: Seal, variables: Mapping[str, Any]) -> None:
         """`variables` maps names such as bos_token to special tokens. Raises InvalidTemplate."""
-        self._sealer = sealer
+        self._seal = seal
         self._variables = dict(variables)
         environment = _environment()
         try:
@@ -78,23 +113,13 @@ class Renderer:
         except (jinja2.TemplateError, RecursionError) as error:
             raise InvalidTemplate(f"the model's chat template is not valid: {error}") from None
         # Quotes stay: `tojson` must see them to escape them, and no special token consists of quotes alone.
-        self._keys = {c for token in sealer.special_tokens for c in token if not c.isspace() and c not in '"\\'}
-        unchanged = _harmless(self.literals, self._keys, sealer.special_tokens)
+        self._keys = {c for token in seal.private for c in token if not c.isspace() and c not in '"\\'}
+        unchanged = _harmless(self.literals, self._keys, seal.private)
         self._unchanged = re.compile("(" + "|".join(map(re.escape, unchanged)) + ")") if unchanged else None
         self._kept_words = kept_words(self.literals)
 
-    def render(
-        self,
-        chat_messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool,
-        time_us: int = 0,
-        context: ToolContext = ToolContext(),  # noqa: B008 - immutable
-    ) -> str:
-        """Return the conversation as text with sealed special tokens; `time_us` is the template's time, 0 for now.
-
-        Raises InvalidRequest if the template rejects the conversation.
-        """
+    def render(self, conversation: Conversation) -> str:
+        chat_messages, add_generation_prompt, time_us, context = conversation
         placeholders = self._placeholders(chat_messages, context)
         messages: list[dict[str, Any]] = [
             {"role": chat_message.role, "content": self._taint(chat_message.content, placeholders)}
@@ -119,7 +144,7 @@ class Renderer:
             raise not_taken(f"the model's chat template refuses this conversation{reason}") from None
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError):
             raise not_taken("the model's chat template fails on this conversation") from None
-        sealed = self._sealer.seal(rendered)
+        sealed = self._seal(rendered)
         return sealed.translate({ord(placeholder): key for key, placeholder in placeholders.items()})
 
     def _placeholders(self, chat_messages: Sequence[ChatMessage], context: ToolContext) -> dict[str, str]:
@@ -147,7 +172,7 @@ def not_taken(description: str) -> InvalidRequest:
     return InvalidRequest(description, violations=[Violation("chat.messages", description)])
 
 
-def _harmless(literals: Iterable[str], keys: Set[str], special_tokens: Sequence[str]) -> list[str]:
+def _harmless(literals: Iterable[str], keys: Set[str], special_tokens: Collection[str]) -> list[str]:
     """Return the template literals that stay unchanged in contents so that the template finds them, longest first.
 
     A template may search an answer for "</think>". A literal qualifies if it looks like markup and no special token

@@ -60,7 +60,8 @@ class Tokenizer:
         self._special = {i: content for content, i in ids.items() if i is not None}
         if len(self._special) != len(ids):
             raise ConfigurationError("tokenizer.json: special tokens share an id, or have none")
-        self._sealing = Seal({content: self._private[content] for content in self._special.values()})
+        self.seal = Seal({content: self._private[content] for content in self._special.values()})
+        """Replaces special tokens by their private names; for template text only."""
         self._byte_piece, self.errors = _decoder_kind(definition.get("decoder"))
         self.known: dict[bool, dict[int, str]] = {True: {}, False: {}}
         self._first: dict[int, bytes | None] = {}
@@ -76,11 +77,6 @@ class Tokenizer:
         """Whether the text of an answer is the bytes of its tokens, as structured output needs."""
         return self._byte_piece in (_byte_level_piece, _byte_fallback_piece)
 
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Every special token, as tokenizer.json spells it."""
-        return self._sealing.special_tokens
-
     # --- text to ids -------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
@@ -90,10 +86,6 @@ class Tokenizer:
     def encode_sealed(self, text: str) -> list[int]:
         """Return the ids of a sealed text. The post-processor adds nothing."""
         return self._encode(text, add_special_tokens=False)
-
-    def seal(self, text: str) -> str:
-        """Return `text` with its special tokens under their private names. For template text only."""
-        return self._sealing.seal(text)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # `encode` would hold the interpreter lock for its whole duration.
