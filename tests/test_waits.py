@@ -59,7 +59,7 @@ BOUNDED = {
     "gpu_worker/lineclear/worker/grammar_compiler.py:GrammarCompiler.matcher.on_compiled:compiled.result()": (
         "the future is done"
     ),
-    "gpu_worker/lineclear/worker/model_runner.py:_InflightStep._finish:self._timer.wait()": (
+    "gpu_worker/lineclear/worker/launched_step.py:LaunchedStep._finish:self._timer.wait()": (
         "as ResultCollector._finish"
     ),
 }

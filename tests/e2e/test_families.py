@@ -17,7 +17,7 @@ from lineclear.wire.messages import Sampling
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import wrap_model
 from lineclear.worker.model.verified_families import VERIFIED
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
 BLOCK_SIZE = 4
 PROMPT_LENS = (5, 1, 16, 33, 9, 24, 12, 3)
@@ -36,7 +36,7 @@ class Family:
 
     def server(self, limits: CoreLimits = LIMITS, num_blocks: int = 256) -> InProcess:
         runner = ModelRunner(
-            self.loaded, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=16, max_step_tokens=512
+            self.loaded, RunnerOptions(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=16, max_step_tokens=512)
         )
         return InProcess(runner, limits)
 

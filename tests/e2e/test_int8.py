@@ -16,7 +16,7 @@ from lineclear.wire.messages import Sampling
 from lineclear.worker.cpu.fused_decoder import FAMILIES
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import to_int8, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
 pytestmark = needs_kernels
 PROMPT_LENS = (5, 1, 17, 33, 40, 24)
@@ -33,7 +33,9 @@ def requests() -> list[Request]:
 def server(
     loaded: LoadedModel, limits: CoreLimits = LIMITS, num_blocks: int = 64, kv_dtype: torch.dtype | None = None
 ) -> InProcess:
-    runner = ModelRunner(loaded, num_blocks=num_blocks, num_slots=16, max_step_tokens=512, kv_dtype=kv_dtype)
+    runner = ModelRunner(
+        loaded, RunnerOptions(num_blocks=num_blocks, num_slots=16, max_step_tokens=512, kv_dtype=kv_dtype)
+    )
     return InProcess(runner, limits)
 
 

@@ -17,7 +17,7 @@ from lineclear.worker.attention.registry import BACKENDS
 from lineclear.worker.kernels.native_library import selected_library
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
 BLOCK_SIZE = 16
 LONGEST = tuple(3 + i * 37 % 200 for i in range(40))
@@ -43,7 +43,9 @@ Answers = dict[str, list[int]]
 def serve(
     loaded: LoadedModel, limits: CoreLimits, rounds: list[list[Request]], **options: Any
 ) -> tuple[Answers, InProcess]:
-    runner = ModelRunner(loaded, num_blocks=160, block_size=BLOCK_SIZE, num_slots=16, max_step_tokens=512, **options)
+    runner = ModelRunner(
+        loaded, RunnerOptions(num_blocks=160, block_size=BLOCK_SIZE, num_slots=16, max_step_tokens=512, **options)
+    )
     server = InProcess(runner, limits)
     answers: Answers = {}
     for wave in rounds:

@@ -20,7 +20,7 @@ from lineclear.scheduler.text.grammar_process import grammar_of
 from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.wire.messages import Sampling
 from lineclear.worker.model.loader import build_fused, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
 TOKENIZER = load_tokenizer(DEMO_MODEL)
 EOS = 2
@@ -32,7 +32,7 @@ def test_finished_answers_are_valid(any_whitespace: bool) -> None:
     fused = build_fused(wrap_model(tiny_model("llama", **{**WIDE, "vocab_size": 4096})))
     assert fused is not None
     loaded = replace(fused, directory=DEMO_MODEL)
-    runner = ModelRunner(loaded, num_blocks=1024, block_size=16, num_slots=32, max_step_tokens=256)
+    runner = ModelRunner(loaded, RunnerOptions(num_blocks=1024, block_size=16, num_slots=32, max_step_tokens=256))
     chosen = schemas()
     assert len(chosen) == 300
     requests = []

@@ -21,7 +21,7 @@ from lineclear.worker.input_batch import OutputRow
 from lineclear.worker.logits import Logits, with_argmax
 from lineclear.worker.model.loaded_model import LoadedModel, ModelForward
 from lineclear.worker.model.loader import build_fused, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.row_outputs import PIECE, RowOutputs
 
 NUM_TOP = 3
@@ -51,7 +51,7 @@ def requests() -> list[Request]:
 
 
 def serve(loaded: LoadedModel, asked: list[Request], **limits: Any) -> InProcess:
-    runner = ModelRunner(loaded, num_blocks=256, block_size=16, num_slots=16, max_step_tokens=512)
+    runner = ModelRunner(loaded, RunnerOptions(num_blocks=256, block_size=16, num_slots=16, max_step_tokens=512))
     server = InProcess(runner, CoreLimits(**{"pipeline_depth": 2} | limits))
     server.serve(asked)
     return server
@@ -117,7 +117,9 @@ def test_fused_decoder(family: str, dtype: torch.dtype, budget: int) -> None:
 
 @pytest.mark.parametrize("lost_after", [2, 5, 9])
 def test_after_the_loss_of_the_worker(lost_after: int) -> None:
-    runner = ModelRunner(wrap_model(tiny_model("llama")), num_blocks=256, num_slots=16, max_step_tokens=512)
+    runner = ModelRunner(
+        wrap_model(tiny_model("llama")), RunnerOptions(num_blocks=256, num_slots=16, max_step_tokens=512)
+    )
     server = InProcess(runner, CoreLimits(target_batch_tokens=24))
     server.serve(requests(), lose_worker_after_steps=lost_after)
     check(server, tiny_model("llama"), EXACT)
@@ -125,7 +127,7 @@ def test_after_the_loss_of_the_worker(lost_after: int) -> None:
 
 def test_answers_beside_scores_are_the_same() -> None:
     loaded = wrap_model(tiny_model("llama"))
-    runner = ModelRunner(loaded, num_blocks=256, num_slots=16, max_step_tokens=512)
+    runner = ModelRunner(loaded, RunnerOptions(num_blocks=256, num_slots=16, max_step_tokens=512))
     plain = [x for x in requests() if x.max_tokens == 20]
     alone, beside = InProcess(runner).serve(plain), InProcess(runner).serve(requests())
     assert {name: tokens for name, tokens in beside.items() if name in alone} == alone
@@ -141,7 +143,7 @@ def test_values_that_are_not_finite_fail_their_request_only() -> None:
         *(Request(f"vector-{kind.name}", prompt, Sampling(), 0, pooling=Pooling(kind)) for kind in PoolingKind),
         replace(requests()[0], request_id="good"),
     ]
-    runner = ModelRunner(wrap_model(model), num_blocks=256, num_slots=16, max_step_tokens=512)
+    runner = ModelRunner(wrap_model(model), RunnerOptions(num_blocks=256, num_slots=16, max_step_tokens=512))
     server = InProcess(runner)
     with pytest.raises(Failure):
         server.serve(asked)

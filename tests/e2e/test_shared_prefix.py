@@ -20,7 +20,7 @@ from lineclear.worker.attention.registry import BACKENDS
 from lineclear.worker.kernels.native_library import selected_library
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
 PREFIX = tuple(3 + i * 37 % 200 for i in range(52))
 TAILS = ((), (), (9,), (9, 10, 11), tuple(range(40, 75)), ())
@@ -35,7 +35,7 @@ def requests() -> list[Request]:
 
 
 def serve(loaded: LoadedModel, limits: CoreLimits, **options: Any) -> tuple[dict[str, list[int]], InProcess]:
-    runner = ModelRunner(loaded, num_blocks=64, num_slots=8, max_step_tokens=512, **options)
+    runner = ModelRunner(loaded, RunnerOptions(num_blocks=64, num_slots=8, max_step_tokens=512, **options))
     server = InProcess(runner, limits)
     return server.serve(requests()), server
 

@@ -27,7 +27,7 @@ from lineclear.worker.drafts.drafter import ReadTokens
 from lineclear.worker.drafts.verification import Drafts
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
 TOKENIZER = load_tokenizer(DEMO_MODEL)
 EOS = frozenset({2})
@@ -58,7 +58,7 @@ def loaded() -> LoadedModel:
 
 
 def server(loaded: LoadedModel, num_blocks: int = 256, **limits: Any) -> InProcess:
-    runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=4, num_slots=8, max_step_tokens=128)
+    runner = ModelRunner(loaded, RunnerOptions(num_blocks=num_blocks, block_size=4, num_slots=8, max_step_tokens=128))
     return InProcess(runner, CoreLimits(max_batch_size=8, target_batch_tokens=64, **limits))
 
 
@@ -153,7 +153,7 @@ def test_drafts_beside_constrained_rows(loaded: LoadedModel) -> None:
     wanted = server(loaded).serve([replace(request, max_drafts=0) for request in repeating]) | server(loaded).serve(
         requests()
     )
-    runner = ModelRunner(loaded, num_blocks=256, block_size=4, num_slots=8, drafter=LastToken())
+    runner = ModelRunner(loaded, RunnerOptions(num_blocks=256, block_size=4, num_slots=8), drafter=LastToken())
     both = InProcess(runner, CoreLimits(max_batch_size=8, adaptive_drafts=False))
     constrained = [replace(request, max_drafts=4) for request in requests()]
     assert both.serve([*constrained[:5], *repeating, *constrained[5:]]) == wanted

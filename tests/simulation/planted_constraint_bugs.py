@@ -74,7 +74,7 @@ CONSTRAINT_BUGS = (
         RunningBatch.publish_planned,
         replace("int(sequence.request.is_constrained)", "0"),
     ),
-    Bug("a slot keeps the constraint of its last sequence", ConstraintTable.set_slot, drop("self._slots.pop(_, None)")),
+    Bug("a slot keeps the constraint of its last sequence", ConstraintTable.set_slot, drop("self.slots.pop(_, None)")),
     Bug(
         "tokens of a slot's initialisation are not matched",
         _Constraint.__init__,

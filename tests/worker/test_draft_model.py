@@ -18,7 +18,7 @@ from lineclear.wire.messages import Sampling
 from lineclear.worker.draft_model import check_vocabulary
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import build_fused, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
 
@@ -40,8 +40,8 @@ def runners(noise: float = 0.02, num_blocks: int = 200, max_step_tokens: int = 6
     model = tiny_model("llama", **WIDE)
     sizes: dict[str, Any] = {"block_size": 4, "num_slots": 16, "max_step_tokens": max_step_tokens}
     draft = wrap_model(sibling(model, noise, **config))
-    plain = ModelRunner(wrap_model(tiny_model("llama", **WIDE)), num_blocks=400, **sizes)
-    return [plain, ModelRunner(wrap_model(model), num_blocks=num_blocks, draft_model=draft, **sizes)]
+    plain = ModelRunner(wrap_model(tiny_model("llama", **WIDE)), RunnerOptions(num_blocks=400, **sizes))
+    return [plain, ModelRunner(wrap_model(model), RunnerOptions(num_blocks=num_blocks, **sizes), draft_model=draft)]
 
 
 def requests_of(count: int, max_tokens: int = 24, prompt_len: int = 20) -> list[Request]:
@@ -129,9 +129,9 @@ def test_fused_draft_model() -> None:
     assert loaded is not None
     assert draft is not None
     requests = requests_of(6)
-    plain = InProcess(ModelRunner(loaded, num_blocks=64, num_slots=8), LIMITS)
+    plain = InProcess(ModelRunner(loaded, RunnerOptions(num_blocks=64, num_slots=8)), LIMITS)
     wanted = plain.serve(plainly(requests))
-    server = InProcess(ModelRunner(loaded, num_blocks=64, num_slots=8, draft_model=draft), LIMITS)
+    server = InProcess(ModelRunner(loaded, RunnerOptions(num_blocks=64, num_slots=8), draft_model=draft), LIMITS)
     assert server.serve(requests) == wanted
     assert server.counters.spec_decode_num_accepted_tokens > 0
 

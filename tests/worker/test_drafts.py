@@ -18,14 +18,16 @@ from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit,
 from lineclear.worker.drafts.drafter import Drafter, ReadTokens
 from lineclear.worker.drafts.verification import Drafts, verified
 from lineclear.worker.model.loader import build_fused, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner_interface import StepFailed
 
 LIMITS = CoreLimits(max_batch_size=8, adaptive_drafts=False)
 
 
 def runner_of(model: Any, num_blocks: int = 200, drafter: Drafter | None = None) -> ModelRunner:
-    return ModelRunner(wrap_model(model), num_blocks=num_blocks, block_size=4, num_slots=16, drafter=drafter)
+    return ModelRunner(
+        wrap_model(model), RunnerOptions(num_blocks=num_blocks, block_size=4, num_slots=16), drafter=drafter
+    )
 
 
 def repeating(number: int, max_tokens: int = 24, **sampling: Any) -> Request:
@@ -201,10 +203,10 @@ def test_fused_pass_verifies_drafts() -> None:
     loaded = build_fused(wrap_model(tiny_model("llama", **WIDE)))
     assert loaded is not None
     requests = [repeating(i, temperature=0.6 * (i % 2), seed=i) for i in range(8)]
-    runner = ModelRunner(loaded, num_blocks=64, num_slots=8)
+    runner = ModelRunner(loaded, RunnerOptions(num_blocks=64, num_slots=8))
     wanted = InProcess(runner, LIMITS).serve(plainly(requests))
     drafter = KnownAnswers(requests, wanted)
-    drafted = InProcess(ModelRunner(loaded, num_blocks=64, num_slots=8, drafter=drafter), LIMITS)
+    drafted = InProcess(ModelRunner(loaded, RunnerOptions(num_blocks=64, num_slots=8), drafter=drafter), LIMITS)
     assert drafted.serve(requests) == wanted
     assert drafted.counters.spec_decode_num_accepted_tokens > 0
 

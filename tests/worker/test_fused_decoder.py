@@ -18,7 +18,7 @@ from lineclear.worker.cpu.fused_decoder import FAMILIES
 from lineclear.worker.kernels.native_library import NONE
 from lineclear.worker.model import loader
 from lineclear.worker.model.loader import build_fused, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
 
@@ -48,7 +48,7 @@ def test_fused_tokens_equal_transformers(family: str, each_way: str) -> None:
     assert fused is not None
     assert (fused.decoder is None) == (each_way == NONE), "it was not used"
     for budget in (7, 256):
-        server = InProcess(ModelRunner(fused, num_blocks=32), CoreLimits(target_batch_tokens=budget))
+        server = InProcess(ModelRunner(fused, RunnerOptions(num_blocks=32)), CoreLimits(target_batch_tokens=budget))
         assert server.serve(requests()) == generated(family)
 
 
@@ -78,7 +78,7 @@ def test_failed_comparison_falls_back_to_transformers(tmp_path: Path, monkeypatc
     monkeypatch.setattr(loader, "relative_error", lambda found, wanted: float("inf"))
     runner = make_runner(WorkerSettings(model=str(tmp_path), socket_directory="unused", num_blocks=64, threads=1))
     found = InProcess(runner, CoreLimits()).serve(requests())
-    again = InProcess(ModelRunner(wrap_model(tiny_model("llama", **WIDE)), num_blocks=64), CoreLimits()).serve(
-        requests()
-    )
+    again = InProcess(
+        ModelRunner(wrap_model(tiny_model("llama", **WIDE)), RunnerOptions(num_blocks=64)), CoreLimits()
+    ).serve(requests())
     assert found == again

@@ -21,7 +21,7 @@ from lineclear.worker.attention.base import AttentionBackend
 from lineclear.worker.kv_prefault import KvPrefaulter
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
 
@@ -141,7 +141,7 @@ def test_refused_allocation_is_a_configuration_error(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("lineclear.worker.attention.cpu_native.HugePageArena.allocate", take)
     with pytest.raises(ModelRefused, match=r"8 blocks.*Cannot allocate memory.*num-blocks"):
-        ModelRunner(wrap_model(tiny_model("llama", head_dim=64)), num_blocks=8)
+        ModelRunner(wrap_model(tiny_model("llama", head_dim=64)), RunnerOptions(num_blocks=8))
 
 
 @needs_kernels
@@ -151,9 +151,7 @@ def test_refused_allocation_is_a_configuration_error(monkeypatch: pytest.MonkeyP
 def test_prefaulted_steps_have_no_page_faults(ahead: bool, kv_dtype: torch.dtype | None) -> None:
     runner = ModelRunner(
         wrap_model(tiny_model("llama", head_dim=64, num_hidden_layers=2, max_position_embeddings=4096)),
-        num_blocks=8192,
-        kv_prefault_tokens=4096 if ahead else 0,
-        kv_dtype=kv_dtype,
+        RunnerOptions(num_blocks=8192, kv_prefault_tokens=4096 if ahead else 0, kv_dtype=kv_dtype),
     )
     pool: Tensor = runner._backend._pool  # type: ignore[attr-defined]
     while runner.idle_work():

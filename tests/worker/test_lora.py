@@ -25,7 +25,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.wire.messages import Pooling, PoolingKind, Row, Sampling, SlotInit, StepErrorKind, StepPlan
 from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner_interface import StepFailed
 
 PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -44,7 +44,7 @@ def runner_of(family: str, *, fused: bool, **sizes: Any) -> ModelRunner:
         found = build_fused(loaded)
         assert found is not None
         loaded = found
-    return ModelRunner(loaded, **{"num_blocks": 64} | sizes)
+    return ModelRunner(loaded, RunnerOptions(**{"num_blocks": 64} | sizes))
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_adapter_changes_quantised_and_bf16_models(quantise: bool, tmp_path: Pat
         loaded = wrap_model(model)
         built = to_int8(loaded) if quantise and dtype == torch.bfloat16 else build_fused(loaded)
         assert built is not None
-        server = InProcess(ModelRunner(built, num_blocks=64))
+        server = InProcess(ModelRunner(built, RunnerOptions(num_blocks=64)))
         key = b"" if directory is None else server.load_adapter(directory)
         server.serve([Request("a", prompts(3)[2], Sampling(logprobs=0, allowed_ids=(7,)), 1, adapter=key)])
         return torch.tensor([entry.logprob for entry in server.logprobs("a")])
@@ -285,7 +285,7 @@ def test_adapter_of_another_model_is_refused(adapters: Callable[[str], list[Path
     assert phi is not None
     with pytest.raises(AdapterFilesRefused, match="no linear layer model"):
         runner.load_adapter(1, adapter_files.read(phi, 16).key, str(phi))
-    small = ModelRunner(wrap_model(tiny_model("llama")), num_blocks=8)
+    small = ModelRunner(wrap_model(tiny_model("llama")), RunnerOptions(num_blocks=8))
     with pytest.raises(AdapterFilesRefused, match=r"features in the adapter, and \d+ to \d+ in the model"):
         small.load_adapter(1, adapter_files.read(first, 16).key, str(first))
 

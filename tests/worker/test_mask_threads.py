@@ -169,7 +169,7 @@ def test_form_that_is_compiled_delays_no_late_mask() -> None:
     t.set_slot(0, UNCOMPILED)
     assert list(t.step((0, 2), (2, 2)).deferred) == [0]
     t.set_slot(1, GATED)
-    t.table._slots[1].is_slow = True
+    t.table.slots[1].is_slow = True
     t.grammars.gate.set()
     deadline = time.monotonic() + PATIENCE_SECONDS
     while 1 not in t.step((0, 1), (2, 2)).rows:

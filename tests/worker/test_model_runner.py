@@ -17,7 +17,7 @@ from lineclear.wire.messages import Decodes, Row, Sampling, SlotInit, StepErrorK
 from lineclear.worker.kernels.native_library import NONE
 from lineclear.worker.model.loaded_model import LoadedModel, ModelRefused
 from lineclear.worker.model.loader import build_fused, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner_interface import StepFailed
 
 DEVICES = [
@@ -27,7 +27,7 @@ DEVICES = [
 
 
 def runner_of(loaded: LoadedModel, num_blocks: int = 64) -> ModelRunner:
-    return ModelRunner(loaded, num_blocks=num_blocks, block_size=4, num_slots=8, max_step_tokens=256)
+    return ModelRunner(loaded, RunnerOptions(num_blocks=num_blocks, block_size=4, num_slots=8, max_step_tokens=256))
 
 
 def asked(name: str, prompt: tuple[int, ...], **sampling: Any) -> Request:
@@ -40,7 +40,7 @@ def test_hello_has_capacities_and_versions(each_way: str) -> None:
     assert (hello.max_model_len, hello.vocab_size, hello.eos_token_ids, hello.max_step_tokens) == (256, 211, (2,), 256)
     assert (hello.model_id, hello.family, hello.dtype, hello.device) == ("tiny", "llama", "float32", "cpu")
     assert hello.attention_backend == "torch_paged", "in blocks of 4"
-    found = ModelRunner(wrap_model(tiny_model("llama", **WIDE)), num_blocks=4).hello(7).attention_backend
+    found = ModelRunner(wrap_model(tiny_model("llama", **WIDE)), RunnerOptions(num_blocks=4)).hello(7).attention_backend
     assert found == ("torch_paged" if each_way == NONE else "native")
 
 
@@ -51,7 +51,7 @@ def test_late_result_is_of_its_own_step() -> None:
     assert loaded is not None
     found = []
     for late in (False, True):
-        runner = ModelRunner(loaded, num_blocks=8)
+        runner = ModelRunner(loaded, RunnerOptions(num_blocks=8))
         prompt = Row(0, 0, 5, True, (3,))
         plans = [StepPlan(1, 1, (prompt,), (SlotInit(0, (5, 6, 7, 8, 9), 5, (), Sampling()),))]
         plans += [StepPlan(1, step, decodes=Decodes((0,), (3 + step,))) for step in range(2, 8)]
@@ -92,7 +92,7 @@ def test_slot_has_next_owner_before_result_of_the_last_row(device: str) -> None:
 
 
 def test_num_blocks_is_limited_by_slots() -> None:
-    runner = ModelRunner(wrap_model(tiny_model("llama")), block_size=16, num_slots=3)
+    runner = ModelRunner(wrap_model(tiny_model("llama")), RunnerOptions(block_size=16, num_slots=3))
     assert runner.capacity.num_blocks == 2 * 3 * (256 // 16)
 
 

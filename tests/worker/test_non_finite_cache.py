@@ -19,7 +19,7 @@ from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Logprobs, Sampling, StepPlan
 from lineclear.worker.cpu.fused_decoder import FusedDecoder
 from lineclear.worker.model.loader import to_int8, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
 pytestmark = needs_kernels
 POISON = 7
@@ -41,7 +41,7 @@ class CheckedServer:
         loaded = to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE)))
         assert loaded.decoder is not None
         decoder.append(loaded.decoder)
-        runner = ModelRunner(loaded, num_blocks=18, num_slots=8, max_step_tokens=64, kv_dtype=kv_dtype)
+        runner = ModelRunner(loaded, RunnerOptions(num_blocks=18, num_slots=8, max_step_tokens=64, kv_dtype=kv_dtype))
         backend: Any = runner._backend
         self._pools = [*backend._keys, *backend._values, *backend._scales]
         for pool in self._pools:

@@ -16,13 +16,15 @@ from lineclear.worker.kernels.native_library import NONE, selected_library
 from lineclear.worker.logits import with_argmax
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner_interface import StepFailed
 from lineclear.worker.self_test import SelfTestFailed
 
 
 def runner_of(loaded: LoadedModel, **settings: Any) -> ModelRunner:
-    return ModelRunner(loaded, **{"num_blocks": 32, "block_size": 4, "num_slots": 4, "max_step_tokens": 64, **settings})
+    return ModelRunner(
+        loaded, RunnerOptions(**{"num_blocks": 32, "block_size": 4, "num_slots": 4, "max_step_tokens": 64, **settings})
+    )
 
 
 def passes(loaded: LoadedModel, kv_dtype: torch.dtype | None = None, **settings: Any) -> str:

@@ -23,7 +23,7 @@ from lineclear.worker.cpu.thread_tuner import ThreadTuner, openmp_setter
 from lineclear.worker.model import compatibility_probe
 from lineclear.worker.model import loaded_model as model_module
 from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
 
@@ -118,7 +118,7 @@ def test_tokens_do_not_depend_on_threads(kind: str) -> None:
             used.add(threads)
             set_threads(threads)
 
-        runner = ModelRunner(served, num_blocks=64)
+        runner = ModelRunner(served, RunnerOptions(num_blocks=64))
         runner.tune_threads(ThreadTuner(use, cores=lambda: most, clock=tick))
         return InProcess(runner, CoreLimits(target_batch_tokens=24)).serve(requests()), used
 

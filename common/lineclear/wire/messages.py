@@ -97,6 +97,11 @@ class Row(NamedTuple):
     num_drafts: int = 0
 
     @property
+    def is_reported(self) -> bool:
+        """It has scores or a vector."""
+        return self.output > RowOutput.SAMPLE
+
+    @property
     def sample(self) -> bool:
         """Whether tokens are sampled behind its last position."""
         return self.output == RowOutput.SAMPLE

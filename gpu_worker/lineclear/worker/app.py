@@ -18,6 +18,7 @@ from lineclear.process import logging_setup
 from lineclear.process.private_dir import PathError
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.process.standby import Standby
+from lineclear.wire.messages import Hello
 
 from . import host_info
 from .settings import WorkerSettings, load
@@ -52,7 +53,6 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
         log.error("model_refused", reason=settings.named(str(error)))
         return ExitCode.CONFIGURATION
     with _importing():
-        from .kernels.native_library import NONE, library_name
         from .model.loaded_model import ModelFilesChanged, ModelRefused
         from .runner_factory import make_runner
         from .self_test import SelfTestFailed
@@ -71,10 +71,24 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
     except ModelFilesChanged as error:
         log.error("model_files_changed", reason=str(error))
         return ExitCode.INTERNAL
-    hello = runner.hello(0)
+    _log_loaded(runner.hello(0), time.monotonic() - started_at)
+    # Objects made while loading stay. Frozen, the garbage collector does not scan them again during steps.
+    gc.collect()
+    gc.freeze()
+    try:
+        limits = LoopLimits(drain_timeout_seconds=settings.drain_timeout_seconds)
+        return run(runner, Path(settings.socket_directory), supervised=supervised, limits=limits)
+    except PathError as error:
+        log.error("sockets_refused", reason=str(error))
+        return ExitCode.CONFIGURATION
+
+
+def _log_loaded(hello: Hello, seconds: float) -> None:
+    from .kernels.native_library import NONE, library_name
+
     log.info(
         "model_loaded",
-        seconds=round(time.monotonic() - started_at, 3),
+        seconds=round(seconds, 3),
         model_id=hello.model_id,
         model_fingerprint=hello.model_fingerprint,
         family=hello.family,
@@ -88,15 +102,6 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
     )
     cores, allocator, huge_pages = host_info.usable_cores(), host_info.allocator(), host_info.huge_pages()
     log.info("host_info", cores=cores, allocator=allocator, huge_pages=huge_pages)
-    # Objects made while loading stay. Frozen, the garbage collector does not scan them again during steps.
-    gc.collect()
-    gc.freeze()
-    try:
-        limits = LoopLimits(drain_timeout_seconds=settings.drain_timeout_seconds)
-        return run(runner, Path(settings.socket_directory), supervised=supervised, limits=limits)
-    except PathError as error:
-        log.error("sockets_refused", reason=str(error))
-        return ExitCode.CONFIGURATION
 
 
 def _check_models(settings: WorkerSettings) -> None:

@@ -207,23 +207,20 @@ class ConstraintTable:
     def __init__(self, grammars: Grammars, vocab_size: int, threads: MaskThreads | None = None) -> None:
         self._grammars = grammars
         self._num_words = -(-vocab_size // _WORD_BITS)
-        self._slots: dict[int, _Constraint] = {}
+        self.slots: dict[int, _Constraint] = {}
+        """The constraints by slot. A step without any needs no call."""
         self._threads = threads or MaskThreads()
 
     def reset(self) -> None:
         """Free every slot."""
-        self._slots.clear()
-
-    def __contains__(self, slot: int) -> bool:
-        """Return whether the sequence of a slot has a constraint."""
-        return slot in self._slots
+        self.slots.clear()
 
     def set_slot(self, init: SlotInit) -> None:
         """Start the constraint of the slot's new sequence, if it has one."""
         if init.sampling.grammar:
-            self._slots[init.slot] = _Constraint(init, self._grammars)
+            self.slots[init.slot] = _Constraint(init, self._grammars)
         else:
-            self._slots.pop(init.slot, None)
+            self.slots.pop(init.slot, None)
 
     def start(
         self,
@@ -236,7 +233,7 @@ class ConstraintTable:
         `fetch_last_tokens(rows)` is called at once for the rows that sampled their last token in an earlier step. A
         helper thread calls its result, which waits for these tokens. Returns None if no row has a constraint.
         """
-        if not self._slots or self._slots.keys().isdisjoint(slots):
+        if not self.slots or self.slots.keys().isdisjoint(slots):
             return None
         rows: list[int] = []
         masked: list[_Constraint] = []
@@ -244,7 +241,7 @@ class ConstraintTable:
         new: list[Mask] = []
         behind: list[int] = []
         for row, slot in enumerate(slots):
-            constraint = self._slots.get(slot)
+            constraint = self.slots.get(slot)
             if constraint is None:
                 continue
             if constraint.mask is not None and positions[row] > constraint.mask_position:
@@ -261,7 +258,7 @@ class ConstraintTable:
                 constraint.mask_position = positions[row]
                 new.append(constraint.mask)
         last_tokens = fetch_last_tokens(behind) if behind else list
-        taking = [self._slots[slots[row]] for row in behind]
+        taking = [self.slots[slots[row]] for row in behind]
 
         def take_tokens() -> None:
             for constraint, token in zip(taking, last_tokens(), strict=True):

@@ -400,7 +400,7 @@ class InputBatch:
                 is_last=row.start + row.num_tokens == self._num_tokens[row.slot],
             )
             for i, row in enumerate(chunks, len(decodes.slots))
-            if row.output > RowOutput.SAMPLE
+            if row.is_reported
         )
         samples = sample_rows, sample_slots, ends, write_indices
         return PackedInputs(batch, by_token[0], by_token[1], *samples, output_rows, adapters)

@@ -19,7 +19,7 @@ from .host_info import usable_cores
 from .kernels import native_library as kernels
 from .model.loaded_model import LoadedModel
 from .model.loader import build_fused, import_model_class, load, to_int8
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, RunnerOptions
 from .placement import MachineShare, bind, claim, cores_of, named_cores
 from .settings import WorkerSettings
 
@@ -53,6 +53,36 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     if settings.quantization == "int8" and not settings.fused_cpu_forward:
         raise ConfigurationError("--quantization int8 needs the fused forward pass; remove --no-fused-cpu-forward")
     share = MachineShare.parse(settings.machine_share)
+    device = _take_device(settings, share)
+    loaded = _load(settings, device)
+    draft = _load_draft(settings, device, loaded) if settings.draft_model else None
+    kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None
+    with probe_threads(loaded.weight_bytes):
+        expected = self_test.expected_answers(loaded, kv_dtype)
+    options = RunnerOptions(
+        num_blocks=settings.num_blocks,
+        kv_cache_memory_fraction=settings.kv_cache_memory_fraction,
+        num_workers=_num_sharing(device, share),
+        block_size=settings.block_size,
+        kv_prefault_tokens=_PREFAULT_TOKENS,
+        num_slots=settings.max_batch_size,
+        max_step_tokens=settings.target_batch_tokens or _MAX_STEP_TOKENS.get(device.type, _MAX_STEP_TOKENS_ELSEWHERE),
+        attention_backend=settings.attention_backend,
+        kv_dtype=kv_dtype,
+        prompt_lookup_ngrams=(settings.prompt_lookup_max, settings.prompt_lookup_min),
+    )
+    runner = ModelRunner(loaded, options, draft_model=draft)
+    with probe_threads(loaded.weight_bytes):
+        self_test.check(runner, expected, loaded.dtype)
+    if not settings.threads and _is_independent_of_threads(loaded) and (set_threads := openmp_setter()):
+        runner.tune_threads(ThreadTuner(set_threads))
+    if settings.preallocate_kv_cache:
+        runner.preallocate()
+    return runner
+
+
+def _take_device(settings: WorkerSettings, share: MachineShare) -> torch.device:
+    """Return the device, with its cores or GPU, threads and kernels chosen for this process."""
     device = choose_device(settings.device, share)
     if device.type == "cpu":
         _take_cores(settings.device, share)
@@ -64,32 +94,7 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         kernels.choose(settings.cpu_kernels)
     except ValueError as error:
         raise ConfigurationError(f"--cpu-kernels: {error}") from None
-    loaded = _load(settings, device)
-    draft = _load_draft(settings, device, loaded) if settings.draft_model else None
-    kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None
-    with probe_threads(loaded.weight_bytes):
-        expected = self_test.expected_answers(loaded, kv_dtype)
-    runner = ModelRunner(
-        loaded,
-        num_blocks=settings.num_blocks,
-        kv_cache_memory_fraction=settings.kv_cache_memory_fraction,
-        num_workers=_num_sharing(device, share),
-        block_size=settings.block_size,
-        kv_prefault_tokens=_PREFAULT_TOKENS,
-        num_slots=settings.max_batch_size,
-        max_step_tokens=settings.target_batch_tokens or _MAX_STEP_TOKENS.get(device.type, _MAX_STEP_TOKENS_ELSEWHERE),
-        attention_backend=settings.attention_backend,
-        kv_dtype=kv_dtype,
-        prompt_lookup_ngrams=(settings.prompt_lookup_max, settings.prompt_lookup_min),
-        draft_model=draft,
-    )
-    with probe_threads(loaded.weight_bytes):
-        self_test.check(runner, expected, loaded.dtype)
-    if not settings.threads and _is_independent_of_threads(loaded) and (set_threads := openmp_setter()):
-        runner.tune_threads(ThreadTuner(set_threads))
-    if settings.preallocate_kv_cache:
-        runner.preallocate()
-    return runner
+    return device
 
 
 def _is_independent_of_threads(loaded: LoadedModel) -> bool:

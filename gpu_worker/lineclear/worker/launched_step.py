@@ -1,0 +1,181 @@
+"""A launched step: its outputs on their way to the host, how long it takes, and the result that is sent."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineclear.process.exception_location import exception_summary
+from lineclear.wire.messages import Logprobs, StepErrorKind, StepPlan, StepResult
+
+from .drafts.verification import Drafts, verified
+from .row_outputs import ReportedRows, ScoreColumns, to_result
+from .runner_interface import StepFailed
+from .sampler import Sampled
+from .sampling_metadata import SamplingMetadata
+
+
+class StepTimer:
+    """Measures the duration of a step: with CUDA events on CUDA, with the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device, device_type: str) -> None:
+        """`device_type` is that of `device`, which torch takes 10 µs or more to return."""
+        self._device, self._device_type = device, device_type
+        self._start_event = self._event()
+        self._end_event: torch.cuda.Event | None = None
+        self._started_at = time.perf_counter()
+        self._stopped_at = self._started_at
+
+    def stop(self) -> bool:
+        """Record that all work of the step is queued. Returns whether it is also complete."""
+        self._end_event = self._event()
+        self._stopped_at = time.perf_counter()
+        return self._device_type == "cpu"
+
+    def wait(self) -> float:
+        """Wait until the step is complete and return its seconds."""
+        if self._start_event is None or self._end_event is None:
+            return self._stopped_at - self._started_at
+        self._end_event.synchronize()
+        return float(self._start_event.elapsed_time(self._end_event)) / 1000
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self._device_type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+class StepOutputs(NamedTuple):
+    """What a step has queued on its device. None marks rows of a kind that the step has not."""
+
+    metadata: SamplingMetadata
+    sampled: Sampled | None
+    reported: ReportedRows | None
+    drafts: Drafts
+    """That the step verified."""
+
+
+class LaunchedStep:
+    """A launched step, whose outputs are being copied to the host."""
+
+    is_complete: bool
+    """True on a CPU, which computes during launch."""
+
+    def __init__(self, plan: StepPlan, outputs: StepOutputs, draft_seconds: float, timer: StepTimer) -> None:
+        """`draft_seconds`: time to make the drafts. Stops `timer`."""
+        sampled, reported = outputs.sampled, outputs.reported
+        self._plan, self._drafts, self._draft_seconds = plan, outputs.drafts, draft_seconds
+        self._reported = None if reported is None else _reported_to_host(reported)
+        self._metadata = outputs.metadata
+        self._outputs = sampled if sampled is None or sampled.host_tokens is not None else _all_to_host(sampled)
+        self._timer = timer
+        self.is_complete = timer.stop()
+        # On a CPU the next step overwrites the memory of the outputs.
+        self._result = self._finish() if self.is_complete else None
+
+    def result(self) -> StepResult:
+        """Wait for the device and return the tokens in the plan's order. Raises StepFailed."""
+        return self._result or self._finish()
+
+    def _finish(self) -> StepResult:
+        try:
+            seconds = self._timer.wait()
+        except Exception as error:  # CUDA errors are raised by the wait
+            raise step_failed(error) from error
+        result = self._sampled_result(seconds)
+        return result if self._reported is None else _with_reported(result, self._plan, self._reported)
+
+    def _sampled_result(self, seconds: float) -> StepResult:
+        epoch, step = self._plan.epoch, self._plan.step
+        if self._outputs is None:
+            return StepResult(epoch, step, (), step_seconds=seconds)
+        result = StepResult(
+            epoch=epoch,
+            step=step,
+            tokens=tuple(
+                self._outputs.tokens.tolist() if self._outputs.host_tokens is None else self._outputs.host_tokens
+            ),
+            logprobs=self._logprobs(self._outputs),
+            bad_rows=rows_where(self._outputs.bad).difference(self._outputs.void),
+            step_seconds=seconds,
+            stuck_rows=rows_where(self._outputs.stuck).difference(self._outputs.deferred),
+            deferred_rows=frozenset(self._outputs.deferred),
+            draft_seconds=min(self._draft_seconds, seconds),
+        )
+        return verified(result, self._plan, self._drafts) if self._drafts else result
+
+    def _logprobs(self, outputs: Sampled) -> tuple[Logprobs | None, ...]:
+        if outputs.logprobs is None or outputs.top_ids is None or outputs.top_logprobs is None:
+            return ()
+        entries: list[Logprobs | None] = [None] * self._metadata.num_rows
+        columns = (outputs.logprobs.tolist(), outputs.top_ids.tolist(), outputs.top_logprobs.tolist())
+        rows, num_top = self._metadata.host_logprob_rows, self._metadata.num_top
+        for row, count, chosen, ids, values in zip(rows, num_top, *columns, strict=True):
+            entries[row] = Logprobs(chosen, tuple(zip(ids[:count], values[:count], strict=True)))
+        if outputs.id_logprobs is not None:
+            found = iter(outputs.id_logprobs.tolist())
+            for row, own_ids in zip(rows, self._metadata.host_logprob_ids, strict=True):
+                entry = entries[row]
+                assert entry is not None
+                entries[row] = entry._replace(top=entry.top + tuple((i, next(found)) for i in own_ids))
+        return tuple(entries)
+
+
+def _with_reported(result: StepResult, plan: StepPlan, reported: ReportedRows) -> StepResult:
+    """Return the result with scores and vectors, and its bad rows counted among all rows with an output."""
+    scores, vectors, bad = to_result(reported)
+    outputs = [row.sample for row in plan.chunks if row.output]
+    sampling = [*range(len(plan.decodes.slots)), *(i for i, x in enumerate(outputs, len(plan.decodes.slots)) if x)]
+    others = [i for i, x in enumerate(outputs, len(plan.decodes.slots)) if not x]
+    bad_rows = frozenset([*(sampling[i] for i in result.bad_rows), *(others[i] for i in bad)])
+    stuck_rows = frozenset(sampling[i] for i in result.stuck_rows)
+    deferred_rows = frozenset(sampling[i] for i in result.deferred_rows)
+    return replace(
+        result,
+        bad_rows=bad_rows,
+        stuck_rows=stuck_rows,
+        deferred_rows=deferred_rows,
+        scores=scores,
+        vectors=vectors,
+    )
+
+
+def _reported_to_host(reported: ReportedRows) -> ReportedRows:
+    scores = None if reported.scores is None else ScoreColumns(*map(_to_host, reported.scores))
+    vectors = tuple(None if vector is None else _to_host(vector) for vector in reported.vectors)
+    return reported._replace(scores=scores, vectors=vectors)
+
+
+def rows_where(bad: Tensor | None) -> frozenset[int]:
+    """Return the rows for which `bad` [num_rows] is true. Waits for the device."""
+    return frozenset() if bad is None else frozenset(row for row, is_bad in enumerate(bad.tolist()) if is_bad)
+
+
+def _all_to_host(sampled: Sampled) -> Sampled:
+    optional = sampled.bad, sampled.logprobs, sampled.top_ids, sampled.top_logprobs, sampled.id_logprobs, sampled.stuck
+    bad, logprobs, top_ids, top_logprobs, ids, stuck = (None if x is None else _to_host(x) for x in optional)
+    rows = sampled.deferred, sampled.void
+    return Sampled(_to_host(sampled.tokens), bad, logprobs, top_ids, top_logprobs, ids, None, stuck, *rows)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Copy `tensor` to the host, complete when the step is. On a CPU returns the tensor itself."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu() if tensor.device.type != "cpu" else tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def step_failed(error: Exception) -> StepFailed:
+    """Return the error with kind, type and source location, without its message."""
+    if isinstance(error, StepFailed):
+        return error
+    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+    kind = StepErrorKind.OUT_OF_MEMORY if out_of_memory else StepErrorKind.EXCEPTION
+    return StepFailed(kind, exception_summary(error))
