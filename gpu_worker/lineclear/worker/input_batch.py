@@ -377,33 +377,36 @@ class InputBatch:
         positions = [starts[i] for i in single]
         read_indices = [slots[i] * stride + starts[i] for i in single]
         cells = [block(slots[i], starts[i] // size) * size + starts[i] % size for i in single]
-        sampling = [*range(len(decodes.slots)), *(i for i, x in enumerate(chunks, len(decodes.slots)) if x.sample)]
-        if drafts:  # a sample at the last position, and at one before it for each draft
-            sampled = [(i, n) for i in sampling for n in range(len(drafts.get(slots[i], ())), -1, -1)]
-            sampling = [i for i, _ in sampled]
-            sample_rows = np.array([last[i] - n for i, n in sampled], np.int64)
-            ends = [starts[i] + counts[i] - n for i, n in sampled]
-        else:
-            sample_rows = np.array([last[i] for i in sampling], np.int64)
-            ends = [starts[i] + counts[i] for i in sampling]
-        sample_slots = [slots[i] for i in sampling]
-        write_indices = [slot * stride + end for slot, end in zip(sample_slots, ends, strict=True)]
         firsts, num_queries, queries_start, tables = columns = np.array(by_row, np.int64)
         by_token = np.array((read_indices, positions, cells), np.int64)
         if len(single) < len(order):
             by_token = np.concatenate((by_token, self._expand_chunks(*columns[:, len(single) :])), axis=1)
         batch = Batch(size, firsts, num_queries, queries_start, tables, self._flat_blocks, by_token[2])
         adapters = self._row_adapters([slots[i] for i in order], by_row[1]) if self._has_adapters else None
-        output_rows = tuple(
+        sampling = [*range(len(decodes.slots)), *(i for i, x in enumerate(chunks, len(decodes.slots)) if x.sample)]
+        # A row samples at its last position; one with drafts also at the position before each.
+        sampled = [(i, n) for i in sampling for n in range(len(drafts.get(slots[i], ())), -1, -1)]
+        sample_slots, sample_rows = [slots[i] for i, _ in sampled], [last[i] - n for i, n in sampled]
+        ends = [starts[i] + counts[i] - n for i, n in sampled]
+        write_indices = [slot * stride + end for slot, end in zip(sample_slots, ends, strict=True)]
+        samples = np.array(sample_rows, np.int64), sample_slots, ends, write_indices
+        output_rows = self._output_rows(chunks, last[len(decodes.slots) :])
+        return PackedInputs(batch, by_token[0], by_token[1], *samples, output_rows, adapters)
+
+    def _output_rows(self, chunks: Sequence[Row], last: list[int]) -> tuple[OutputRow, ...]:
+        """Return the rows that report scores or a vector. `last`: packed index of each chunk's last token."""
+        return tuple(
             OutputRow(
-                *(row.output, row.slot, last[i] - row.num_tokens + 1, row.num_tokens, row.slot * stride + row.start),
+                output=row.output,
+                slot=row.slot,
+                first=index - row.num_tokens + 1,
+                num_tokens=row.num_tokens,
+                token_index=row.slot * self.stride + row.start,
                 is_last=row.start + row.num_tokens == self._num_tokens[row.slot],
             )
-            for i, row in enumerate(chunks, len(decodes.slots))
+            for row, index in zip(chunks, last, strict=True)
             if row.is_reported
         )
-        samples = sample_rows, sample_slots, ends, write_indices
-        return PackedInputs(batch, by_token[0], by_token[1], *samples, output_rows, adapters)
 
     def _row_adapters(self, slots: list[int], counts: list[int]) -> npt.NDArray[np.int32] | None:
         adapters = [self._adapters[slot] for slot in slots]

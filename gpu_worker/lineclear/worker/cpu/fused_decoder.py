@@ -7,7 +7,6 @@ operations. The calls are captured once, on buffers that stay, and replayed at e
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from lineclear.worker.attention.base import AttentionBackend, IntArray
 from lineclear.worker.huge_pages import HugePageArena
-from lineclear.worker.kernels.call_graph import Call, CallGraph, DynamicInt, DynamicPointer, Kernel, address, pointer
+from lineclear.worker.kernels.call_graph import Call, CallGraph, DynamicInt, DynamicPointer, address, pointer
 from lineclear.worker.kernels.native_library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
 from lineclear.worker.logits import Logits
 from lineclear.worker.lora.adapter_set import AdapterSet
@@ -27,32 +26,23 @@ from lineclear.worker.lora.fused_lora import AdapterCalls, Part
 
 from .linear import Linear, Packer
 from .rotary_cache import RotaryCache
+from .row_kernels import ACTIVATIONS, Heads, Norm, RowKernels
 
 FAMILIES = frozenset({"granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
 """Model types whose decoder layer is `_Layer`: attention, a gated MLP, RMS norms, rotary positions."""
-
-_ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Norm:
-    """RMS norm: x / rms(x) * weight."""
-
-    weight: Tensor
-    eps: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
     """Weights of a decoder layer. OLMo 2 norms the outputs of attention and MLP, other families the inputs."""
 
-    norm_before_attention: _Norm | None
-    norm_after_attention: _Norm | None
-    norm_before_mlp: _Norm | None
-    norm_after_mlp: _Norm | None
+    norm_before_attention: Norm | None
+    norm_after_attention: Norm | None
+    norm_before_mlp: Norm | None
+    norm_after_mlp: Norm | None
     qkv: Linear
-    q_norm: _Norm | None
-    k_norm: _Norm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     attention_output: Linear
     gate_up: Linear
     down: Linear
@@ -117,21 +107,10 @@ class FusedDecoder:
         self._parts = [_parts(f"model.layers.{i}", module) for i, module in enumerate(model.model.layers)]
         self._final = _norm(model.model.norm)
         self._lm_head = packer([model.lm_head], arena)
-        self._activation = _ACTIVATIONS[config.hidden_act]
+        self._activation = ACTIVATIONS[config.hidden_act]
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
-        self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))
         self._logits_scale = 1.0 / float(getattr(config, "logits_scaling", 1.0))
-        first = model.model.layers[0].self_attn
-        # A weight as wide as one head norms each head; a wider one norms the whole row.
-        q_norm = getattr(first, "q_norm", None)
-        self._norms_whole_row = q_norm is not None and q_norm.weight.numel() != head_dim
-        self._element = ctypes.c_int64(ELEMENTS[model.dtype])
-        native = selected_library()
-        self._gather_rows_kernel = Kernel(native, "lineclear_gather_rows")
-        self._add_norm_kernel = Kernel(native, "lineclear_add_norm")
-        self._split_heads_kernel = Kernel(native, "lineclear_split_heads")
-        self._gate_kernel = Kernel(native, "lineclear_gated_activation")
-        self._argmax_kernel = Kernel(native, "lineclear_argmax")
+        self._kernels = RowKernels(model.dtype, float(getattr(config, "residual_multiplier", 1.0)))
         self._backend: AttentionBackend | None = None
         self._tokens, self._samples = DynamicInt(0), DynamicInt(0)
         self._table, self._read_indices = DynamicPointer(), DynamicPointer()
@@ -174,7 +153,8 @@ class FusedDecoder:
         """Run the layers over the packed tokens; `head` and `hidden` continue from there for any of them."""
         assert read_indices.dtype == positions.dtype == np.int64
         self._grow_tokens(len(read_indices))
-        self._rotary.extend(max(positions.tolist()) + 1)
+        if (end := max(positions.tolist()) + 1) > self._rotary.num_filled:
+            self._rotary.extend(end)
         self._tokens.value = len(read_indices)
         if tokens is not self._token_table:
             self._token_table, self._table.value = tokens, tokens.data_ptr()
@@ -233,15 +213,17 @@ class FusedDecoder:
             # The output of the last MLP, not yet added to the residual.
             output = act.output if self._layers[-1].norm_after_mlp is None else act.normed_output
             calls = [
-                self._gather_rows(self._samples, pointer(act.residual), self._sample_rows, head.residual),
-                self._gather_rows(self._samples, pointer(output), self._sample_rows, head.output),
-                self._add_norm(self._samples, head.residual, head.output, self._final, head.normed),
+                self._kernels.gather(self._samples, pointer(act.residual), self._sample_rows, head.residual),
+                self._kernels.gather(self._samples, pointer(output), self._sample_rows, head.output),
+                self._kernels.add_norm(self._samples, head.residual, head.output, self._final, head.normed),
             ]
             self._norm_graph = CallGraph(list(calls))
             calls.append(self._lm_head.bind(self._samples, head.normed, head.logits))
             if self._logits_scale != 1.0:
                 calls.append((lambda: head.logits[: self._samples.value].mul_(self._logits_scale), ()))
-            self._head_graph = CallGraph([*calls, self._argmax(head)])
+            self._head_graph = CallGraph(
+                [*calls, self._kernels.argmax(self._samples, head.logits, head.max_values, head.ids)]
+            )
         return self._head_activations
 
     def _set_num_samples(self, head: _HeadActivations, samples: int) -> None:
@@ -261,100 +243,70 @@ class FusedDecoder:
 
     def _capture(self, act: _Activations, adapters: AdapterCalls | None = None) -> list[Call]:
         """Return the calls from token ids through all layers, on the first `_tokens` rows of `act`."""
-
-        def products(parts: Sequence[Part], x: Tensor, out: Tensor) -> list[Call]:
-            return [] if adapters is None else adapters.calls(parts, x, out)
-
-        backend, count = self._backend, self._tokens
-        assert backend is not None
-        width = self._rotary.width
+        count, kernels, width = self._tokens, self._kernels, self._rotary.width
         identity_rotary = (torch.ones(len(act.cosine), width), torch.zeros(len(act.sine), width))
+        self._identity_rotary = identity_rotary  # kept alive: the calls hold its addresses
         calls = [
-            self._gather_rows(count, self._table, self._read_indices, act.input_ids),
-            self._gather_rows(count, pointer(self._embedding), pointer(act.input_ids), act.residual),
-            self._gather_rows(count, pointer(self._rotary.cosine), self._positions, act.cosine),
-            self._gather_rows(count, pointer(self._rotary.sine), self._positions, act.sine),
+            kernels.gather(count, self._table, self._read_indices, act.input_ids),
+            kernels.gather(count, pointer(self._embedding), pointer(act.input_ids), act.residual),
+            kernels.gather(count, pointer(self._rotary.cosine), self._positions, act.cosine),
+            kernels.gather(count, pointer(self._rotary.sine), self._positions, act.sine),
         ]
         if self._embedding_scale != 1.0:
             calls.append((lambda: act.residual[: count.value].mul_(self._embedding_scale), ()))
         pending: Tensor | None = None  # output of attention or MLP, not yet added to the residual
         for index, layer in enumerate(self._layers):
-            x, rotary = act.residual, (act.cosine, act.sine) if layer.rotates else identity_rotary
+            x = act.residual
             if layer.norm_before_attention is not None or pending is not None:
-                calls.append(self._add_norm(count, act.residual, pending, layer.norm_before_attention, act.normed))
+                calls.append(kernels.add_norm(count, act.residual, pending, layer.norm_before_attention, act.normed))
                 x = act.residual if layer.norm_before_attention is None else act.normed
-            attended = act.attended.view(len(act.attended), -1)
-            parts = self._parts[index]
-            calls += [
-                layer.qkv.bind(count, x, act.qkv),
-                *products(parts.qkv, x, act.qkv),
-                self._split_heads(layer, act, rotary, width),
-                backend.bind(index, count, act.query, act.key, act.value, act.attended),
-                layer.attention_output.bind(count, attended, act.output),
-                *products(parts.attention_output, attended, act.output),
-            ]
-            pending = act.output
-            if layer.norm_after_attention is not None:
-                calls.append(self._add_norm(count, act.output, None, layer.norm_after_attention, act.normed_output))
-                pending = act.normed_output
+            rotary = (act.cosine, act.sine) if layer.rotates else identity_rotary
+            calls += self._attention_calls(index, x, rotary, act, adapters)
+            pending = self._norm_output(layer.norm_after_attention, act, calls)
             x = act.residual if layer.norm_before_mlp is None else act.normed
-            calls += [
-                self._add_norm(count, act.residual, pending, layer.norm_before_mlp, act.normed),
-                layer.gate_up.bind(count, x, act.gate_up),
-                *products(parts.gate_up, x, act.gate_up),
-                self._gate(act.gate_up, act.gated),
-                layer.down.bind(count, act.gated, act.output),
-                *products(parts.down, act.gated, act.output),
-            ]
-            pending = act.output
-            if layer.norm_after_mlp is not None:
-                calls.append(self._add_norm(count, act.output, None, layer.norm_after_mlp, act.normed_output))
-                pending = act.normed_output
-        self._identity_rotary = identity_rotary  # kept alive: the calls hold its addresses
+            calls.append(kernels.add_norm(count, act.residual, pending, layer.norm_before_mlp, act.normed))
+            calls += self._mlp_calls(index, x, act, adapters)
+            pending = self._norm_output(layer.norm_after_mlp, act, calls)
         return calls
 
-    def _gather_rows(self, count: DynamicInt, table: DynamicPointer, indices: DynamicPointer, out: Tensor) -> Call:
-        """Return the call out[i] = table[indices[i]]; the rows of both have the width of `out`."""
-        size = ctypes.c_int64(out.stride(0) * out.itemsize)
-        return self._gather_rows_kernel, (count, size, table, indices, pointer(out))
+    def _attention_calls(
+        self, index: int, x: Tensor, rotary: tuple[Tensor, Tensor], act: _Activations, adapters: AdapterCalls | None
+    ) -> list[Call]:
+        """Return the calls from the input `x` of a layer to its attention's `act.output`."""
+        backend, count, layer, parts = self._backend, self._tokens, self._layers[index], self._parts[index]
+        assert backend is not None
+        attended = act.attended.view(len(act.attended), -1)
+        heads = Heads(act.qkv, *rotary, act.query, act.key, act.value)
+        return [
+            layer.qkv.bind(count, x, act.qkv),
+            *_products(adapters, parts.qkv, x, act.qkv),
+            self._kernels.split_heads(count, layer.q_norm, layer.k_norm, heads),
+            backend.bind(index, count, act.query, act.key, act.value, act.attended),
+            layer.attention_output.bind(count, attended, act.output),
+            *_products(adapters, parts.attention_output, attended, act.output),
+        ]
 
-    def _argmax(self, head: _HeadActivations) -> Call:
-        width = ctypes.c_int64(self._vocab_size)
-        outputs = map(pointer, (head.logits, head.max_values, head.ids))
-        return self._argmax_kernel, (self._element, self._samples, width, *outputs)
+    def _mlp_calls(self, index: int, x: Tensor, act: _Activations, adapters: AdapterCalls | None) -> list[Call]:
+        """Return the calls from the input `x` of a layer's MLP to its `act.output`."""
+        count, layer, parts = self._tokens, self._layers[index], self._parts[index]
+        return [
+            layer.gate_up.bind(count, x, act.gate_up),
+            *_products(adapters, parts.gate_up, x, act.gate_up),
+            self._kernels.gate(count, self._activation, act.gate_up, act.gated),
+            layer.down.bind(count, act.gated, act.output),
+            *_products(adapters, parts.down, act.gated, act.output),
+        ]
 
-    def _add_norm(
-        self, count: DynamicInt, residual: Tensor, add: Tensor | None, norm: _Norm | None, out: Tensor
-    ) -> Call:
-        """Return the call that adds `add` to the residual, in place, and writes the normed residual to `out`."""
-        return self._add_norm_kernel, (
-            self._element,
-            count,
-            ctypes.c_int64(residual.shape[1]),
-            pointer(add),
-            ctypes.c_float(self._residual_scale),
-            pointer(residual),
-            pointer(None if norm is None else norm.weight),
-            ctypes.c_float(0.0 if norm is None else norm.eps),
-            pointer(out),
-        )
+    def _norm_output(self, norm: Norm | None, act: _Activations, calls: list[Call]) -> Tensor:
+        """Append the norm of `act.output`, if there is one, to `calls`; return the output."""
+        if norm is None:
+            return act.output
+        calls.append(self._kernels.add_norm(self._tokens, act.output, None, norm, act.normed_output))
+        return act.normed_output
 
-    def _split_heads(self, layer: _Layer, act: _Activations, rotary: tuple[Tensor, Tensor], width: int) -> Call:
-        return self._split_heads_kernel, (
-            self._element,
-            self._tokens,
-            *map(ctypes.c_int64, (self._heads, self._kv_heads, self._head_dim, width)),
-            *map(pointer, (act.qkv, *rotary)),
-            pointer(None if layer.q_norm is None else layer.q_norm.weight),
-            pointer(None if layer.k_norm is None else layer.k_norm.weight),
-            ctypes.c_int64(self._norms_whole_row),
-            ctypes.c_float(0.0 if layer.q_norm is None else layer.q_norm.eps),
-            *map(pointer, (act.query, act.key, act.value)),
-        )
 
-    def _gate(self, gate_up: Tensor, out: Tensor) -> Call:
-        sizes = ctypes.c_int64(out.shape[1]), ctypes.c_int64(self._activation)
-        return self._gate_kernel, (self._element, self._tokens, *sizes, pointer(gate_up), pointer(out))
+def _products(adapters: AdapterCalls | None, parts: Sequence[Part], x: Tensor, out: Tensor) -> list[Call]:
+    return [] if adapters is None else adapters.calls(parts, x, out)
 
 
 def can_build(model: Any, family: str, shape: tuple[int, int, int]) -> bool:
@@ -365,7 +317,7 @@ def can_build(model: Any, family: str, shape: tuple[int, int, int]) -> bool:
         and next(model.parameters()).device.type == "cpu"
         and model.dtype in ELEMENTS
         and selected_library() is not None
-        and config.hidden_act in _ACTIVATIONS
+        and config.hidden_act in ACTIVATIONS
         and math.gcd(head_dim, config.hidden_size, config.intermediate_size) % LANES == 0
         and head_dim <= MAX_HEAD_DIM
     )
@@ -409,12 +361,12 @@ def _parts(path: str, module: Any) -> _Parts:
     )
 
 
-def _norm(module: nn.Module) -> _Norm:
+def _norm(module: nn.Module) -> Norm:
     weight = module.weight
     assert isinstance(weight, Tensor)
     eps: Any = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-    return _Norm(weight.detach().contiguous(), float(eps))
+    return Norm(weight.detach().contiguous(), float(eps))
 
 
-def _optional_norm(module: nn.Module | None) -> _Norm | None:
+def _optional_norm(module: nn.Module | None) -> Norm | None:
     return None if module is None else _norm(module)

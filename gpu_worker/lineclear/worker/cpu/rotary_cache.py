@@ -25,21 +25,22 @@ class RotaryCache:
         self._rotary = rotary
         self._dtype = dtype
         self._max_positions = max_positions
-        self._num_filled = 0
+        self.num_filled = 0
+        """Positions that are computed."""
         self.width = int(self._compute(0, 1)[0].shape[-1])
         # Unwritten memory takes no pages.
         self.cosine, self.sine = (torch.empty(max_positions, self.width) for _ in range(2))
 
     def extend(self, end: int) -> None:
         """Fill the positions before `end`."""
-        while self._num_filled < end:
+        while self.num_filled < end:
             self._fill_chunk()
 
     @torch.inference_mode()
     def _fill_chunk(self) -> None:
-        start, self._num_filled = self._num_filled, min(self._max_positions, self._num_filled + _CHUNK)
-        chunk = slice(start, self._num_filled)
-        self.cosine[chunk], self.sine[chunk] = self._compute(start, self._num_filled)
+        start, self.num_filled = self.num_filled, min(self._max_positions, self.num_filled + _CHUNK)
+        chunk = slice(start, self.num_filled)
+        self.cosine[chunk], self.sine[chunk] = self._compute(start, self.num_filled)
 
     def _compute(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         cosine, sine = self._rotary(torch.empty(0, dtype=self._dtype), torch.arange(start, end)[None])

@@ -1,0 +1,103 @@
+"""Calls of the row operations between the matrix products of a layer: gather, norm, heads, gate, argmax."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineclear.worker.kernels.call_graph import Call, DynamicInt, DynamicPointer, Kernel, pointer
+from lineclear.worker.kernels.native_library import ELEMENTS, selected_library
+
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
+"""Of gated MLPs, by their name in a model's configuration."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """RMS norm: x / rms(x) * weight."""
+
+    weight: Tensor
+    eps: float
+
+
+class Heads(NamedTuple):
+    """Buffers of `RowKernels.split_heads`: its inputs, then its outputs [num_rows, heads, head_dim]."""
+
+    qkv: Tensor
+    cosine: Tensor
+    """[num_rows, width], as `sine`: the first `width` values of a head rotate."""
+    sine: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class RowKernels:
+    """Makes calls on the first rows of buffers [num_rows, width] of one number format.
+
+    Calls hold the addresses of their buffers, which the caller keeps alive.
+    """
+
+    def __init__(self, dtype: torch.dtype, residual_scale: float) -> None:
+        """`residual_scale` multiplies what is added to a residual."""
+        self._element = ctypes.c_int64(ELEMENTS[dtype])
+        self._residual_scale = ctypes.c_float(residual_scale)
+        native = selected_library()
+        self._gather = Kernel(native, "lineclear_gather_rows")
+        self._add_norm = Kernel(native, "lineclear_add_norm")
+        self._split_heads = Kernel(native, "lineclear_split_heads")
+        self._gate = Kernel(native, "lineclear_gated_activation")
+        self._argmax = Kernel(native, "lineclear_argmax")
+
+    def gather(self, count: DynamicInt, table: DynamicPointer, indices: DynamicPointer, out: Tensor) -> Call:
+        """Return the call out[i] = table[indices[i]]; the rows of both have the width of `out`."""
+        size = ctypes.c_int64(out.stride(0) * out.itemsize)
+        return self._gather, (count, size, table, indices, pointer(out))
+
+    def add_norm(self, count: DynamicInt, residual: Tensor, add: Tensor | None, norm: Norm | None, out: Tensor) -> Call:
+        """Return the call that adds `add` to the residual, in place, and writes the normed residual to `out`."""
+        return self._add_norm, (
+            self._element,
+            count,
+            ctypes.c_int64(residual.shape[1]),
+            pointer(add),
+            self._residual_scale,
+            pointer(residual),
+            pointer(None if norm is None else norm.weight),
+            ctypes.c_float(0.0 if norm is None else norm.eps),
+            pointer(out),
+        )
+
+    def split_heads(self, count: DynamicInt, q_norm: Norm | None, k_norm: Norm | None, heads: Heads) -> Call:
+        """Return the call that splits, norms and rotates queries and keys.
+
+        A weight as wide as one head norms each head; a wider one norms the whole row.
+        """
+        num_heads, head_dim = heads.query.shape[1:]
+        norms_whole_row = q_norm is not None and q_norm.weight.numel() != head_dim
+        sizes = num_heads, heads.key.shape[1], head_dim, heads.cosine.shape[1]
+        return self._split_heads, (
+            self._element,
+            count,
+            *map(ctypes.c_int64, sizes),
+            *map(pointer, (heads.qkv, heads.cosine, heads.sine)),
+            pointer(None if q_norm is None else q_norm.weight),
+            pointer(None if k_norm is None else k_norm.weight),
+            ctypes.c_int64(norms_whole_row),
+            ctypes.c_float(0.0 if q_norm is None else q_norm.eps),
+            *map(pointer, (heads.query, heads.key, heads.value)),
+        )
+
+    def gate(self, count: DynamicInt, activation: int, gate_up: Tensor, out: Tensor) -> Call:
+        """Return the call out = activation(gate) * up, where `gate_up` has both side by side."""
+        sizes = ctypes.c_int64(out.shape[1]), ctypes.c_int64(activation)
+        return self._gate, (self._element, count, *sizes, pointer(gate_up), pointer(out))
+
+    def argmax(self, count: DynamicInt, logits: Tensor, max_values: Tensor, ids: Tensor) -> Call:
+        """Return the call that writes the largest logit of each row, and its index."""
+        width = ctypes.c_int64(logits.shape[1])
+        return self._argmax, (self._element, count, width, *map(pointer, (logits, max_values, ids)))
