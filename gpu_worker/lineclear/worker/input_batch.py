@@ -390,23 +390,8 @@ class InputBatch:
         ends = [starts[i] + counts[i] - n for i, n in sampled]
         write_indices = [slot * stride + end for slot, end in zip(sample_slots, ends, strict=True)]
         samples = np.array(sample_rows, np.int64), sample_slots, ends, write_indices
-        output_rows = self._output_rows(chunks, last[len(decodes.slots) :])
+        output_rows = _output_rows(chunks, last[len(decodes.slots) :], stride, self._num_tokens)
         return PackedInputs(batch, by_token[0], by_token[1], *samples, output_rows, adapters)
-
-    def _output_rows(self, chunks: Sequence[Row], last: list[int]) -> tuple[OutputRow, ...]:
-        """Return the rows that report scores or a vector. `last`: packed index of each chunk's last token."""
-        return tuple(
-            OutputRow(
-                output=row.output,
-                slot=row.slot,
-                first=index - row.num_tokens + 1,
-                num_tokens=row.num_tokens,
-                token_index=row.slot * self.stride + row.start,
-                is_last=row.start + row.num_tokens == self._num_tokens[row.slot],
-            )
-            for row, index in zip(chunks, last, strict=True)
-            if row.is_reported
-        )
 
     def _row_adapters(self, slots: list[int], counts: list[int]) -> npt.NDArray[np.int32] | None:
         adapters = [self._adapters[slot] for slot in slots]
@@ -419,6 +404,20 @@ class InputBatch:
         positions = offsets + np.arange(first[0], first[0] + len(offsets))
         cells = self._flat_blocks[tables + positions // size].astype(np.int64) * size + positions % size
         return np.array((token_rows + positions, positions, cells))
+
+
+def _output_rows(
+    chunks: Sequence[Row], last: Sequence[int], stride: int, num_tokens: Sequence[int]
+) -> tuple[OutputRow, ...]:
+    """Return the rows that report scores or a vector. `last`: packed index of each chunk's last token."""
+    return tuple(
+        OutputRow(
+            *(row.output, row.slot, index - row.num_tokens + 1, row.num_tokens, row.slot * stride + row.start),
+            is_last=row.start + row.num_tokens == num_tokens[row.slot],
+        )
+        for row, index in zip(chunks, last, strict=True)
+        if row.is_reported
+    )
 
 
 def _protocol_error(summary: str) -> StepFailed:

@@ -262,11 +262,11 @@ class FusedDecoder:
                 x = act.residual if layer.norm_before_attention is None else act.normed
             rotary = (act.cosine, act.sine) if layer.rotates else identity_rotary
             calls += self._attention_calls(index, x, rotary, act, adapters)
-            pending = self._norm_output(layer.norm_after_attention, act, calls)
+            pending = act.output if layer.norm_after_attention is None else act.normed_output
             x = act.residual if layer.norm_before_mlp is None else act.normed
             calls.append(kernels.add_norm(count, act.residual, pending, layer.norm_before_mlp, act.normed))
             calls += self._mlp_calls(index, x, act, adapters)
-            pending = self._norm_output(layer.norm_after_mlp, act, calls)
+            pending = act.output if layer.norm_after_mlp is None else act.normed_output
         return calls
 
     def _attention_calls(
@@ -284,6 +284,7 @@ class FusedDecoder:
             backend.bind(index, count, act.query, act.key, act.value, act.attended),
             layer.attention_output.bind(count, attended, act.output),
             *_products(adapters, parts.attention_output, attended, act.output),
+            *_norms_of_output(self._kernels, count, layer.norm_after_attention, act),
         ]
 
     def _mlp_calls(self, index: int, x: Tensor, act: _Activations, adapters: AdapterCalls | None) -> list[Call]:
@@ -295,14 +296,12 @@ class FusedDecoder:
             self._kernels.gate(count, self._activation, act.gate_up, act.gated),
             layer.down.bind(count, act.gated, act.output),
             *_products(adapters, parts.down, act.gated, act.output),
+            *_norms_of_output(self._kernels, count, layer.norm_after_mlp, act),
         ]
 
-    def _norm_output(self, norm: Norm | None, act: _Activations, calls: list[Call]) -> Tensor:
-        """Append the norm of `act.output`, if there is one, to `calls`; return the output."""
-        if norm is None:
-            return act.output
-        calls.append(self._kernels.add_norm(self._tokens, act.output, None, norm, act.normed_output))
-        return act.normed_output
+
+def _norms_of_output(kernels: RowKernels, count: DynamicInt, norm: Norm | None, act: _Activations) -> list[Call]:
+    return [] if norm is None else [kernels.add_norm(count, act.output, None, norm, act.normed_output)]
 
 
 def _products(adapters: AdapterCalls | None, parts: Sequence[Part], x: Tensor, out: Tensor) -> list[Call]:
