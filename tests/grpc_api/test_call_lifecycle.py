@@ -37,58 +37,54 @@ from lineclear.scheduler.grpc_api.response_writer import ResponseWriter, write_o
 from lineclear.v1 import inference_pb2 as pb
 
 
-async def test_request_id_can_be_reused_at_once(tmp_path: Path) -> None:
+async def test_request_id_can_be_reused_at_once(s: Serving) -> None:
     """The engine's last events about the first request must not reach the second."""
-
-    async with serving(tmp_path) as s:
-        first, key = await s.start_call(text_request(request_id="same"))
-        await first.read()
-        del s.engine.requests[key]  # the engine's Failed(Cancelled) is not published yet
-        first.cancel()
-        await s.idle()
-        second = s.generate(text_request(request_id="same"))
-        other = await s.engine.next_request(2)
-        assert other != key
-        s.engine.tokens(key, [5])
-        s.engine.start(other)
-        s.engine.tokens(other, HELLO_IDS)
-        s.engine.finish_by(other, FinishReason.LENGTH)
-        responses = await read_all(second)
-        assert tokens_of(responses) == HELLO_IDS
-        assert responses[0].started.request_id == "same"
+    first, key = await s.start_call(text_request(request_id="same"))
+    await first.read()
+    del s.engine.requests[key]  # the engine's Failed(Cancelled) is not published yet
+    first.cancel()
+    await s.idle()
+    second = s.generate(text_request(request_id="same"))
+    other = await s.engine.next_request(2)
+    assert other != key
+    s.engine.tokens(key, [5])
+    s.engine.start(other)
+    s.engine.tokens(other, HELLO_IDS)
+    s.engine.finish_by(other, FinishReason.LENGTH)
+    responses = await read_all(second)
+    assert tokens_of(responses) == HELLO_IDS
+    assert responses[0].started.request_id == "same"
 
 
 @pytest.mark.parametrize("phase", ["queued", "started", "streaming", "stop string found"])
-async def test_hanging_up_cancels(tmp_path: Path, phase: str) -> None:
-    async with serving(tmp_path) as s:
-        call = s.generate(text_request(stop={"strings": ["Hello"]} if phase == "stop string found" else None))
-        key = await s.engine.next_request()
-        if phase == "stop string found":
-            s.engine.finish = lambda key, count: s.engine.stopped.append((key, count))  # type: ignore[method-assign]
-        if phase != "queued":
-            s.engine.start(key)
-            await call.read()
-        if phase in ("streaming", "stop string found"):
-            s.engine.tokens(key, HELLO_IDS)
-            await call.read()
-        call.cancel()
-        await s.idle()
-        assert s.engine.cancelled == [key]
+async def test_hanging_up_cancels(s: Serving, phase: str) -> None:
+    call = s.generate(text_request(stop={"strings": ["Hello"]} if phase == "stop string found" else None))
+    key = await s.engine.next_request()
+    if phase == "stop string found":
+        s.engine.finish = lambda key, count: s.engine.stopped.append((key, count))  # type: ignore[method-assign]
+    if phase != "queued":
+        s.engine.start(key)
+        await call.read()
+    if phase in ("streaming", "stop string found"):
+        s.engine.tokens(key, HELLO_IDS)
+        await call.read()
+    call.cancel()
+    await s.idle()
+    assert s.engine.cancelled == [key]
 
 
-async def test_vanished_client_cancels(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        channel = grpc.aio.insecure_channel(s.server.address)
-        call = channel.unary_stream(
-            "/lineclear.v1.InferenceService/Generate",
-            request_serializer=pb.GenerateRequest.SerializeToString,
-            response_deserializer=pb.GenerateResponse.FromString,
-        )(text_request())
-        key = await s.engine.next_request()
-        await channel.close()
-        await s.idle()
-        assert s.engine.cancelled == [key]
-        assert call.done()
+async def test_vanished_client_cancels(s: Serving) -> None:
+    channel = grpc.aio.insecure_channel(s.server.address)
+    call = channel.unary_stream(
+        "/lineclear.v1.InferenceService/Generate",
+        request_serializer=pb.GenerateRequest.SerializeToString,
+        response_deserializer=pb.GenerateResponse.FromString,
+    )(text_request())
+    key = await s.engine.next_request()
+    await channel.close()
+    await s.idle()
+    assert s.engine.cancelled == [key]
+    assert call.done()
 
 
 async def test_clients_without_network_are_cancelled(tmp_path: Path) -> None:
@@ -236,15 +232,14 @@ async def test_many_streams_while_a_fifth_hangs_up(tmp_path: Path) -> None:
         assert stats.gauges.open_streams == 0
 
 
-async def test_statistics_of_a_stuck_engine_are_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_statistics_of_a_stuck_engine_are_earlier_ones(s: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of the metrics page. Neither waits for the engine without end."""
-    async with serving(tmp_path) as s:
-        s.engine.predicted_wait = 7.5
-        monkeypatch.setattr(s.engine, "fresh_snapshot", Future[EngineSnapshot])
-        both = asyncio.gather(s.stub.GetStats(pb.GetStatsRequest()), s.service.metrics())
-        stats, metrics = await asyncio.wait_for(both, BOUND_SECONDS)
-        assert stats.gauges.predicted_wait_seconds == 7.5
-        assert 7.5 in {sample.value for family in metrics for sample in family.samples}
+    s.engine.predicted_wait = 7.5
+    monkeypatch.setattr(s.engine, "fresh_snapshot", Future[EngineSnapshot])
+    both = asyncio.gather(s.stub.GetStats(pb.GetStatsRequest()), s.service.metrics())
+    stats, metrics = await asyncio.wait_for(both, BOUND_SECONDS)
+    assert stats.gauges.predicted_wait_seconds == 7.5
+    assert 7.5 in {sample.value for family in metrics for sample in family.samples}
 
 
 async def test_large_request_does_not_delay_a_small_one(tmp_path: Path) -> None:
@@ -273,24 +268,23 @@ async def test_large_request_does_not_delay_a_small_one(tmp_path: Path) -> None:
         await read_all(large)
 
 
-async def test_requests_survive_a_worker_restart(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        old, key = await s.start_call()
-        s.engine.tokens(key, HELLO_IDS[:1])
-        await old.read()
-        s.engine.lose()
-        await until(lambda: not s.server.health.is_serving("readiness"))
-        new = s.generate()
-        other = await s.engine.next_request(2)
-        s.engine.join(replace(HELLO, epoch=8))
-        await until(lambda: s.server.health.is_serving("readiness"))
-        s.engine.tokens(key, HELLO_IDS[1:])
-        s.engine.finish_by(key, FinishReason.LENGTH)
-        s.engine.start(other)
-        s.engine.finish_by(other, FinishReason.LENGTH)
-        rest = [r async for r in _responses(old)]
-        assert [t for r in rest for t in r.token_ids][-len(HELLO_IDS) + 1 :] == HELLO_IDS[1:]
-        await read_all(new)
+async def test_requests_survive_a_worker_restart(s: Serving) -> None:
+    old, key = await s.start_call()
+    s.engine.tokens(key, HELLO_IDS[:1])
+    await old.read()
+    s.engine.lose()
+    await until(lambda: not s.server.health.is_serving("readiness"))
+    new = s.generate()
+    other = await s.engine.next_request(2)
+    s.engine.join(replace(HELLO, epoch=8))
+    await until(lambda: s.server.health.is_serving("readiness"))
+    s.engine.tokens(key, HELLO_IDS[1:])
+    s.engine.finish_by(key, FinishReason.LENGTH)
+    s.engine.start(other)
+    s.engine.finish_by(other, FinishReason.LENGTH)
+    rest = [r async for r in _responses(old)]
+    assert [t for r in rest for t in r.token_ids][-len(HELLO_IDS) + 1 :] == HELLO_IDS[1:]
+    await read_all(new)
 
 
 async def _responses(call: Any) -> Any:

@@ -145,17 +145,16 @@ async def test_closing_a_stream_cancels_one_request(tmp_path: Path) -> None:
         await finish(s, first)
 
 
-async def test_closing_the_client_ends_all(tmp_path: Path, connect: Open) -> None:
-    async with serving(tmp_path) as s:
-        async with connect(s) as client:
-            tasks = [await occupied(s, client)]
-            tasks += [asyncio.ensure_future(client.generate("x")) for _ in range(3)]
-            await s.engine.next_request(4)
-        for call in tasks:
-            with pytest.raises(Cancelled):
-                await call
-        await s.idle()
-        await until(lambda: not s.service._sessions)
+async def test_closing_the_client_ends_all(s: Serving, connect: Open) -> None:
+    async with connect(s) as client:
+        tasks = [await occupied(s, client)]
+        tasks += [asyncio.ensure_future(client.generate("x")) for _ in range(3)]
+        await s.engine.next_request(4)
+    for call in tasks:
+        with pytest.raises(Cancelled):
+            await call
+    await s.idle()
+    await until(lambda: not s.service._sessions)
 
 
 async def test_ended_session_resumes_its_answers(tmp_path: Path, connect: Open) -> None:
@@ -230,18 +229,17 @@ def test_targets(target: str, is_one: bool) -> None:
     assert names_one_server(target) is is_one
 
 
-async def test_closed_client_leaves_no_threads(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        before = {t for t in threading.enumerate() if t.name == "lineclear-session"}
-        client = Threaded(s.server.address, max_attempts=1)
-        first = await occupied(s, client)
-        second = asyncio.ensure_future(client.generate("x"))
-        await s.engine.next_request(2)
-        await client.close()
-        for call in (first, second):
-            with pytest.raises(Cancelled):
-                await call
-        await until(lambda: {t for t in threading.enumerate() if t.name == "lineclear-session"} == before)
+async def test_closed_client_leaves_no_threads(s: Serving) -> None:
+    before = {t for t in threading.enumerate() if t.name == "lineclear-session"}
+    client = Threaded(s.server.address, max_attempts=1)
+    first = await occupied(s, client)
+    second = asyncio.ensure_future(client.generate("x"))
+    await s.engine.next_request(2)
+    await client.close()
+    for call in (first, second):
+        with pytest.raises(Cancelled):
+            await call
+    await until(lambda: {t for t in threading.enumerate() if t.name == "lineclear-session"} == before)
 
 
 async def test_requests_survive_connection_and_session_age(tmp_path: Path, connect: Open) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from support.serving import BOUND_SECONDS, HELLO, TOKENIZER, error_of, read_all, serving, text_request, until
+from support.serving import BOUND_SECONDS, HELLO, TOKENIZER, Serving, error_of, read_all, serving, text_request, until
 
 from lineclear.errors import (
     DeadlineExceeded,
@@ -40,30 +40,27 @@ async def test_before_a_worker_joined(tmp_path: Path) -> None:
         await read_all(s.generate())
 
 
-async def test_while_draining(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        await s.service.drain(timeout_seconds=0)
-        error = await error_of(s.generate())
-        assert (error.code, error.reason) == ("UNAVAILABLE", "SERVER_DRAINING")
-        assert error.retry_after_seconds is not None
-        assert s.engine.is_draining
+async def test_while_draining(s: Serving) -> None:
+    await s.service.drain(timeout_seconds=0)
+    error = await error_of(s.generate())
+    assert (error.code, error.reason) == ("UNAVAILABLE", "SERVER_DRAINING")
+    assert error.retry_after_seconds is not None
+    assert s.engine.is_draining
 
 
-async def test_without_any_further_worker(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.service.refuse(lambda: WorkerUnavailable("gave up"))
-        assert (await error_of(s.generate())).reason == "WORKER_UNAVAILABLE"
+async def test_without_any_further_worker(s: Serving) -> None:
+    s.service.refuse(lambda: WorkerUnavailable("gave up"))
+    assert (await error_of(s.generate())).reason == "WORKER_UNAVAILABLE"
 
 
-async def test_duplicate_request_id(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        first = s.generate(text_request(request_id="same"))
-        key = await s.engine.next_request()
-        error = await error_of(s.generate(text_request(request_id="same")))
-        assert (error.code, error.reason) == ("ALREADY_EXISTS", "DUPLICATE_REQUEST")
-        assert s.engine.cancelled == []  # the first request is not affected
-        s.engine.start(key)
-        assert (await first.read()).started.request_id == "same"
+async def test_duplicate_request_id(s: Serving) -> None:
+    first = s.generate(text_request(request_id="same"))
+    key = await s.engine.next_request()
+    error = await error_of(s.generate(text_request(request_id="same")))
+    assert (error.code, error.reason) == ("ALREADY_EXISTS", "DUPLICATE_REQUEST")
+    assert s.engine.cancelled == []  # the first request is not affected
+    s.engine.start(key)
+    assert (await first.read()).started.request_id == "same"
 
 
 async def test_full_queue_rejects_before_tokenizing(tmp_path: Path) -> None:
@@ -126,20 +123,19 @@ async def test_too_many_large_texts_at_once(tmp_path: Path, monkeypatch: pytest.
                 pass
 
 
-async def test_a_text_too_long_for_the_context(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        error = await error_of(s.generate(text_request("a b " * 200)))
-        assert (error.code, error.reason) == ("INVALID_ARGUMENT", "PROMPT_TOO_LONG")
-        assert error.metadata["context_length"] == str(HELLO.max_model_len)
-        assert int(error.metadata["prompt_tokens"]) == len(TOKENIZER.encode("a b " * 200))
-        assert [v.field for v in error.violations] == ["text"]
-        prompt = len(TOKENIZER.encode("quick"))
-        fits = HELLO.max_model_len - prompt
-        error = await error_of(s.generate(text_request(sampling={"max_tokens": fits + 1})))
-        assert [v.field for v in error.violations] == ["sampling.max_tokens"]
-        assert error.metadata["max_tokens"] == str(fits + 1)
-        s.engine.answer = lambda request: []
-        await read_all(s.generate(text_request(sampling={"max_tokens": fits})))
+async def test_a_text_too_long_for_the_context(s: Serving) -> None:
+    error = await error_of(s.generate(text_request("a b " * 200)))
+    assert (error.code, error.reason) == ("INVALID_ARGUMENT", "PROMPT_TOO_LONG")
+    assert error.metadata["context_length"] == str(HELLO.max_model_len)
+    assert int(error.metadata["prompt_tokens"]) == len(TOKENIZER.encode("a b " * 200))
+    assert [v.field for v in error.violations] == ["text"]
+    prompt = len(TOKENIZER.encode("quick"))
+    fits = HELLO.max_model_len - prompt
+    error = await error_of(s.generate(text_request(sampling={"max_tokens": fits + 1})))
+    assert [v.field for v in error.violations] == ["sampling.max_tokens"]
+    assert error.metadata["max_tokens"] == str(fits + 1)
+    s.engine.answer = lambda request: []
+    await read_all(s.generate(text_request(sampling={"max_tokens": fits})))
 
 
 async def test_a_conversation_for_a_model_without_a_template(tmp_path: Path) -> None:
@@ -172,54 +168,49 @@ async def test_a_role_that_the_template_does_not_know(tmp_path: Path) -> None:
     ids=lambda error: error.reason,
 )
 @pytest.mark.parametrize("after_tokens", [False, True])
-async def test_engine_errors_reach_the_client(tmp_path: Path, error: LineclearError, after_tokens: bool) -> None:
-    async with serving(tmp_path) as s:
-        call = s.generate()
-        key = await s.engine.next_request()
-        if after_tokens:
-            s.engine.start(key)
-            s.engine.tokens(key, [40, 41])
-        s.engine.fail(key, error)
-        if after_tokens:
-            assert list((await call.read()).token_ids) == [40, 41]  # tokens before the error arrive
-        received = await error_of(call)
-        assert (received.code, received.reason, str(received)) == (error.code, error.reason, str(error))
-        assert received.metadata == error.metadata
-        assert received.retry_after_seconds == error.retry_after_seconds
-        await s.idle()
-        assert s.engine.cancelled == []
+async def test_engine_errors_reach_the_client(s: Serving, error: LineclearError, after_tokens: bool) -> None:
+    call = s.generate()
+    key = await s.engine.next_request()
+    if after_tokens:
+        s.engine.start(key)
+        s.engine.tokens(key, [40, 41])
+    s.engine.fail(key, error)
+    if after_tokens:
+        assert list((await call.read()).token_ids) == [40, 41]  # tokens before the error arrive
+    received = await error_of(call)
+    assert (received.code, received.reason, str(received)) == (error.code, error.reason, str(error))
+    assert received.metadata == error.metadata
+    assert received.retry_after_seconds == error.retry_after_seconds
+    await s.idle()
+    assert s.engine.cancelled == []
 
 
-async def test_request_rejected_by_the_engine(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.refusal = QueueFull("no", retry_after_seconds=1.0)
-        assert (await error_of(s.generate())).reason == "QUEUE_FULL"
-        s.engine.refusal = None
-        s.engine.answer = lambda request: []
-        await read_all(s.generate())
+async def test_request_rejected_by_the_engine(s: Serving) -> None:
+    s.engine.refusal = QueueFull("no", retry_after_seconds=1.0)
+    assert (await error_of(s.generate())).reason == "QUEUE_FULL"
+    s.engine.refusal = None
+    s.engine.answer = lambda request: []
+    await read_all(s.generate())
 
 
-async def test_the_deadline_of_the_call(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        call = s.generate(timeout=0.05)
-        assert (await error_of(call)).code == "DEADLINE_EXCEEDED"
-        await s.idle()
-        assert s.engine.cancelled == [request.request_id for request in s.engine.submitted]
+async def test_the_deadline_of_the_call(s: Serving) -> None:
+    call = s.generate(timeout=0.05)
+    assert (await error_of(call)).code == "DEADLINE_EXCEEDED"
+    await s.idle()
+    assert s.engine.cancelled == [request.request_id for request in s.engine.submitted]
 
 
 @pytest.mark.parametrize(
     "kind", [k for k in tree() if k not in (LineclearError, UnknownStatus)], ids=lambda k: k.__name__
 )
-async def test_every_error_class_round_trips(tmp_path: Path, kind: type[LineclearError]) -> None:
+async def test_every_error_class_round_trips(s: Serving, kind: type[LineclearError]) -> None:
     """Every error class of the engine reaches the client as the same class."""
-
-    async with serving(tmp_path) as s:
-        call = s.generate()
-        key = await s.engine.next_request()
-        s.engine.fail(key, kind("a sentence", retry_after_seconds=0.25, metadata={"figure": "7"}))
-        received = await error_of(call)
-        assert type(received) is kind
-        assert (str(received), received.metadata, received.retry_after_seconds) == ("a sentence", {"figure": "7"}, 0.25)
+    call = s.generate()
+    key = await s.engine.next_request()
+    s.engine.fail(key, kind("a sentence", retry_after_seconds=0.25, metadata={"figure": "7"}))
+    received = await error_of(call)
+    assert type(received) is kind
+    assert (str(received), received.metadata, received.retry_after_seconds) == ("a sentence", {"figure": "7"}, 0.25)
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["refused", "incident"])

@@ -105,12 +105,11 @@ async def test_all_names_are_listed(tmp_path: Path) -> None:
             }
 
 
-async def test_an_unknown_name(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        error = await error_of(health_of(s.channel).Check(health_pb2.HealthCheckRequest(service="nobody")))
-        assert error.code == "NOT_FOUND"
-        watch = health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service="nobody"))
-        assert (await watch.read()).status == UNKNOWN
+async def test_an_unknown_name(s: Serving) -> None:
+    error = await error_of(health_of(s.channel).Check(health_pb2.HealthCheckRequest(service="nobody")))
+    assert error.code == "NOT_FOUND"
+    watch = health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service="nobody"))
+    assert (await watch.read()).status == UNKNOWN
 
 
 async def test_watchers_get_changes_after_others_hang_up(tmp_path: Path) -> None:
@@ -223,54 +222,50 @@ async def test_message_over_the_limit_is_rejected_by_grpc(tmp_path: Path) -> Non
 # --- drain -----------------------------------------------------------------------------------------------------------
 
 
-async def test_drain_completes_or_interrupts_requests(tmp_path: Path) -> None:
+async def test_drain_completes_or_interrupts_requests(s: Serving) -> None:
     """Two requests finish in time, one does not, one is queued; a watcher does not delay the drain."""
-
-    async with serving(tmp_path) as s:
-        watch = health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
-        assert (await watch.read()).status == SERVING
-        calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(4)]
-        await s.engine.next_request(4)
-        keys = {r.request_id.partition("~")[0]: r.request_id for r in s.engine.submitted}
-        ids = TOKENIZER.encode_sealed("Hello, how")
-        for name in ("r0", "r1", "r2"):
-            s.engine.start(keys[name])
-            s.engine.tokens(keys[name], ids[:2])
-        drain = asyncio.create_task(s.service.drain(timeout_seconds=2.0))
-        s.server.health.close()
-        await until(lambda: s.engine.is_draining)
-        assert (await error_of(s.generate())).reason == "SERVER_DRAINING"
-        assert (await watch.read()).status == NOT_SERVING
-        for name in ("r0", "r1"):
-            s.engine.tokens(keys[name], ids[2:])
-            s.engine.finish_by(keys[name], FinishReason.LENGTH)
-        for call in calls[:2]:
-            assert tokens_of(await read_all(call)) == ids
-        assert not drain.done()
-        for call, sent in ((calls[2], "2"), (calls[3], "0")):
-            error = await error_of(call)
-            assert (error.code, error.reason) == ("UNAVAILABLE", "SHUTDOWN_INTERRUPTED")
-            assert error.metadata["next_index"] == sent
-            assert 0 <= int(error.metadata["seed"]) < 2**64
-        await drain
-        await s.idle()
-        assert sorted(s.engine.cancelled) == sorted([keys["r2"], keys["r3"]])
-        async with asyncio.timeout(BOUND_SECONDS):  # less than the grace period: no call remains
-            await s.server.stop(2 * BOUND_SECONDS)
+    watch = health_of(s.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+    assert (await watch.read()).status == SERVING
+    calls = [s.generate(text_request(request_id=f"r{n}")) for n in range(4)]
+    await s.engine.next_request(4)
+    keys = {r.request_id.partition("~")[0]: r.request_id for r in s.engine.submitted}
+    ids = TOKENIZER.encode_sealed("Hello, how")
+    for name in ("r0", "r1", "r2"):
+        s.engine.start(keys[name])
+        s.engine.tokens(keys[name], ids[:2])
+    drain = asyncio.create_task(s.service.drain(timeout_seconds=2.0))
+    s.server.health.close()
+    await until(lambda: s.engine.is_draining)
+    assert (await error_of(s.generate())).reason == "SERVER_DRAINING"
+    assert (await watch.read()).status == NOT_SERVING
+    for name in ("r0", "r1"):
+        s.engine.tokens(keys[name], ids[2:])
+        s.engine.finish_by(keys[name], FinishReason.LENGTH)
+    for call in calls[:2]:
+        assert tokens_of(await read_all(call)) == ids
+    assert not drain.done()
+    for call, sent in ((calls[2], "2"), (calls[3], "0")):
+        error = await error_of(call)
+        assert (error.code, error.reason) == ("UNAVAILABLE", "SHUTDOWN_INTERRUPTED")
+        assert error.metadata["next_index"] == sent
+        assert 0 <= int(error.metadata["seed"]) < 2**64
+    await drain
+    await s.idle()
+    assert sorted(s.engine.cancelled) == sorted([keys["r2"], keys["r3"]])
+    async with asyncio.timeout(BOUND_SECONDS):  # less than the grace period: no call remains
+        await s.server.stop(2 * BOUND_SECONDS)
 
 
-async def test_drain_without_requests_returns_at_once(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        async with asyncio.timeout(BOUND_SECONDS):
-            await s.service.drain(timeout_seconds=2 * BOUND_SECONDS)
-            await s.server.stop(2 * BOUND_SECONDS)
+async def test_drain_without_requests_returns_at_once(s: Serving) -> None:
+    async with asyncio.timeout(BOUND_SECONDS):
+        await s.service.drain(timeout_seconds=2 * BOUND_SECONDS)
+        await s.server.stop(2 * BOUND_SECONDS)
 
 
-async def test_last_status_arrives_before_an_immediate_stop(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        call, key = await s.start_call()
-        s.engine.finish_by(key, FinishReason.LENGTH)
-        await s.service.drain(timeout_seconds=5.0)
-        await s.server.stop(2.0)
-        assert (await read_all(call))[-1].finished.finish_reason == pb.FINISH_REASON_LENGTH
-        assert await call.code() is grpc.StatusCode.OK
+async def test_last_status_arrives_before_an_immediate_stop(s: Serving) -> None:
+    call, key = await s.start_call()
+    s.engine.finish_by(key, FinishReason.LENGTH)
+    await s.service.drain(timeout_seconds=5.0)
+    await s.server.stop(2.0)
+    assert (await read_all(call))[-1].finished.finish_reason == pb.FINISH_REASON_LENGTH
+    assert await call.code() is grpc.StatusCode.OK

@@ -68,14 +68,13 @@ def test_installed_grpc_knows_every_client_option() -> None:
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
-async def test_too_much_metadata_is_rejected_by_the_transport(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: [5]
-        error = await error_of(s.generate(metadata=(("x-large", "x" * 40_000),)))
-        assert error.code == "RESOURCE_EXHAUSTED"
-        assert "metadata size exceeds" in str(error)
-        assert s.engine.submitted == []
-        await read_all(s.generate(metadata=(("x-small", "x" * 1000),)))
+async def test_too_much_metadata_is_rejected_by_the_transport(s: Serving) -> None:
+    s.engine.answer = lambda request: [5]
+    error = await error_of(s.generate(metadata=(("x-large", "x" * 40_000),)))
+    assert error.code == "RESOURCE_EXHAUSTED"
+    assert "metadata size exceeds" in str(error)
+    assert s.engine.submitted == []
+    await read_all(s.generate(metadata=(("x-small", "x" * 1000),)))
 
 
 async def test_concurrent_calls_of_a_connection_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Run the tests of this folder on the event loop that the server uses."""
 
-from support.scheduler_fixtures import model, pytest_asyncio_loop_factories, start
+from support.scheduler_fixtures import model, pytest_asyncio_loop_factories, s, start
 
-__all__ = ["model", "pytest_asyncio_loop_factories", "start"]
+__all__ = ["model", "pytest_asyncio_loop_factories", "s", "start"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.serving import TOKENIZER, error_of, serving, text_request
+from support.serving import TOKENIZER, Serving, error_of, serving, text_request
 from support.session_driver import Caller
 
 from lineclear.errors import QueueFull
@@ -148,19 +148,18 @@ async def test_one_tenant_does_not_fill_the_queue(tmp_path: Path) -> None:
         assert (len(s.service.quota), s.service.quota.num_tenants) == (0, 0)
 
 
-async def test_core_gets_hashed_tenants(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        calls = [s.generate(IDS, **tenant("acme")), s.generate(IDS, **tenant("acme")), s.generate(IDS)]
-        await s.engine.next_request(3)
-        other = s.generate(IDS, **tenant("other"))
-        await s.engine.next_request(4)
-        shares = Counter(request.tenant for request in s.engine.submitted)
-        assert sorted(shares.values()) == [1, 1, 2]
-        assert shares[""] == 1
-        assert not any("acme" in share for share in shares)
-        for call in (*calls, other):
-            call.cancel()
-        await s.idle()
+async def test_core_gets_hashed_tenants(s: Serving) -> None:
+    calls = [s.generate(IDS, **tenant("acme")), s.generate(IDS, **tenant("acme")), s.generate(IDS)]
+    await s.engine.next_request(3)
+    other = s.generate(IDS, **tenant("other"))
+    await s.engine.next_request(4)
+    shares = Counter(request.tenant for request in s.engine.submitted)
+    assert sorted(shares.values()) == [1, 1, 2]
+    assert shares[""] == 1
+    assert not any("acme" in share for share in shares)
+    for call in (*calls, other):
+        call.cancel()
+    await s.idle()
 
 
 def named(handle: int, tenant: str) -> pb.SessionRequest:

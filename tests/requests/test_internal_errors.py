@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from support.serving import BOUND_SECONDS, TOKENIZER, error_of, read_all, serving, text_request, tokens_of
+from support.serving import BOUND_SECONDS, TOKENIZER, Serving, error_of, read_all, serving, text_request, tokens_of
 from support.session_driver import Caller, submit
 
 from lineclear.scheduler.core.events import FinishReason
@@ -130,38 +130,35 @@ async def test_accidentally_cancelled_handler_sends_a_status(tmp_path: Path) -> 
             assert (await error_of(s.generate())).reason == "INTERNAL_ERROR"
 
 
-async def test_cancelled_call_is_no_incident(tmp_path: Path) -> None:
+async def test_cancelled_call_is_no_incident(s: Serving) -> None:
     """Found by the campaign of damaged requests: gRPC does not always report a cancellation by the caller."""
-
-    async with serving(tmp_path) as s:
-        request = text_request().SerializeToString()
-        with capture_logs() as logs:
-            for number in range(1, 201):
-                call = s.channel.stream_stream(GENERATE)()
-                await call.write(request)
-                await call.done_writing()
-                s.engine.start(await s.engine.next_request(number))
-                if number % 2:
-                    await call.read()
-                call.cancel()
-            await s.idle()
-        assert [entry for entry in logs if entry["event"] == "internal_error"] == []
+    request = text_request().SerializeToString()
+    with capture_logs() as logs:
+        for number in range(1, 201):
+            call = s.channel.stream_stream(GENERATE)()
+            await call.write(request)
+            await call.done_writing()
+            s.engine.start(await s.engine.next_request(number))
+            if number % 2:
+                await call.read()
+            call.cancel()
+        await s.idle()
+    assert [entry for entry in logs if entry["event"] == "internal_error"] == []
 
 
-async def test_prompts_and_answers_are_not_logged(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: TOKENIZER.encode_sealed(MARKER)
-        with capture_logs() as logs:
-            await read_all(s.generate(text_request(MARKER)))
-            await error_of(s.generate(text_request(MARKER, request_id=MARKER + " ")))
-            await error_of(s.generate(text_request(MARKER, stop={"strings": [MARKER * 20]})))
-            chat = pb.ChatMessages(messages=[pb.ChatMessage(role="bad", content=MARKER)])
-            await error_of(s.generate(pb.GenerateRequest(chat=chat)))
-            await s.idle()
-        ended = [entry for entry in logs if entry["event"] == "request_ended"]
-        assert [entry["outcome"] for entry in ended] == ["length", "invalid_request"]
-        assert ended[0]["tokens"] == len(TOKENIZER.encode_sealed(MARKER))
-        assert ended[0]["prompt_tokens"] == len(TOKENIZER.encode(MARKER))
-        output = str(logs)
-        assert MARKER not in output
-        assert str(TOKENIZER.encode_sealed(MARKER)) not in output
+async def test_prompts_and_answers_are_not_logged(s: Serving) -> None:
+    s.engine.answer = lambda request: TOKENIZER.encode_sealed(MARKER)
+    with capture_logs() as logs:
+        await read_all(s.generate(text_request(MARKER)))
+        await error_of(s.generate(text_request(MARKER, request_id=MARKER + " ")))
+        await error_of(s.generate(text_request(MARKER, stop={"strings": [MARKER * 20]})))
+        chat = pb.ChatMessages(messages=[pb.ChatMessage(role="bad", content=MARKER)])
+        await error_of(s.generate(pb.GenerateRequest(chat=chat)))
+        await s.idle()
+    ended = [entry for entry in logs if entry["event"] == "request_ended"]
+    assert [entry["outcome"] for entry in ended] == ["length", "invalid_request"]
+    assert ended[0]["tokens"] == len(TOKENIZER.encode_sealed(MARKER))
+    assert ended[0]["prompt_tokens"] == len(TOKENIZER.encode(MARKER))
+    output = str(logs)
+    assert MARKER not in output
+    assert str(TOKENIZER.encode_sealed(MARKER)) not in output

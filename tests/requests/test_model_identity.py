@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.serving import HELLO, HELLO_IDS, TEMPLATE, error_of, read_all, serving, text_request, tokens_of, until
+from support.serving import (
+    HELLO,
+    HELLO_IDS,
+    TEMPLATE,
+    Serving,
+    error_of,
+    read_all,
+    serving,
+    text_request,
+    tokens_of,
+    until,
+)
 
 from lineclear.errors import ModelChanged
 from lineclear.model_files.fingerprint import prompt_digest
@@ -18,16 +29,15 @@ SERVED = HELLO.model_fingerprint
 OTHER = replace(HELLO, epoch=8, model_id="other", model_fingerprint="fedcba9876543210")
 
 
-async def test_fingerprint_is_in_get_model_and_started(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: HELLO_IDS
-        assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == SERVED
-        first = (await read_all(s.generate()))[0]
-        assert first.started.model_fingerprint == SERVED
-        assert first.started.prompt_digest == prompt_digest(s.engine.submitted[0].prompt)
-        s.engine.join(OTHER)
-        assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == OTHER.model_fingerprint
-        assert (await read_all(s.generate()))[0].started.model_fingerprint == OTHER.model_fingerprint
+async def test_fingerprint_is_in_get_model_and_started(s: Serving) -> None:
+    s.engine.answer = lambda request: HELLO_IDS
+    assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == SERVED
+    first = (await read_all(s.generate()))[0]
+    assert first.started.model_fingerprint == SERVED
+    assert first.started.prompt_digest == prompt_digest(s.engine.submitted[0].prompt)
+    s.engine.join(OTHER)
+    assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == OTHER.model_fingerprint
+    assert (await read_all(s.generate()))[0].started.model_fingerprint == OTHER.model_fingerprint
 
 
 @pytest.mark.parametrize(
@@ -39,15 +49,14 @@ async def test_fingerprint_is_in_get_model_and_started(tmp_path: Path) -> None:
         {"resume": {"token_ids": HELLO_IDS[:4], "model_fingerprint": OTHER.model_fingerprint}},
     ],
 )
-async def test_request_for_another_fingerprint_is_rejected(tmp_path: Path, fields: dict[str, Any]) -> None:
-    async with serving(tmp_path) as s:
-        error = await error_of(s.generate(text_request(sampling={"seed": 1, "max_tokens": 4}, **fields)))
-        assert isinstance(error, ModelChanged)
-        assert (error.code, error.reason) == ("ABORTED", "MODEL_CHANGED")
-        assert error.metadata["model_fingerprint"] == SERVED
-        assert error.metadata["expected_model_fingerprint"] == OTHER.model_fingerprint
-        assert s.engine.submitted == []
-        await s.idle()
+async def test_request_for_another_fingerprint_is_rejected(s: Serving, fields: dict[str, Any]) -> None:
+    error = await error_of(s.generate(text_request(sampling={"seed": 1, "max_tokens": 4}, **fields)))
+    assert isinstance(error, ModelChanged)
+    assert (error.code, error.reason) == ("ABORTED", "MODEL_CHANGED")
+    assert error.metadata["model_fingerprint"] == SERVED
+    assert error.metadata["expected_model_fingerprint"] == OTHER.model_fingerprint
+    assert s.engine.submitted == []
+    await s.idle()
 
 
 async def test_model_name_of_a_request_is_checked(tmp_path: Path) -> None:
@@ -74,24 +83,22 @@ async def test_model_name_of_a_request_is_checked(tmp_path: Path) -> None:
         ({"resume": {"model_fingerprint": SERVED, "chat_time_us": 2**63 - 1}}, "resume.chat_time_us"),
     ],
 )
-async def test_malformed_fingerprint_is_rejected(tmp_path: Path, fields: dict[str, Any], field: str) -> None:
-    async with serving(tmp_path) as s:
-        error = await error_of(s.generate(text_request(sampling={"seed": 1}, **fields)))
-        assert error.code == "INVALID_ARGUMENT"
-        assert [violation.field for violation in error.violations] == [field]
-        await s.idle()
+async def test_malformed_fingerprint_is_rejected(s: Serving, fields: dict[str, Any], field: str) -> None:
+    error = await error_of(s.generate(text_request(sampling={"seed": 1}, **fields)))
+    assert error.code == "INVALID_ARGUMENT"
+    assert [violation.field for violation in error.violations] == [field]
+    await s.idle()
 
 
 async def test_engine_gets_fingerprint_and_vocabulary(
-    tmp_path: Path,
+    s: Serving,
 ) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: HELLO_IDS
-        await read_all(s.generate())
-        await read_all(s.generate(text_request(model_fingerprint=SERVED)))
-        plain, named = s.engine.submitted
-        assert (plain.model_fingerprint, named.model_fingerprint) == ("", SERVED)
-        assert plain.vocabulary == (HELLO.vocab_size, HELLO.eos_token_ids)
+    s.engine.answer = lambda request: HELLO_IDS
+    await read_all(s.generate())
+    await read_all(s.generate(text_request(model_fingerprint=SERVED)))
+    plain, named = s.engine.submitted
+    assert (plain.model_fingerprint, named.model_fingerprint) == ("", SERVED)
+    assert plain.vocabulary == (HELLO.vocab_size, HELLO.eos_token_ids)
 
 
 async def test_resumed_chat_uses_the_same_time(tmp_path: Path) -> None:
@@ -125,22 +132,21 @@ async def test_resumed_chat_uses_the_same_time(tmp_path: Path) -> None:
         await s.idle()
 
 
-async def test_open_session_uses_the_new_models_bounds(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        session = s.stub.Session()
-        await session.wait_for_connection()
-        s.engine.join(replace(OTHER, vocab_size=300, max_model_len=32, eos_token_ids=(9,)))
-        for handle, fields in enumerate(
-            [{"model_fingerprint": SERVED}, {"sampling": {"max_tokens": 40}}, {"stop": {"token_ids": [400]}}, {}]
-        ):
-            submit = pb.SubmitCommand(handle=handle, request=text_request("hi", **fields))
-            await session.write(pb.SessionRequest(submits=[submit]))
-        await until(lambda: s.engine.submitted)
-        failures: dict[int, str] = {}
-        while len(failures) < 3:
-            message = await session.read()
-            failures |= {event.handle: from_status(event.error).reason for event in message.events}
-        assert failures == {0: "MODEL_CHANGED", 1: "PROMPT_TOO_LONG", 2: "TOKEN_OUT_OF_VOCABULARY"}
-        (request,) = s.engine.submitted
-        assert request.eos_ids == {9}
-        session.cancel()
+async def test_open_session_uses_the_new_models_bounds(s: Serving) -> None:
+    session = s.stub.Session()
+    await session.wait_for_connection()
+    s.engine.join(replace(OTHER, vocab_size=300, max_model_len=32, eos_token_ids=(9,)))
+    for handle, fields in enumerate(
+        [{"model_fingerprint": SERVED}, {"sampling": {"max_tokens": 40}}, {"stop": {"token_ids": [400]}}, {}]
+    ):
+        submit = pb.SubmitCommand(handle=handle, request=text_request("hi", **fields))
+        await session.write(pb.SessionRequest(submits=[submit]))
+    await until(lambda: s.engine.submitted)
+    failures: dict[int, str] = {}
+    while len(failures) < 3:
+        message = await session.read()
+        failures |= {event.handle: from_status(event.error).reason for event in message.events}
+    assert failures == {0: "MODEL_CHANGED", 1: "PROMPT_TOO_LONG", 2: "TOKEN_OUT_OF_VOCABULARY"}
+    (request,) = s.engine.submitted
+    assert request.eos_ids == {9}
+    session.cancel()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import structlog.testing
-from support.serving import read_all, serving, text_request
+from support.serving import Serving, read_all, serving, text_request
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.requests.output_length import AnswerShape, LearnedLength, OutputLengths, load_estimator
@@ -73,13 +73,12 @@ def test_expected_tokens_lie_between_received_and_max_tokens() -> None:
     assert lengths.expect(_shape("b"), 3) == 0
 
 
-async def test_server_learns_from_complete_answers(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: [5] * 6
-        for _ in range(2):
-            await read_all(s.generate(text_request(sampling={"max_tokens": 9})))
-        await read_all(s.generate(text_request(sampling={"max_tokens": 4})))
-        assert [request.expected_tokens for request in s.engine.submitted] == [0, 6, 4]
+async def test_server_learns_from_complete_answers(s: Serving) -> None:
+    s.engine.answer = lambda request: [5] * 6
+    for _ in range(2):
+        await read_all(s.generate(text_request(sampling={"max_tokens": 9})))
+    await read_all(s.generate(text_request(sampling={"max_tokens": 4})))
+    assert [request.expected_tokens for request in s.engine.submitted] == [0, 6, 4]
 
 
 async def test_without_estimator_max_tokens_count(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from support.serving import HELLO_IDS, error_of, serving, text_request, until
+from support.serving import HELLO_IDS, Serving, error_of, serving, text_request, until
 from support.session_driver import cancel, submit
 
 from lineclear.errors import InvalidRequest, NonFiniteLogits, QueueFull, SlowConsumer
@@ -19,17 +19,16 @@ def several(n: int, **fields: object) -> pb.GenerateRequest:
     return text_request(sampling={"n": n, "seed": 7}, **fields)
 
 
-async def test_siblings_are_submitted_together_with_seeds_of_their_own(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        call = s.generate(several(3))
-        await s.engine.next_request(3)
-        first, *siblings = s.engine.submitted
-        assert [request.sampling.seed for request in s.engine.submitted] == [7, 8, 9]
-        assert [request.is_sibling for request in s.engine.submitted] == [False, True, True]
-        assert all(request.prompt == first.prompt for request in siblings)
-        call.cancel()
-        await s.idle()
-        assert sorted(s.engine.cancelled) == sorted(request.request_id for request in s.engine.submitted)
+async def test_siblings_are_submitted_together_with_seeds_of_their_own(s: Serving) -> None:
+    call = s.generate(several(3))
+    await s.engine.next_request(3)
+    first, *siblings = s.engine.submitted
+    assert [request.sampling.seed for request in s.engine.submitted] == [7, 8, 9]
+    assert [request.is_sibling for request in s.engine.submitted] == [False, True, True]
+    assert all(request.prompt == first.prompt for request in siblings)
+    call.cancel()
+    await s.idle()
+    assert sorted(s.engine.cancelled) == sorted(request.request_id for request in s.engine.submitted)
 
 
 async def test_a_place_in_the_queue_is_free_when_all_outputs_have_started(tmp_path: Path) -> None:
@@ -46,24 +45,23 @@ async def test_a_place_in_the_queue_is_free_when_all_outputs_have_started(tmp_pa
         assert len(s.service.quota) == 0
 
 
-async def test_an_error_of_one_output_ends_all_after_their_tokens(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        call = s.generate(several(2))
-        await s.engine.next_request(2)
-        keys = [request.request_id for request in s.engine.submitted]
-        for key in keys:
-            s.engine.start(key)
-        s.engine.step({key: [HELLO_IDS[0]] for key in keys})
-        s.engine.fail(keys[1], NonFiniteLogits("bad"))
-        tokens = {0: 0, 1: 0}
-        with pytest.raises(grpc.aio.AioRpcError):  # noqa: PT012
-            while True:
-                message = await call.read()
-                tokens[message.index] += len(message.token_ids)
-        assert tokens == {0: 1, 1: 1}
-        assert isinstance(await error_of(call), NonFiniteLogits)
-        assert s.engine.cancelled == [keys[0]]
-        await s.idle()
+async def test_an_error_of_one_output_ends_all_after_their_tokens(s: Serving) -> None:
+    call = s.generate(several(2))
+    await s.engine.next_request(2)
+    keys = [request.request_id for request in s.engine.submitted]
+    for key in keys:
+        s.engine.start(key)
+    s.engine.step({key: [HELLO_IDS[0]] for key in keys})
+    s.engine.fail(keys[1], NonFiniteLogits("bad"))
+    tokens = {0: 0, 1: 0}
+    with pytest.raises(grpc.aio.AioRpcError):  # noqa: PT012
+        while True:
+            message = await call.read()
+            tokens[message.index] += len(message.token_ids)
+    assert tokens == {0: 1, 1: 1}
+    assert isinstance(await error_of(call), NonFiniteLogits)
+    assert s.engine.cancelled == [keys[0]]
+    await s.idle()
 
 
 async def test_unread_tokens_of_all_outputs_count_together(tmp_path: Path) -> None:
@@ -89,37 +87,36 @@ async def test_unread_tokens_of_all_outputs_count_together(tmp_path: Path) -> No
         request.cancel(SlowConsumer("done"))
 
 
-async def test_session_rows_name_the_output(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        call = inference_pb2_grpc.InferenceServiceStub(s.channel).Session()
-        await call.write(submit(5, several(3)))
-        await call.write(submit(6))
-        await s.engine.next_request(4)
-        keys = [request.request_id for request in s.engine.submitted]
-        for key in keys:
-            s.engine.start(key)
-        started: set[tuple[int, int]] = set()
-        while len(started) < 4:
-            started |= {(event.handle, event.response.index) for event in (await call.read()).events}
-        s.engine.step({key: [HELLO_IDS[0]] for key in keys})
-        message = await call.read()
-        rows = sorted(zip(message.handles, message.outputs, strict=True))
-        assert rows == [(5, 0), (5, 1), (5, 2), (6, 0)], "also the row behind those of other outputs"
-        only = cancel(5)
-        only.cancels[0].index = 1
-        await call.write(only)
-        await until(lambda: s.engine.cancelled == [keys[1]])
-        message = await call.read()
-        assert [(e.response.index, e.response.finished.finish_reason) for e in message.events] == [
-            (1, pb.FINISH_REASON_CANCELLED)
-        ]
-        for key in (keys[0], *keys[2:]):
-            s.engine.finish_by(key, FinishReason.LENGTH)
-        await call.done_writing()
-        while (message := await call.read()) is not grpc.aio.EOF:
-            assert all(event.HasField("response") for event in message.events)
-        assert (await call.code()).name == "OK"
-        await s.idle()
+async def test_session_rows_name_the_output(s: Serving) -> None:
+    call = inference_pb2_grpc.InferenceServiceStub(s.channel).Session()
+    await call.write(submit(5, several(3)))
+    await call.write(submit(6))
+    await s.engine.next_request(4)
+    keys = [request.request_id for request in s.engine.submitted]
+    for key in keys:
+        s.engine.start(key)
+    started: set[tuple[int, int]] = set()
+    while len(started) < 4:
+        started |= {(event.handle, event.response.index) for event in (await call.read()).events}
+    s.engine.step({key: [HELLO_IDS[0]] for key in keys})
+    message = await call.read()
+    rows = sorted(zip(message.handles, message.outputs, strict=True))
+    assert rows == [(5, 0), (5, 1), (5, 2), (6, 0)], "also the row behind those of other outputs"
+    only = cancel(5)
+    only.cancels[0].index = 1
+    await call.write(only)
+    await until(lambda: s.engine.cancelled == [keys[1]])
+    message = await call.read()
+    assert [(e.response.index, e.response.finished.finish_reason) for e in message.events] == [
+        (1, pb.FINISH_REASON_CANCELLED)
+    ]
+    for key in (keys[0], *keys[2:]):
+        s.engine.finish_by(key, FinishReason.LENGTH)
+    await call.done_writing()
+    while (message := await call.read()) is not grpc.aio.EOF:
+        assert all(event.HasField("response") for event in message.events)
+    assert (await call.code()).name == "OK"
+    await s.idle()
 
 
 @pytest.mark.parametrize(
@@ -131,27 +128,24 @@ async def test_session_rows_name_the_output(tmp_path: Path) -> None:
         ({"outputs": [{"token_ids": [1]}, {"token_ids": [2**31]}]}, "resume.outputs[1].token_ids[0]"),
     ],
 )
-async def test_invalid_resumes_of_outputs(tmp_path: Path, resume: dict[str, object], field: str) -> None:
-    async with serving(tmp_path) as s:
-        request = several(2, resume={"model_fingerprint": "m", **resume})
-        error = await error_of(s.generate(request))
-        assert isinstance(error, InvalidRequest)
-        assert field in [violation.field for violation in error.violations]
+async def test_invalid_resumes_of_outputs(s: Serving, resume: dict[str, object], field: str) -> None:
+    request = several(2, resume={"model_fingerprint": "m", **resume})
+    error = await error_of(s.generate(request))
+    assert isinstance(error, InvalidRequest)
+    assert field in [violation.field for violation in error.violations]
 
 
-async def test_an_echo_with_a_resume_of_no_output_is_invalid(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        error = await error_of(s.generate(several(2, resume={"model_fingerprint": "m"}, output={"echo": True})))
-        assert "resume.outputs" in [violation.field for violation in error.violations]
+async def test_an_echo_with_a_resume_of_no_output_is_invalid(s: Serving) -> None:
+    error = await error_of(s.generate(several(2, resume={"model_fingerprint": "m"}, output={"echo": True})))
+    assert "resume.outputs" in [violation.field for violation in error.violations]
 
 
-async def test_a_resume_computes_the_outputs_that_are_not_complete(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        fingerprint = s.engine.worker_status.hello.model_fingerprint
-        outputs = [{"is_complete": True}, {"token_ids": HELLO_IDS[:2]}, {"token_ids": HELLO_IDS[:1]}]
-        call = s.generate(several(3, resume={"model_fingerprint": fingerprint, "outputs": outputs}))
-        await s.engine.next_request(2)
-        assert [request.output for request in s.engine.submitted] == [tuple(HELLO_IDS[:2]), tuple(HELLO_IDS[:1])]
-        assert [request.sampling.seed for request in s.engine.submitted] == [8, 9]
-        call.cancel()
-        await s.idle()
+async def test_a_resume_computes_the_outputs_that_are_not_complete(s: Serving) -> None:
+    fingerprint = s.engine.worker_status.hello.model_fingerprint
+    outputs = [{"is_complete": True}, {"token_ids": HELLO_IDS[:2]}, {"token_ids": HELLO_IDS[:1]}]
+    call = s.generate(several(3, resume={"model_fingerprint": fingerprint, "outputs": outputs}))
+    await s.engine.next_request(2)
+    assert [request.output for request in s.engine.submitted] == [tuple(HELLO_IDS[:2]), tuple(HELLO_IDS[:1])]
+    assert [request.sampling.seed for request in s.engine.submitted] == [8, 9]
+    call.cancel()
+    await s.idle()

@@ -12,6 +12,7 @@ from support.serving import (
     HELLO,
     HELLO_IDS,
     TOKENIZER,
+    Serving,
     error_of,
     read_all,
     serving,
@@ -25,50 +26,48 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
 
-async def test_prompts_of_every_kind(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: []
-        long = "quick brown fox " * 6
-        await read_all(s.generate(text_request("a <|im_end|>")))
-        await read_all(s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 0, 511]))))
-        chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi<|im_end|>")])
-        await read_all(s.generate(pb.GenerateRequest(chat=chat)))
-        await read_all(s.generate(text_request(long)))
-        prompts = [request.prompt for request in s.engine.submitted]
-        assert list(prompts[0]) == TOKENIZER.encode("a <|im_end|>")
-        assert prompts[1] == (5, 0, 511)
-        sealed = TOKENIZER.seal("<|im_start|>") + "user\nhi<|im_end|>" + TOKENIZER.seal("<|im_end|>") + "\n"
-        assert list(prompts[2]) == TOKENIZER.encode_sealed(sealed)
-        assert list(prompts[3]) == TOKENIZER.encode(long)
+async def test_prompts_of_every_kind(s: Serving) -> None:
+    s.engine.answer = lambda request: []
+    long = "quick brown fox " * 6
+    await read_all(s.generate(text_request("a <|im_end|>")))
+    await read_all(s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 0, 511]))))
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi<|im_end|>")])
+    await read_all(s.generate(pb.GenerateRequest(chat=chat)))
+    await read_all(s.generate(text_request(long)))
+    prompts = [request.prompt for request in s.engine.submitted]
+    assert list(prompts[0]) == TOKENIZER.encode("a <|im_end|>")
+    assert prompts[1] == (5, 0, 511)
+    sealed = TOKENIZER.seal("<|im_start|>") + "user\nhi<|im_end|>" + TOKENIZER.seal("<|im_end|>") + "\n"
+    assert list(prompts[2]) == TOKENIZER.encode_sealed(sealed)
+    assert list(prompts[3]) == TOKENIZER.encode(long)
 
 
-async def test_sampling_reaches_the_engine_unchanged(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: []
-        params = sampling_pb2.SamplingParams(
-            temperature=0.5,
-            top_k=512,
-            top_p=1.0,
-            min_p=0.25,
-            repetition_penalty=1.5,
-            presence_penalty=-2.0,
-            frequency_penalty=2.0,
-            logit_bias=[sampling_pb2.LogitBias(token_id=511, bias=-100.0)],
-            allowed_token_ids=[1, 2, 3],
-            banned_token_ids=[3],
-            seed=9,
-            min_tokens=2,
-            max_tokens=3,
-        )
-        await read_all(s.generate(text_request(sampling=params, priority=255)))
-        request = s.engine.submitted[0]
-        sampling = request.sampling
-        assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 512, 1.0, 0.25)
-        assert sampling.repetition_penalty == 1.5
-        assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 2.0)
-        assert sampling.logit_bias == ((511, -100.0),)
-        assert (sampling.allowed_ids, sampling.banned_ids) == ((1, 2, 3), (3,))
-        assert (sampling.seed, sampling.min_tokens, request.max_tokens, request.priority) == (9, 2, 3, 255)
+async def test_sampling_reaches_the_engine_unchanged(s: Serving) -> None:
+    s.engine.answer = lambda request: []
+    params = sampling_pb2.SamplingParams(
+        temperature=0.5,
+        top_k=512,
+        top_p=1.0,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-2.0,
+        frequency_penalty=2.0,
+        logit_bias=[sampling_pb2.LogitBias(token_id=511, bias=-100.0)],
+        allowed_token_ids=[1, 2, 3],
+        banned_token_ids=[3],
+        seed=9,
+        min_tokens=2,
+        max_tokens=3,
+    )
+    await read_all(s.generate(text_request(sampling=params, priority=255)))
+    request = s.engine.submitted[0]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 512, 1.0, 0.25)
+    assert sampling.repetition_penalty == 1.5
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 2.0)
+    assert sampling.logit_bias == ((511, -100.0),)
+    assert (sampling.allowed_ids, sampling.banned_ids) == ((1, 2, 3), (3,))
+    assert (sampling.seed, sampling.min_tokens, request.max_tokens, request.priority) == (9, 2, 3, 255)
 
 
 async def test_defaults_of_request_precede_model_and_schema(tmp_path: Path) -> None:
@@ -93,12 +92,11 @@ async def test_model_defaults_can_be_disabled(tmp_path: Path) -> None:
         assert s.engine.submitted[0].sampling.temperature == 1.0
 
 
-async def test_seeds_are_random_and_returned(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: []
-        seeds = [(await read_all(s.generate()))[0].started.seed for _ in range(2)]
-        assert seeds == [request.sampling.seed for request in s.engine.submitted]
-        assert seeds[0] != seeds[1]
+async def test_seeds_are_random_and_returned(s: Serving) -> None:
+    s.engine.answer = lambda request: []
+    seeds = [(await read_all(s.generate()))[0].started.seed for _ in range(2)]
+    assert seeds == [request.sampling.seed for request in s.engine.submitted]
+    assert seeds[0] != seeds[1]
 
 
 async def test_deadline_is_the_calls_on_the_monotonic_clock(tmp_path: Path) -> None:
@@ -130,27 +128,25 @@ MALFORMED = [(2**62, 0), (-(2**62), 0), (315_576_000_001, 0), (1, 1_000_000_000)
 
 
 @pytest.mark.parametrize(("seconds", "nanos"), MALFORMED)
-async def test_invalid_timeout_is_rejected_by_field(tmp_path: Path, seconds: int, nanos: int) -> None:
-    async with serving(tmp_path) as s:
-        timeout = Duration(seconds=seconds, nanos=nanos)
-        error = await error_of(s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=timeout)))
-        assert (error.code, error.violations[0].field) == ("INVALID_ARGUMENT", "timeout")
-        caller = Caller(s)
-        submit = pb.SubmitCommand(handle=1, request=text_request(), timeout=timeout)
-        await caller.send(pb.SessionRequest(submits=[submit]))
-        while not caller.failed:
-            assert await caller.read()
-        assert caller.failed[1].violations[0].field == "timeout"
-        assert s.engine.submitted == []
+async def test_invalid_timeout_is_rejected_by_field(s: Serving, seconds: int, nanos: int) -> None:
+    timeout = Duration(seconds=seconds, nanos=nanos)
+    error = await error_of(s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=timeout)))
+    assert (error.code, error.violations[0].field) == ("INVALID_ARGUMENT", "timeout")
+    caller = Caller(s)
+    submit = pb.SubmitCommand(handle=1, request=text_request(), timeout=timeout)
+    await caller.send(pb.SessionRequest(submits=[submit]))
+    while not caller.failed:
+        assert await caller.read()
+    assert caller.failed[1].violations[0].field == "timeout"
+    assert s.engine.submitted == []
 
 
 @pytest.mark.parametrize("seconds", [0, -1, -315_576_000_000])
-async def test_passed_timeout_is_deadline_exceeded(tmp_path: Path, seconds: int) -> None:
-    async with serving(tmp_path) as s:
-        await s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=Duration(seconds=seconds)))
-        (request,) = s.engine.submitted
-        assert request.deadline is not None
-        assert request.deadline <= monotonic()  # the core fails it in its next step
+async def test_passed_timeout_is_deadline_exceeded(s: Serving, seconds: int) -> None:
+    await s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=Duration(seconds=seconds)))
+    (request,) = s.engine.submitted
+    assert request.deadline is not None
+    assert request.deadline <= monotonic()  # the core fails it in its next step
 
 
 async def test_longest_duration_counts_as_the_longest_deadline(tmp_path: Path) -> None:
@@ -162,62 +158,57 @@ async def test_longest_duration_counts_as_the_longest_deadline(tmp_path: Path) -
         assert request.deadline <= monotonic() + 1000
 
 
-async def test_ignore_eos_keeps_the_requests_stop_tokens(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: []
-        request = text_request(sampling={"ignore_eos": True}, stop={"token_ids": [9]})
-        await read_all(s.generate(request))
-        assert s.engine.submitted[0].eos_ids == frozenset()
-        assert s.engine.submitted[0].sampling.stop_ids == (9,)
+async def test_ignore_eos_keeps_the_requests_stop_tokens(s: Serving) -> None:
+    s.engine.answer = lambda request: []
+    request = text_request(sampling={"ignore_eos": True}, stop={"token_ids": [9]})
+    await read_all(s.generate(request))
+    assert s.engine.submitted[0].eos_ids == frozenset()
+    assert s.engine.submitted[0].sampling.stop_ids == (9,)
 
 
-async def test_own_eos_tokens_replace_the_models(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: [HELLO_IDS[0], EOS, 9]
-        responses = await read_all(s.generate(text_request(stop={"token_ids": [7], "eos_token_ids": [9]})))
-        request = s.engine.submitted[0]
-        assert (request.eos_ids, request.stop_ids) == (frozenset({9}), frozenset({7}))
-        assert request.sampling.stop_ids == (7, 9)
-        finished = responses[-1].finished
-        assert (finished.finish_reason, finished.matched_token_id) == (pb.FINISH_REASON_STOP_EOS, 9)
-        assert tokens_of(responses) == [HELLO_IDS[0], EOS, 9]
-        assert text_of(responses) == "He"
+async def test_own_eos_tokens_replace_the_models(s: Serving) -> None:
+    s.engine.answer = lambda request: [HELLO_IDS[0], EOS, 9]
+    responses = await read_all(s.generate(text_request(stop={"token_ids": [7], "eos_token_ids": [9]})))
+    request = s.engine.submitted[0]
+    assert (request.eos_ids, request.stop_ids) == (frozenset({9}), frozenset({7}))
+    assert request.sampling.stop_ids == (7, 9)
+    finished = responses[-1].finished
+    assert (finished.finish_reason, finished.matched_token_id) == (pb.FINISH_REASON_STOP_EOS, 9)
+    assert tokens_of(responses) == [HELLO_IDS[0], EOS, 9]
+    assert text_of(responses) == "He"
 
 
-async def test_expected_tokens_are_at_most_max_tokens(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: []
-        for expected in (None, 3, 1000):
-            await read_all(s.generate(text_request(expected_tokens=expected, sampling={"max_tokens": 9})))
-        assert [request.expected_tokens for request in s.engine.submitted] == [0, 3, 9]
+async def test_expected_tokens_are_at_most_max_tokens(s: Serving) -> None:
+    s.engine.answer = lambda request: []
+    for expected in (None, 3, 1000):
+        await read_all(s.generate(text_request(expected_tokens=expected, sampling={"max_tokens": 9})))
+    assert [request.expected_tokens for request in s.engine.submitted] == [0, 3, 9]
 
 
-async def test_resumed_answer_is_expected_to_grow(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: [5, 6, 7, 8]
-        resume = pb.Resume(token_ids=[5, 6, 7], model_fingerprint=HELLO.model_fingerprint)
-        greedy = {"max_tokens": 9, "temperature": 0.0}
-        await read_all(s.generate(text_request(expected_tokens=2, sampling=greedy, resume=resume)), 3)
-        assert s.engine.submitted[0].expected_tokens == 4
+async def test_resumed_answer_is_expected_to_grow(s: Serving) -> None:
+    s.engine.answer = lambda request: [5, 6, 7, 8]
+    resume = pb.Resume(token_ids=[5, 6, 7], model_fingerprint=HELLO.model_fingerprint)
+    greedy = {"max_tokens": 9, "temperature": 0.0}
+    await read_all(s.generate(text_request(expected_tokens=2, sampling=greedy, resume=resume)), 3)
+    assert s.engine.submitted[0].expected_tokens == 4
 
 
-async def test_prompt_is_truncated_from_the_left(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: []
-        whole = TOKENIZER.encode("The quick brown fox")
-        long_ids = [i % 500 for i in range(1000)]  # beyond the context
-        for count in (1, 3, len(whole), 100):
-            await read_all(s.generate(text_request("The quick brown fox", truncate_prompt_tokens=count)))
-        await read_all(s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=long_ids), truncate_prompt_tokens=9)))
-        chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
-        await read_all(s.generate(pb.GenerateRequest(chat=chat, truncate_prompt_tokens=2)))
-        prompts = [list(request.prompt) for request in s.engine.submitted]
-        assert prompts[:5] == [whole[-1:], whole[-3:], whole, whole, long_ids[-9:]]
-        assert len(prompts[5]) == 2
-        error = await error_of(
-            s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=long_ids), truncate_prompt_tokens=500))
-        )
-        assert error.reason == "PROMPT_TOO_LONG"
+async def test_prompt_is_truncated_from_the_left(s: Serving) -> None:
+    s.engine.answer = lambda request: []
+    whole = TOKENIZER.encode("The quick brown fox")
+    long_ids = [i % 500 for i in range(1000)]  # beyond the context
+    for count in (1, 3, len(whole), 100):
+        await read_all(s.generate(text_request("The quick brown fox", truncate_prompt_tokens=count)))
+    await read_all(s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=long_ids), truncate_prompt_tokens=9)))
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
+    await read_all(s.generate(pb.GenerateRequest(chat=chat, truncate_prompt_tokens=2)))
+    prompts = [list(request.prompt) for request in s.engine.submitted]
+    assert prompts[:5] == [whole[-1:], whole[-3:], whole, whole, long_ids[-9:]]
+    assert len(prompts[5]) == 2
+    error = await error_of(
+        s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=long_ids), truncate_prompt_tokens=500))
+    )
+    assert error.reason == "PROMPT_TOO_LONG"
 
 
 async def test_drafts_are_limited_by_the_server_and_the_request(tmp_path: Path) -> None:

@@ -8,7 +8,18 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
-from support.serving import EOS, HELLO, TOKENIZER, error_of, read_all, serving, text_of, text_request, tokens_of
+from support.serving import (
+    EOS,
+    HELLO,
+    TOKENIZER,
+    Serving,
+    error_of,
+    read_all,
+    serving,
+    text_of,
+    text_request,
+    tokens_of,
+)
 
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.text.detokenizer import AnswerText
@@ -76,42 +87,40 @@ def released(case: Case, received: list[int]) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-async def test_resume_at_every_index_gives_the_same_rest(tmp_path: Path, case: Case) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: case.answer
-        whole = await read_all(s.generate(resume_request(case)))
-        tokens, text = tokens_of(whole), text_of(whole)
-        assert tokens == case.answer[: len(tokens)]
-        for have in range(len(tokens) + 1):
-            received = tokens[:have]
-            rest = await remaining(s.generate(resume_request(case, received)))
-            assert received + tokens_of(rest) == tokens
-            assert released(case, received) + text_of(rest) == text
-            assert all(r.first_index >= have for r in rest)
-            assert [r.first_index for r in rest if r.token_ids][:1] == ([have] if have < len(tokens) else [])
-            assert rest[0].started.prompt_tokens == whole[0].started.prompt_tokens
-            assert rest[0].started.seed == 5
-            for name in ("finish_reason", "matched_stop_string", "matched_token_id"):
-                assert getattr(rest[-1].finished, name) == getattr(whole[-1].finished, name)
-            assert rest[-1].finished.usage.completion_tokens == len(tokens)
-        await s.idle()
+async def test_resume_at_every_index_gives_the_same_rest(s: Serving, case: Case) -> None:
+    s.engine.answer = lambda request: case.answer
+    whole = await read_all(s.generate(resume_request(case)))
+    tokens, text = tokens_of(whole), text_of(whole)
+    assert tokens == case.answer[: len(tokens)]
+    for have in range(len(tokens) + 1):
+        received = tokens[:have]
+        rest = await remaining(s.generate(resume_request(case, received)))
+        assert received + tokens_of(rest) == tokens
+        assert released(case, received) + text_of(rest) == text
+        assert all(r.first_index >= have for r in rest)
+        assert [r.first_index for r in rest if r.token_ids][:1] == ([have] if have < len(tokens) else [])
+        assert rest[0].started.prompt_tokens == whole[0].started.prompt_tokens
+        assert rest[0].started.seed == 5
+        for name in ("finish_reason", "matched_stop_string", "matched_token_id"):
+            assert getattr(rest[-1].finished, name) == getattr(whole[-1].finished, name)
+        assert rest[-1].finished.usage.completion_tokens == len(tokens)
+    await s.idle()
 
 
 async def remaining(call: Any) -> list[pb.GenerateResponse]:
     return [response async for response in call]
 
 
-async def test_answer_without_end_needs_no_step(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        for case, reason in (
-            (CASES[0], pb.FINISH_REASON_LENGTH),
-            (CASES[1], pb.FINISH_REASON_STOP_EOS),
-            (CASES[2], pb.FINISH_REASON_STOP_TOKEN),
-        ):
-            (only,) = await remaining(s.generate(resume_request(case, case.answer)))
-            assert only.finished.finish_reason == reason
-            assert not only.token_ids
-        assert s.engine.submitted == []
+async def test_answer_without_end_needs_no_step(s: Serving) -> None:
+    for case, reason in (
+        (CASES[0], pb.FINISH_REASON_LENGTH),
+        (CASES[1], pb.FINISH_REASON_STOP_EOS),
+        (CASES[2], pb.FINISH_REASON_STOP_TOKEN),
+    ):
+        (only,) = await remaining(s.generate(resume_request(case, case.answer)))
+        assert only.finished.finish_reason == reason
+        assert not only.token_ids
+    assert s.engine.submitted == []
 
 
 async def test_engine_gets_the_received_tokens(tmp_path: Path) -> None:
@@ -146,17 +155,15 @@ async def test_engine_gets_the_received_tokens(tmp_path: Path) -> None:
     ],
     ids=["no seed", "beyond the vocabulary", "after the end", "too many", "beyond the context", "after a stop string"],
 )
-async def test_impossible_resume_is_rejected(tmp_path: Path, request_: pb.GenerateRequest, field: str) -> None:
-    async with serving(tmp_path) as s:
-        error = await error_of(s.generate(request_))
-        assert error.code == "INVALID_ARGUMENT"
-        assert {v.field for v in error.violations} == {field}
-        assert s.engine.submitted == []
-        await s.idle()
+async def test_impossible_resume_is_rejected(s: Serving, request_: pb.GenerateRequest, field: str) -> None:
+    error = await error_of(s.generate(request_))
+    assert error.code == "INVALID_ARGUMENT"
+    assert {v.field for v in error.violations} == {field}
+    assert s.engine.submitted == []
+    await s.idle()
 
 
-async def test_greedy_needs_no_seed(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: IDS
-        request = text_request(resume={**MODEL, "token_ids": IDS[:2]}, sampling={"temperature": 0.0})
-        assert tokens_of(await remaining(s.generate(request))) == IDS[2:]
+async def test_greedy_needs_no_seed(s: Serving) -> None:
+    s.engine.answer = lambda request: IDS
+    request = text_request(resume={**MODEL, "token_ids": IDS[:2]}, sampling={"temperature": 0.0})
+    assert tokens_of(await remaining(s.generate(request))) == IDS[2:]

@@ -10,16 +10,7 @@ from time import monotonic
 import grpc
 import grpc.aio
 import pytest
-from support.serving import (
-    HELLO_IDS,
-    error_of,
-    read_all,
-    serving,
-    text_of,
-    text_request,
-    tokens_of,
-    until,
-)
+from support.serving import HELLO_IDS, Serving, error_of, read_all, serving, text_of, text_request, tokens_of, until
 from support.session_driver import Caller, cancel, submit
 
 from lineclear.errors import DeviceOutOfMemory
@@ -28,33 +19,32 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
 
 
-async def test_one_message_has_the_tokens_of_a_step(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        caller = Caller(s)
-        await caller.send(*(submit(n) for n in range(5)))
-        await s.engine.next_request(5)
-        keys = [r.request_id for r in s.engine.submitted]
-        for key in keys:
-            s.engine.start(key)
-        await caller.until(lambda: len(caller.started) == 5)
-        before = len(caller.messages)
-        # Tokens that the engine publishes together are one step.
-        s.engine.step({key: [HELLO_IDS[0]] for key in keys})
-        await caller.read()
-        assert len(caller.messages) == before + 1
-        assert sorted(caller.messages[-1].handles) == [0, 1, 2, 3, 4]
-        assert not caller.messages[-1].events
-        for token in HELLO_IDS[1:]:
-            s.engine.step({key: [token] for key in keys})
-        for key in keys:
-            s.engine.finish_by(key, FinishReason.LENGTH)
-        await caller.call.done_writing()
-        await caller.to_the_end()
-        assert {n: caller.tokens[n] for n in range(5)} == dict.fromkeys(range(5), HELLO_IDS)
-        assert set(caller.text.values()) == {"Hello, how are you?"}
-        assert {f.usage.completion_tokens for f in caller.finished.values()} == {len(HELLO_IDS)}
-        assert await caller.call.code() is grpc.StatusCode.OK
-        await s.idle()
+async def test_one_message_has_the_tokens_of_a_step(s: Serving) -> None:
+    caller = Caller(s)
+    await caller.send(*(submit(n) for n in range(5)))
+    await s.engine.next_request(5)
+    keys = [r.request_id for r in s.engine.submitted]
+    for key in keys:
+        s.engine.start(key)
+    await caller.until(lambda: len(caller.started) == 5)
+    before = len(caller.messages)
+    # Tokens that the engine publishes together are one step.
+    s.engine.step({key: [HELLO_IDS[0]] for key in keys})
+    await caller.read()
+    assert len(caller.messages) == before + 1
+    assert sorted(caller.messages[-1].handles) == [0, 1, 2, 3, 4]
+    assert not caller.messages[-1].events
+    for token in HELLO_IDS[1:]:
+        s.engine.step({key: [token] for key in keys})
+    for key in keys:
+        s.engine.finish_by(key, FinishReason.LENGTH)
+    await caller.call.done_writing()
+    await caller.to_the_end()
+    assert {n: caller.tokens[n] for n in range(5)} == dict.fromkeys(range(5), HELLO_IDS)
+    assert set(caller.text.values()) == {"Hello, how are you?"}
+    assert {f.usage.completion_tokens for f in caller.finished.values()} == {len(HELLO_IDS)}
+    assert await caller.call.code() is grpc.StatusCode.OK
+    await s.idle()
 
 
 @pytest.mark.parametrize(
@@ -96,40 +86,38 @@ async def test_answer_equals_generate(tmp_path: Path, request_: pb.GenerateReque
         assert caller.finished[7].usage == alone[-1].finished.usage
 
 
-async def test_logprobs_come_as_pieces(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        caller = Caller(s)
-        await caller.send(submit(1, text_request(output=pb.OutputOptions(logprobs=True))))
-        key = await s.engine.next_request()
-        s.engine.start(key)
-        s.engine.tokens(key, HELLO_IDS[:1], [Logprobs(-0.5)])
-        await caller.until(lambda: caller.tokens[1])
-        found = [p.response.logprobs[0].logprob for m in caller.messages for p in m.events if p.response.logprobs]
-        assert found == [-0.5]
+async def test_logprobs_come_as_pieces(s: Serving) -> None:
+    caller = Caller(s)
+    await caller.send(submit(1, text_request(output=pb.OutputOptions(logprobs=True))))
+    key = await s.engine.next_request()
+    s.engine.start(key)
+    s.engine.tokens(key, HELLO_IDS[:1], [Logprobs(-0.5)])
+    await caller.until(lambda: caller.tokens[1])
+    found = [p.response.logprobs[0].logprob for m in caller.messages for p in m.events if p.response.logprobs]
+    assert found == [-0.5]
 
 
-async def test_error_ends_one_request_only(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        caller = Caller(s)
-        wrong = text_request(sampling={"top_p": 7.0})
-        await caller.send(submit(1), submit(2, wrong), submit(3, text_request("x" * 600)))
-        await s.engine.next_request(1)
-        alone = await error_of(s.generate(wrong))
-        await caller.until(lambda: {2, 3} <= caller.failed.keys())
-        failure = caller.failed[2]
-        assert (failure.code, failure.reason, str(failure)) == (alone.code, alone.reason, str(alone))
-        assert [v.field for v in failure.violations] == ["sampling.top_p"]
-        assert caller.failed[3].reason == "PROMPT_TOO_LONG"
-        key = s.engine.submitted[0].request_id
-        s.engine.start(key)
-        s.engine.fail(key, DeviceOutOfMemory("too large"))
-        await caller.until(lambda: 1 in caller.failed)
-        assert (caller.failed[1].code, caller.failed[1].reason) == ("RESOURCE_EXHAUSTED", "DEVICE_OUT_OF_MEMORY")
-        caller.failed.clear()
-        caller.started.clear()
-        await caller.send(submit(1))  # the handle is free again, and the session continues
-        s.engine.start(await s.engine.next_request(2))
-        await caller.until(lambda: 1 in caller.started)
+async def test_error_ends_one_request_only(s: Serving) -> None:
+    caller = Caller(s)
+    wrong = text_request(sampling={"top_p": 7.0})
+    await caller.send(submit(1), submit(2, wrong), submit(3, text_request("x" * 600)))
+    await s.engine.next_request(1)
+    alone = await error_of(s.generate(wrong))
+    await caller.until(lambda: {2, 3} <= caller.failed.keys())
+    failure = caller.failed[2]
+    assert (failure.code, failure.reason, str(failure)) == (alone.code, alone.reason, str(alone))
+    assert [v.field for v in failure.violations] == ["sampling.top_p"]
+    assert caller.failed[3].reason == "PROMPT_TOO_LONG"
+    key = s.engine.submitted[0].request_id
+    s.engine.start(key)
+    s.engine.fail(key, DeviceOutOfMemory("too large"))
+    await caller.until(lambda: 1 in caller.failed)
+    assert (caller.failed[1].code, caller.failed[1].reason) == ("RESOURCE_EXHAUSTED", "DEVICE_OUT_OF_MEMORY")
+    caller.failed.clear()
+    caller.started.clear()
+    await caller.send(submit(1))  # the handle is free again, and the session continues
+    s.engine.start(await s.engine.next_request(2))
+    await caller.until(lambda: 1 in caller.started)
 
 
 async def test_full_queue_has_a_retry_hint(tmp_path: Path) -> None:
@@ -152,37 +140,33 @@ async def test_requests_of_a_session_are_limited(tmp_path: Path, monkeypatch: py
         assert caller.failed[3].metadata == {"limit": "3"}
 
 
-async def test_cancelling_one_request_leaves_the_others(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        caller = Caller(s)
-        await caller.send(submit(1, text_request(request_id="a")), submit(2, text_request(request_id="b")))
-        await s.engine.next_request(2)
-        keys = {r.request_id[0]: r.request_id for r in s.engine.submitted}
-        await caller.send(cancel(1), cancel(99))
-        await caller.until(lambda: caller.failed)
-        assert (caller.failed[1].code, caller.failed[1].reason) == ("CANCELLED", "CANCELLED")
-        assert s.engine.cancelled == [keys["a"]]
-        s.engine.start(keys["b"])
-        await caller.until(lambda: 2 in caller.started)
+async def test_cancelling_one_request_leaves_the_others(s: Serving) -> None:
+    caller = Caller(s)
+    await caller.send(submit(1, text_request(request_id="a")), submit(2, text_request(request_id="b")))
+    await s.engine.next_request(2)
+    keys = {r.request_id[0]: r.request_id for r in s.engine.submitted}
+    await caller.send(cancel(1), cancel(99))
+    await caller.until(lambda: caller.failed)
+    assert (caller.failed[1].code, caller.failed[1].reason) == ("CANCELLED", "CANCELLED")
+    assert s.engine.cancelled == [keys["a"]]
+    s.engine.start(keys["b"])
+    await caller.until(lambda: 2 in caller.started)
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
-async def test_hang_up_cancels_all_requests(tmp_path: Path, how: str) -> None:
-    async with serving(tmp_path) as s:
-        channel = grpc.aio.insecure_channel(s.server.address)
-        call = channel.stream_stream(
-            "/lineclear.v1.InferenceService/Session", pb.SessionRequest.SerializeToString, None
-        )()
-        for handle in range(3):
-            await call.write(submit(handle))
-        await s.engine.next_request(3)
-        s.engine.start(s.engine.submitted[0].request_id)
-        await call.read()
-        if how == "cancel":
-            call.cancel()
-        await channel.close()
-        await s.idle()
-        assert sorted(s.engine.cancelled) == sorted(r.request_id for r in s.engine.submitted)
+async def test_hang_up_cancels_all_requests(s: Serving, how: str) -> None:
+    channel = grpc.aio.insecure_channel(s.server.address)
+    call = channel.stream_stream("/lineclear.v1.InferenceService/Session", pb.SessionRequest.SerializeToString, None)()
+    for handle in range(3):
+        await call.write(submit(handle))
+    await s.engine.next_request(3)
+    s.engine.start(s.engine.submitted[0].request_id)
+    await call.read()
+    if how == "cancel":
+        call.cancel()
+    await channel.close()
+    await s.idle()
+    assert sorted(s.engine.cancelled) == sorted(r.request_id for r in s.engine.submitted)
 
 
 async def test_request_deadline_is_within_the_calls(tmp_path: Path) -> None:
@@ -201,29 +185,28 @@ async def test_request_deadline_is_within_the_calls(tmp_path: Path) -> None:
         assert 500 <= seconds["default"] <= 500 + spent
 
 
-async def test_drain_completes_answers_then_ends_the_session(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        caller, idler = Caller(s), Caller(s)
-        await caller.send(submit(1), submit(2))
-        await idler.send(cancel(1))
-        await s.engine.next_request(2)
-        await until(lambda: len(s.service._sessions) == 2)
-        keys = [r.request_id for r in s.engine.submitted]
-        s.engine.start(keys[0])
-        drain = asyncio.create_task(s.service.drain(timeout_seconds=1.0))
-        await until(lambda: s.engine.is_draining)
-        assert (await error_of(idler.call)).reason == "SERVER_DRAINING"
-        await caller.send(submit(3))
-        await caller.until(lambda: caller.failed)
-        assert caller.failed[3].reason == "SERVER_DRAINING"
-        s.engine.tokens(keys[0], HELLO_IDS)
-        s.engine.finish_by(keys[0], FinishReason.LENGTH)
-        await caller.until(lambda: len(caller.failed) == 2)
-        ended, cut = (1, 2) if 1 in caller.finished else (2, 1)
-        assert caller.tokens[ended] == HELLO_IDS
-        assert (caller.failed[cut].code, caller.failed[cut].reason) == ("UNAVAILABLE", "SHUTDOWN_INTERRUPTED")
-        assert (await error_of(caller.call)).reason == "SERVER_DRAINING"
-        await drain
+async def test_drain_completes_answers_then_ends_the_session(s: Serving) -> None:
+    caller, idler = Caller(s), Caller(s)
+    await caller.send(submit(1), submit(2))
+    await idler.send(cancel(1))
+    await s.engine.next_request(2)
+    await until(lambda: len(s.service._sessions) == 2)
+    keys = [r.request_id for r in s.engine.submitted]
+    s.engine.start(keys[0])
+    drain = asyncio.create_task(s.service.drain(timeout_seconds=1.0))
+    await until(lambda: s.engine.is_draining)
+    assert (await error_of(idler.call)).reason == "SERVER_DRAINING"
+    await caller.send(submit(3))
+    await caller.until(lambda: caller.failed)
+    assert caller.failed[3].reason == "SERVER_DRAINING"
+    s.engine.tokens(keys[0], HELLO_IDS)
+    s.engine.finish_by(keys[0], FinishReason.LENGTH)
+    await caller.until(lambda: len(caller.failed) == 2)
+    ended, cut = (1, 2) if 1 in caller.finished else (2, 1)
+    assert caller.tokens[ended] == HELLO_IDS
+    assert (caller.failed[cut].code, caller.failed[cut].reason) == ("UNAVAILABLE", "SHUTDOWN_INTERRUPTED")
+    assert (await error_of(caller.call)).reason == "SERVER_DRAINING"
+    await drain
 
 
 async def test_slow_reader_gets_larger_messages(tmp_path: Path) -> None:

@@ -32,58 +32,54 @@ def new_session(s: Serving) -> Session:
     return Session(*arguments, deadline=None)
 
 
-async def test_message_without_commands_ends_the_session(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        for wrong in (pb.SessionRequest(), submit(1)):
-            caller = Caller(s)
-            await caller.send(submit(1), wrong)
-            assert (await error_of(caller.call)).reason == "INVALID_REQUEST"
-            await s.idle()
-        raw = s.channel.stream_stream("/lineclear.v1.InferenceService/Session")()
-        await raw.write(b"\xff\xff\xff")
-        assert (await error_of(raw)).reason == "MALFORMED_MESSAGE"
-
-
-async def test_commands_of_a_message_run_in_order(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
+async def test_message_without_commands_ends_the_session(s: Serving) -> None:
+    for wrong in (pb.SessionRequest(), submit(1)):
         caller = Caller(s)
-        together = pb.SessionRequest(
-            submits=[command(n) for n in range(5)],
-            cancels=[pb.CancelCommand(handle=3), pb.CancelCommand(handle=99)],
-        )
-        await caller.send(together)
-        await caller.until(lambda: caller.failed)
-        assert {handle: failure.reason for handle, failure in caller.failed.items()} == {3: "CANCELLED"}
-        await until(lambda: len(s.engine.submitted) >= 4)
-        keys = [r.request_id for r in s.engine.submitted if r.request_id not in s.engine.cancelled]
-        assert len(keys) == 4
-        for token, key in enumerate(keys, 5):
-            s.engine.start(key)
-            s.engine.tokens(key, [token])
-            s.engine.finish_by(key, FinishReason.LENGTH)
-        await caller.until(lambda: len(caller.finished) == 4)
-        assert dict(caller.tokens) == {0: [5], 1: [6], 2: [7], 4: [8]}
-
-
-async def test_more_than_32_commands_in_a_message_are_rejected(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        caller = Caller(s)
-        many = pb.SessionRequest(submits=[command(n) for n in range(32)])
-        many.cancels.add(handle=1)
-        await caller.send(many)
-        error = await error_of(caller.call)
-        assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["submits"])
+        await caller.send(submit(1), wrong)
+        assert (await error_of(caller.call)).reason == "INVALID_REQUEST"
         await s.idle()
-        assert not s.engine.submitted
+    raw = s.channel.stream_stream("/lineclear.v1.InferenceService/Session")()
+    await raw.write(b"\xff\xff\xff")
+    assert (await error_of(raw)).reason == "MALFORMED_MESSAGE"
 
 
-async def test_duplicate_handle_in_a_message_is_named(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        caller = Caller(s)
-        await caller.send(pb.SessionRequest(submits=[command(1), command(2), command(1)]))
-        error = await error_of(caller.call)
-        assert [v.field for v in error.violations] == ["submits[2].handle"]
-        await s.idle()
+async def test_commands_of_a_message_run_in_order(s: Serving) -> None:
+    caller = Caller(s)
+    together = pb.SessionRequest(
+        submits=[command(n) for n in range(5)],
+        cancels=[pb.CancelCommand(handle=3), pb.CancelCommand(handle=99)],
+    )
+    await caller.send(together)
+    await caller.until(lambda: caller.failed)
+    assert {handle: failure.reason for handle, failure in caller.failed.items()} == {3: "CANCELLED"}
+    await until(lambda: len(s.engine.submitted) >= 4)
+    keys = [r.request_id for r in s.engine.submitted if r.request_id not in s.engine.cancelled]
+    assert len(keys) == 4
+    for token, key in enumerate(keys, 5):
+        s.engine.start(key)
+        s.engine.tokens(key, [token])
+        s.engine.finish_by(key, FinishReason.LENGTH)
+    await caller.until(lambda: len(caller.finished) == 4)
+    assert dict(caller.tokens) == {0: [5], 1: [6], 2: [7], 4: [8]}
+
+
+async def test_more_than_32_commands_in_a_message_are_rejected(s: Serving) -> None:
+    caller = Caller(s)
+    many = pb.SessionRequest(submits=[command(n) for n in range(32)])
+    many.cancels.add(handle=1)
+    await caller.send(many)
+    error = await error_of(caller.call)
+    assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["submits"])
+    await s.idle()
+    assert not s.engine.submitted
+
+
+async def test_duplicate_handle_in_a_message_is_named(s: Serving) -> None:
+    caller = Caller(s)
+    await caller.send(pb.SessionRequest(submits=[command(1), command(2), command(1)]))
+    error = await error_of(caller.call)
+    assert [v.field for v in error.violations] == ["submits[2].handle"]
+    await s.idle()
 
 
 @pytest.mark.parametrize("per_message", [1, 25])

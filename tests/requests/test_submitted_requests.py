@@ -66,43 +66,41 @@ def cancel(s: Serving, request_id: str, **options: Any) -> Any:
     return s.stub.Cancel(pb.CancelRequest(request_id=request_id), **options)
 
 
-async def test_answer_is_read_from_any_index(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        name = await submit(s, text_request(request_id="mine"))
-        assert name == "mine"
-        key = await s.engine.next_request()
-        assert (await result(s, name)).state == pb.RESULT_STATE_WAITING
-        early = asyncio.ensure_future(attached(s, name))
-        s.engine.start(key)
-        s.engine.tokens(key, SMILE_IDS[:4])
-        await until(lambda: s.service._submitted.find(ANONYMOUS, name).outputs[0].next_index == 4)
-        now = await result(s, name)
-        assert (now.state, list(now.response.token_ids)) == (pb.RESULT_STATE_RUNNING, SMILE_IDS[:4])
-        late = asyncio.ensure_future(attached(s, name, 2))
-        for token in SMILE_IDS[4:]:
-            s.engine.tokens(key, [token])
-        s.engine.finish_by(key, FinishReason.LENGTH)
-        assert (tokens_of(await early), text_of(await early)) == (SMILE_IDS, SMILE)
-        assert tokens_of(await late) == SMILE_IDS[2:]
-        for have in range(len(SMILE_IDS) + 1):
-            responses = await attached(s, name, have)
-            assert tokens_of(responses) == SMILE_IDS[have:]
-            assert SMILE.endswith(text_of(responses))
-        assert text_of(await attached(s, name)) == SMILE
-        last = await result(s, name)
-        assert last.state == pb.RESULT_STATE_FINISHED
-        assert (last.response.text, list(last.response.token_ids)) == (SMILE, SMILE_IDS)
-        assert last.response.finished.usage.completion_tokens == len(SMILE_IDS)
-        assert last.response.started.request_id == "mine"
-        await s.idle()
+async def test_answer_is_read_from_any_index(s: Serving) -> None:
+    name = await submit(s, text_request(request_id="mine"))
+    assert name == "mine"
+    key = await s.engine.next_request()
+    assert (await result(s, name)).state == pb.RESULT_STATE_WAITING
+    early = asyncio.ensure_future(attached(s, name))
+    s.engine.start(key)
+    s.engine.tokens(key, SMILE_IDS[:4])
+    await until(lambda: s.service._submitted.find(ANONYMOUS, name).outputs[0].next_index == 4)
+    now = await result(s, name)
+    assert (now.state, list(now.response.token_ids)) == (pb.RESULT_STATE_RUNNING, SMILE_IDS[:4])
+    late = asyncio.ensure_future(attached(s, name, 2))
+    for token in SMILE_IDS[4:]:
+        s.engine.tokens(key, [token])
+    s.engine.finish_by(key, FinishReason.LENGTH)
+    assert (tokens_of(await early), text_of(await early)) == (SMILE_IDS, SMILE)
+    assert tokens_of(await late) == SMILE_IDS[2:]
+    for have in range(len(SMILE_IDS) + 1):
+        responses = await attached(s, name, have)
+        assert tokens_of(responses) == SMILE_IDS[have:]
+        assert SMILE.endswith(text_of(responses))
+    assert text_of(await attached(s, name)) == SMILE
+    last = await result(s, name)
+    assert last.state == pb.RESULT_STATE_FINISHED
+    assert (last.response.text, list(last.response.token_ids)) == (SMILE, SMILE_IDS)
+    assert last.response.finished.usage.completion_tokens == len(SMILE_IDS)
+    assert last.response.started.request_id == "mine"
+    await s.idle()
 
 
-async def test_held_back_text_comes_with_the_end(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        name = await submit_to_the_end(s, text_request(stop={"strings": ["😀😀"]}))
-        assert (await result(s, name)).response.text == SMILE
-        assert text_of(await attached(s, name)) == SMILE
-        assert text_of(await attached(s, name, len(SMILE_IDS))) == "😀"
+async def test_held_back_text_comes_with_the_end(s: Serving) -> None:
+    name = await submit_to_the_end(s, text_request(stop={"strings": ["😀😀"]}))
+    assert (await result(s, name)).response.text == SMILE
+    assert text_of(await attached(s, name)) == SMILE
+    assert text_of(await attached(s, name, len(SMILE_IDS))) == "😀"
 
 
 async def test_a_long_answer_comes_in_several_messages(tmp_path: Path) -> None:
@@ -113,65 +111,61 @@ async def test_a_long_answer_comes_in_several_messages(tmp_path: Path) -> None:
         assert [len(r.token_ids) for r in responses] == [1024, 1024, 452]
 
 
-async def test_logprobs_and_times_stay_with_their_tokens(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        options = pb.OutputOptions(logprobs=True, token_timings=True)
-        name = await submit(s, text_request(output=options))
-        key = await s.engine.next_request()
-        s.engine.start(key)
-        s.engine.tokens(key, SMILE_IDS[:3], [Logprobs(-1.0), Logprobs(-2.0), Logprobs(-3.0)])
-        s.engine.finish_by(key, FinishReason.LENGTH)
-        await s.idle()
-        (message,) = await attached(s, name, 1)
-        assert [entry.logprob for entry in message.logprobs] == [-2.0, -3.0]
-        assert len(message.token_times_us) == 2
-        assert not (await result(s, name)).response.logprobs
+async def test_logprobs_and_times_stay_with_their_tokens(s: Serving) -> None:
+    options = pb.OutputOptions(logprobs=True, token_timings=True)
+    name = await submit(s, text_request(output=options))
+    key = await s.engine.next_request()
+    s.engine.start(key)
+    s.engine.tokens(key, SMILE_IDS[:3], [Logprobs(-1.0), Logprobs(-2.0), Logprobs(-3.0)])
+    s.engine.finish_by(key, FinishReason.LENGTH)
+    await s.idle()
+    (message,) = await attached(s, name, 1)
+    assert [entry.logprob for entry in message.logprobs] == [-2.0, -3.0]
+    assert len(message.token_times_us) == 2
+    assert not (await result(s, name)).response.logprobs
 
 
-async def test_failure_is_kept(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        name = await submit(s)
-        key = await s.engine.next_request()
-        s.engine.start(key)
-        s.engine.tokens(key, SMILE_IDS[:2])
-        s.engine.fail(key, NonFiniteLogits("nan"))
-        await s.idle()
-        found = await result(s, name)
-        assert (found.state, from_status(found.error).reason) == (pb.RESULT_STATE_FAILED, "NON_FINITE_LOGITS")
-        assert list(found.response.token_ids) == SMILE_IDS[:2]
-        call = attach(s, name)
-        assert list((await call.read()).response.token_ids) == SMILE_IDS[:2]
-        assert (await error_of(call)).reason == "NON_FINITE_LOGITS"
+async def test_failure_is_kept(s: Serving) -> None:
+    name = await submit(s)
+    key = await s.engine.next_request()
+    s.engine.start(key)
+    s.engine.tokens(key, SMILE_IDS[:2])
+    s.engine.fail(key, NonFiniteLogits("nan"))
+    await s.idle()
+    found = await result(s, name)
+    assert (found.state, from_status(found.error).reason) == (pb.RESULT_STATE_FAILED, "NON_FINITE_LOGITS")
+    assert list(found.response.token_ids) == SMILE_IDS[:2]
+    call = attach(s, name)
+    assert list((await call.read()).response.token_ids) == SMILE_IDS[:2]
+    assert (await error_of(call)).reason == "NON_FINITE_LOGITS"
 
 
-async def test_only_cancel_ends_a_submitted_request(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        name = await submit(s)
-        key = await s.engine.next_request()
-        s.engine.start(key)
-        call = attach(s, name)
-        await call.read()
-        call.cancel()
-        generating = s.generate(text_request(request_id="live"))
-        await s.engine.next_request(2)
-        assert s.engine.cancelled == []
-        assert (await cancel(s, name)).found
-        assert (await cancel(s, "live")).found
-        assert not (await cancel(s, "nobody")).found
-        assert (await error_of(generating)).reason == "CANCELLED"
-        await s.idle()
-        assert sorted(s.engine.cancelled) == sorted(r.request_id for r in s.engine.submitted)
-        assert from_status((await result(s, name)).error).reason == "CANCELLED"
-        assert (await cancel(s, name)).found  # removed
-        for call in (result(s, name), attach(s, name)):
-            assert (await error_of(call)).reason == "UNKNOWN_REQUEST"
+async def test_only_cancel_ends_a_submitted_request(s: Serving) -> None:
+    name = await submit(s)
+    key = await s.engine.next_request()
+    s.engine.start(key)
+    call = attach(s, name)
+    await call.read()
+    call.cancel()
+    generating = s.generate(text_request(request_id="live"))
+    await s.engine.next_request(2)
+    assert s.engine.cancelled == []
+    assert (await cancel(s, name)).found
+    assert (await cancel(s, "live")).found
+    assert not (await cancel(s, "nobody")).found
+    assert (await error_of(generating)).reason == "CANCELLED"
+    await s.idle()
+    assert sorted(s.engine.cancelled) == sorted(r.request_id for r in s.engine.submitted)
+    assert from_status((await result(s, name)).error).reason == "CANCELLED"
+    assert (await cancel(s, name)).found  # removed
+    for call in (result(s, name), attach(s, name)):
+        assert (await error_of(call)).reason == "UNKNOWN_REQUEST"
 
 
-async def test_attach_beyond_the_answer_is_rejected(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        name = await submit_to_the_end(s)
-        error = await error_of(attach(s, name, len(SMILE_IDS) + 1))
-        assert [v.field for v in error.violations] == ["from_index"]
+async def test_attach_beyond_the_answer_is_rejected(s: Serving) -> None:
+    name = await submit_to_the_end(s)
+    error = await error_of(attach(s, name, len(SMILE_IDS) + 1))
+    assert [v.field for v in error.violations] == ["from_index"]
 
 
 async def test_longest_ended_answer_is_evicted(tmp_path: Path) -> None:
@@ -214,13 +208,12 @@ async def test_answer_expires_and_is_freed(tmp_path: Path) -> None:
         assert reference() is None
 
 
-async def test_removed_answer_is_not_kept_by_its_timer(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        name = await submit_to_the_end(s)
-        reference = weakref.ref(s.service._submitted.find(ANONYMOUS, name))
-        await cancel(s, name)
-        gc.collect()
-        assert reference() is None
+async def test_removed_answer_is_not_kept_by_its_timer(s: Serving) -> None:
+    name = await submit_to_the_end(s)
+    reference = weakref.ref(s.service._submitted.find(ANONYMOUS, name))
+    await cancel(s, name)
+    gc.collect()
+    assert reference() is None
 
 
 async def test_answers_are_invisible_to_other_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,10 +234,9 @@ async def test_answers_are_invisible_to_other_callers(tmp_path: Path, monkeypatc
         assert (await cancel(s, name, metadata=(("who", "alice"),))).found
 
 
-async def test_request_id_of_a_kept_answer_is_a_duplicate(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        await submit_to_the_end(s, text_request(request_id="a"))
-        assert (await error_of(submit(s, text_request(request_id="a")))).reason == "DUPLICATE_REQUEST"
+async def test_request_id_of_a_kept_answer_is_a_duplicate(s: Serving) -> None:
+    await submit_to_the_end(s, text_request(request_id="a"))
+    assert (await error_of(submit(s, text_request(request_id="a")))).reason == "DUPLICATE_REQUEST"
 
 
 async def test_duplicate_is_reported_before_other_errors(tmp_path: Path) -> None:
@@ -262,26 +254,24 @@ async def test_duplicate_is_reported_before_other_errors(tmp_path: Path) -> None
         waiting.cancel()
 
 
-async def test_concurrent_submits_of_one_request_id_admit_one(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        same = pb.SubmitRequest(request=text_request(request_id="a"))
-        calls = [asyncio.ensure_future(error_of(s.stub.Submit(same))) for _ in range(4)]
-        ends = await asyncio.gather(*calls, return_exceptions=True)
-        refused = [end.reason for end in ends if isinstance(end, LineclearError)]
-        assert refused == ["DUPLICATE_REQUEST"] * 3
-        assert len(s.engine.submitted) == len(s.service._submitted) == 1
+async def test_concurrent_submits_of_one_request_id_admit_one(s: Serving) -> None:
+    same = pb.SubmitRequest(request=text_request(request_id="a"))
+    calls = [asyncio.ensure_future(error_of(s.stub.Submit(same))) for _ in range(4)]
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [end.reason for end in ends if isinstance(end, LineclearError)]
+    assert refused == ["DUPLICATE_REQUEST"] * 3
+    assert len(s.engine.submitted) == len(s.service._submitted) == 1
 
 
-async def test_drain_error_has_resume_metadata(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        name = await submit(s)
-        key = await s.engine.next_request()
-        s.engine.start(key)
-        s.engine.tokens(key, SMILE_IDS[:2])
-        call = attach(s, name)
-        assert (await call.read()).response.HasField("started")
-        await until(lambda: s.service._submitted.find(ANONYMOUS, name).outputs[0].next_index == 2)
-        await s.service.drain(timeout_seconds=0)
-        error = await error_of(call)
-        assert (error.reason, error.metadata["next_index"]) == ("SHUTDOWN_INTERRUPTED", "2")
-        assert from_status((await result(s, name)).error).reason == "SHUTDOWN_INTERRUPTED"
+async def test_drain_error_has_resume_metadata(s: Serving) -> None:
+    name = await submit(s)
+    key = await s.engine.next_request()
+    s.engine.start(key)
+    s.engine.tokens(key, SMILE_IDS[:2])
+    call = attach(s, name)
+    assert (await call.read()).response.HasField("started")
+    await until(lambda: s.service._submitted.find(ANONYMOUS, name).outputs[0].next_index == 2)
+    await s.service.drain(timeout_seconds=0)
+    error = await error_of(call)
+    assert (error.reason, error.metadata["next_index"]) == ("SHUTDOWN_INTERRUPTED", "2")
+    assert from_status((await result(s, name)).error).reason == "SHUTDOWN_INTERRUPTED"

@@ -101,17 +101,15 @@ async def test_rejected_conversation_is_an_invalid_request(tmp_path: Path, templ
         assert "secret" not in str(error)
 
 
-async def test_process_has_a_memory_limit_and_low_priority(tmp_path: Path) -> None:
+async def test_process_has_a_memory_limit_and_low_priority(s: Serving) -> None:
     """Its standard error goes to no log."""
-
-    async with serving(tmp_path) as s:
-        assert (await tokenize(s, "quick")).token_ids
-        pool = s.service.tokenizers._pool
-        assert pool is not None
-        (pid,) = pool.pids
-        assert 0 < resource.prlimit(pid, resource.RLIMIT_AS)[0] <= 1 << 30
-        assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
-        assert os.readlink(f"/proc/{pid}/fd/2") == os.devnull
+    assert (await tokenize(s, "quick")).token_ids
+    pool = s.service.tokenizers._pool
+    assert pool is not None
+    (pid,) = pool.pids
+    assert 0 < resource.prlimit(pid, resource.RLIMIT_AS)[0] <= 1 << 30
+    assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.readlink(f"/proc/{pid}/fd/2") == os.devnull
 
 
 async def test_killed_process_is_replaced(tmp_path: Path) -> None:
@@ -226,16 +224,15 @@ def many_messages(s: Serving, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("work", [detokenize, long_text, many_messages])
-async def test_flood_of_one_tenant_does_not_delay_another(tmp_path: Path, work: Callable[..., Any]) -> None:
-    async with serving(tmp_path) as s:
-        prompts = s.service.tokenizers
-        await asyncio.gather(tokenize(s, "x", **tenant("x")), tokenize(s, "y", **tenant("y")))  # start processes
-        flood = [work(s, **tenant("a")) for _ in range(60)]
-        await until(lambda: prompts._texts.num_waiting + prompts._pool.turns.num_waiting >= 8)
-        await work(s, **tenant("b"))
-        assert sum(not call.done() for call in flood) >= 4
-        for call in flood:
-            call.cancel()
+async def test_flood_of_one_tenant_does_not_delay_another(s: Serving, work: Callable[..., Any]) -> None:
+    prompts = s.service.tokenizers
+    await asyncio.gather(tokenize(s, "x", **tenant("x")), tokenize(s, "y", **tenant("y")))  # start processes
+    flood = [work(s, **tenant("a")) for _ in range(60)]
+    await until(lambda: prompts._texts.num_waiting + prompts._pool.turns.num_waiting >= 8)
+    await work(s, **tenant("b"))
+    assert sum(not call.done() for call in flood) >= 4
+    for call in flood:
+        call.cancel()
 
 
 async def test_hundred_small_conversations_are_accepted(tmp_path: Path) -> None:
@@ -263,15 +260,14 @@ async def outcome(call: Any) -> str:
     return "OK"
 
 
-async def test_loop_runs_while_tokens_are_decoded(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        call = detokenize(s)
-        iterations = 0
-        while not call.done():
-            await asyncio.sleep(0)
-            iterations += 1
-        assert iterations > 50
-        assert (await call).text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
+async def test_loop_runs_while_tokens_are_decoded(s: Serving) -> None:
+    call = detokenize(s)
+    iterations = 0
+    while not call.done():
+        await asyncio.sleep(0)
+        iterations += 1
+    assert iterations > 50
+    assert (await call).text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
 
 
 class _Sliced(list[int]):
@@ -290,33 +286,29 @@ class _Sliced(list[int]):
         raise AssertionError("all of them are read at once")
 
 
-async def test_tokens_are_validated_and_decoded_in_slices(tmp_path: Path) -> None:
+async def test_tokens_are_validated_and_decoded_in_slices(s: Serving) -> None:
     """All at once, 65,000 tokens would delay every stream by 5 ms."""
-
-    async with serving(tmp_path) as s:
-        ids = _Sliced([5] * 20_000)
-        check_detokenize(SimpleNamespace(token_ids=ids), 20_000)  # type: ignore[arg-type]
-        text = await s.service.tokenizers.decode(ids, keep_special=False, vocab_size=6)
-        assert 0 < ids.largest <= 1024
-        assert text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
-        wrong = pb.DetokenizeRequest(token_ids=[*[5] * 15_000, 70_000, *[5] * 5_000])
-        error = await error_of(s.stub.Detokenize(wrong))
-        assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["token_ids[15000]"])
+    ids = _Sliced([5] * 20_000)
+    check_detokenize(SimpleNamespace(token_ids=ids), 20_000)  # type: ignore[arg-type]
+    text = await s.service.tokenizers.decode(ids, keep_special=False, vocab_size=6)
+    assert 0 < ids.largest <= 1024
+    assert text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
+    wrong = pb.DetokenizeRequest(token_ids=[*[5] * 15_000, 70_000, *[5] * 5_000])
+    error = await error_of(s.stub.Detokenize(wrong))
+    assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["token_ids[15000]"])
 
 
-async def test_tokens_of_a_long_text_are_sent_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_of_a_long_text_are_sent_in_slices(s: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once, 260,000 tokens would delay every stream by 5 ms."""
+    ids = _Sliced(range(50_000))
 
-    async with serving(tmp_path) as s:
-        ids = _Sliced(range(50_000))
+    async def encode(text: str) -> _Sliced:
+        return ids
 
-        async def encode(text: str) -> _Sliced:
-            return ids
-
-        monkeypatch.setattr(s.service.tokenizers, "encode", encode)
-        response = await s.stub.Tokenize(pb.TokenizeRequest(text="a"))
-        assert list(response.token_ids) == list(range(50_000))
-        assert 0 < ids.largest <= 16_384
+    monkeypatch.setattr(s.service.tokenizers, "encode", encode)
+    response = await s.stub.Tokenize(pb.TokenizeRequest(text="a"))
+    assert list(response.token_ids) == list(range(50_000))
+    assert 0 < ids.largest <= 16_384
 
 
 async def test_deadline_passes_while_a_prompt_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import inf
-from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -13,8 +12,8 @@ from support.serving import (
     HELLO,
     HELLO_IDS,
     TOKENIZER,
+    Serving,
     read_all,
-    serving,
     text_of,
     text_request,
     tokens_of,
@@ -27,181 +26,169 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
 
 
-async def test_complete_answer(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        call, key = await s.start_call(
-            text_request("The quick", request_id="mine", sampling={"seed": 2**64 - 1}), cached_tokens=2
-        )
-        started = await call.read()
-        assert started.started == pb.Started(
-            request_id="mine",
-            prompt_tokens=len(TOKENIZER.encode("The quick")),
-            cached_tokens=2,
-            seed=2**64 - 1,
-            slot=3,
-            first_step=12,
-            model_fingerprint=HELLO.model_fingerprint,
-            prompt_digest=prompt_digest(TOKENIZER.encode("The quick")),
-            timeout={"seconds": 600},
-            num_outputs=1,
-        )
-        assert not started.token_ids
-        assert not started.text
-        s.engine.tokens(key, HELLO_IDS[:2])
-        first = await call.read()
-        assert (first.first_index, list(first.token_ids)) == (0, HELLO_IDS[:2])
-        s.engine.tokens(key, [*HELLO_IDS[2:], EOS])
-        s.engine.finish_by(key, FinishReason.STOP_EOS, EOS)
-        rest = []
-        while (response := await call.read()) is not grpc.aio.EOF:
-            rest.append(response)
-        assert first.text + text_of(rest) == "Hello, how are you?"
-        finished = rest[-1].finished
-        assert finished.finish_reason == pb.FINISH_REASON_STOP_EOS
-        assert finished.matched_token_id == EOS
-        assert not finished.HasField("matched_stop_string")
-        assert finished.usage == pb.Usage(
-            prompt_tokens=started.started.prompt_tokens, completion_tokens=len(HELLO_IDS) + 1, cached_tokens=2
-        )
-        timings = finished.timings
-        spans = [
-            d.ToNanoseconds()
-            for d in (timings.queue_time, timings.time_to_first_token, timings.decode_time, timings.e2e_latency)
-        ]
-        assert all(span >= 0 for span in spans)
-        assert spans[0] <= spans[1] <= spans[3]
-        assert await call.code() is grpc.StatusCode.OK
-        await s.idle()
-        assert s.engine.cancelled == []
+async def test_complete_answer(s: Serving) -> None:
+    call, key = await s.start_call(
+        text_request("The quick", request_id="mine", sampling={"seed": 2**64 - 1}), cached_tokens=2
+    )
+    started = await call.read()
+    assert started.started == pb.Started(
+        request_id="mine",
+        prompt_tokens=len(TOKENIZER.encode("The quick")),
+        cached_tokens=2,
+        seed=2**64 - 1,
+        slot=3,
+        first_step=12,
+        model_fingerprint=HELLO.model_fingerprint,
+        prompt_digest=prompt_digest(TOKENIZER.encode("The quick")),
+        timeout={"seconds": 600},
+        num_outputs=1,
+    )
+    assert not started.token_ids
+    assert not started.text
+    s.engine.tokens(key, HELLO_IDS[:2])
+    first = await call.read()
+    assert (first.first_index, list(first.token_ids)) == (0, HELLO_IDS[:2])
+    s.engine.tokens(key, [*HELLO_IDS[2:], EOS])
+    s.engine.finish_by(key, FinishReason.STOP_EOS, EOS)
+    rest = []
+    while (response := await call.read()) is not grpc.aio.EOF:
+        rest.append(response)
+    assert first.text + text_of(rest) == "Hello, how are you?"
+    finished = rest[-1].finished
+    assert finished.finish_reason == pb.FINISH_REASON_STOP_EOS
+    assert finished.matched_token_id == EOS
+    assert not finished.HasField("matched_stop_string")
+    assert finished.usage == pb.Usage(
+        prompt_tokens=started.started.prompt_tokens, completion_tokens=len(HELLO_IDS) + 1, cached_tokens=2
+    )
+    timings = finished.timings
+    spans = [
+        d.ToNanoseconds()
+        for d in (timings.queue_time, timings.time_to_first_token, timings.decode_time, timings.e2e_latency)
+    ]
+    assert all(span >= 0 for span in spans)
+    assert spans[0] <= spans[1] <= spans[3]
+    assert await call.code() is grpc.StatusCode.OK
+    await s.idle()
+    assert s.engine.cancelled == []
 
 
-async def test_unread_tokens_travel_in_one_message(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        call, key = await s.start_call()
-        for token in HELLO_IDS:  # all before the loop runs once
-            s.engine.tokens(key, [token])
-        s.engine.finish_by(key, FinishReason.LENGTH)
-        responses = await read_all(call)
-        assert len(responses) == 1
-        assert tokens_of(responses) == HELLO_IDS
+async def test_unread_tokens_travel_in_one_message(s: Serving) -> None:
+    call, key = await s.start_call()
+    for token in HELLO_IDS:  # all before the loop runs once
+        s.engine.tokens(key, [token])
+    s.engine.finish_by(key, FinishReason.LENGTH)
+    responses = await read_all(call)
+    assert len(responses) == 1
+    assert tokens_of(responses) == HELLO_IDS
 
 
-async def test_only_requested_fields_are_sent(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: HELLO_IDS
-        plain = await read_all(s.generate())
-        assert text_of(plain) == "Hello, how are you?"
-        assert not any(r.logprobs or r.token_times_us for r in plain)
-        bare = await read_all(s.generate(text_request(output={"omit_text": True})))
-        assert (text_of(bare), tokens_of(bare)) == ("", HELLO_IDS)
-        timed = await read_all(s.generate(text_request(output={"token_timings": True})))
-        times = [t for r in timed for t in r.token_times_us]
-        assert len(times) == len(HELLO_IDS)
-        assert times == sorted(times)
-        assert s.engine.submitted[0].sampling.logprobs == -1
+async def test_only_requested_fields_are_sent(s: Serving) -> None:
+    s.engine.answer = lambda request: HELLO_IDS
+    plain = await read_all(s.generate())
+    assert text_of(plain) == "Hello, how are you?"
+    assert not any(r.logprobs or r.token_times_us for r in plain)
+    bare = await read_all(s.generate(text_request(output={"omit_text": True})))
+    assert (text_of(bare), tokens_of(bare)) == ("", HELLO_IDS)
+    timed = await read_all(s.generate(text_request(output={"token_timings": True})))
+    times = [t for r in timed for t in r.token_times_us]
+    assert len(times) == len(HELLO_IDS)
+    assert times == sorted(times)
+    assert s.engine.submitted[0].sampling.logprobs == -1
 
 
-async def test_logprobs_travel_with_their_tokens(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        call = s.generate(text_request(output={"logprobs": True, "top_logprobs": 2}))
-        key = await s.engine.next_request()
-        assert s.engine.requests[key].sampling.logprobs == 2
-        s.engine.start(key)
-        s.engine.tokens(key, [40, 41], [Logprobs(-0.5, ((40, -0.5), (9, -2.0))), Logprobs(-1.5, ())])
-        s.engine.finish_by(key, FinishReason.LENGTH)
-        entries = [entry for r in await read_all(call) for entry in r.logprobs]
-        assert [e.logprob for e in entries] == [-0.5, -1.5]
-        assert [(t.token_id, t.logprob) for t in entries[0].top_logprobs] == [(40, -0.5), (9, -2.0)]
+async def test_logprobs_travel_with_their_tokens(s: Serving) -> None:
+    call = s.generate(text_request(output={"logprobs": True, "top_logprobs": 2}))
+    key = await s.engine.next_request()
+    assert s.engine.requests[key].sampling.logprobs == 2
+    s.engine.start(key)
+    s.engine.tokens(key, [40, 41], [Logprobs(-0.5, ((40, -0.5), (9, -2.0))), Logprobs(-1.5, ())])
+    s.engine.finish_by(key, FinishReason.LENGTH)
+    entries = [entry for r in await read_all(call) for entry in r.logprobs]
+    assert [e.logprob for e in entries] == [-0.5, -1.5]
+    assert [(t.token_id, t.logprob) for t in entries[0].top_logprobs] == [(40, -0.5), (9, -2.0)]
 
 
-async def test_masked_tokens_are_no_candidates(tmp_path: Path) -> None:
+async def test_masked_tokens_are_no_candidates(s: Serving) -> None:
     """Their log-probability is -inf, which is no value of JSON."""
-    async with serving(tmp_path) as s:
-        call = s.generate(text_request(output={"logprobs": True, "top_logprobs": 2}))
-        key = await s.engine.next_request()
-        s.engine.start(key)
-        s.engine.tokens(key, [40], [Logprobs(0.0, ((40, 0.0), (1, -inf)))])
-        s.engine.finish_by(key, FinishReason.LENGTH)
-        entries = [entry for r in await read_all(call) for entry in r.logprobs]
-        assert [t.token_id for t in entries[0].top_logprobs] == [40]
+    call = s.generate(text_request(output={"logprobs": True, "top_logprobs": 2}))
+    key = await s.engine.next_request()
+    s.engine.start(key)
+    s.engine.tokens(key, [40], [Logprobs(0.0, ((40, 0.0), (1, -inf)))])
+    s.engine.finish_by(key, FinishReason.LENGTH)
+    entries = [entry for r in await read_all(call) for entry in r.logprobs]
+    assert [t.token_id for t in entries[0].top_logprobs] == [40]
 
 
-async def test_special_tokens_are_text_only_when_kept(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: [*HELLO_IDS, EOS]
-        assert text_of(await read_all(s.generate())) == "Hello, how are you?"
-        request = text_request(output={"keep_special_tokens": True})
-        assert text_of(await read_all(s.generate(request))) == "Hello, how are you?</s>"
+async def test_special_tokens_are_text_only_when_kept(s: Serving) -> None:
+    s.engine.answer = lambda request: [*HELLO_IDS, EOS]
+    assert text_of(await read_all(s.generate())) == "Hello, how are you?"
+    request = text_request(output={"keep_special_tokens": True})
+    assert text_of(await read_all(s.generate(request))) == "Hello, how are you?</s>"
 
 
-async def test_unfinished_character_becomes_a_replacement(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        half = TOKENIZER.encode_sealed("é😀")[:-1]
-        s.engine.answer = lambda request: half
-        assert text_of(await read_all(s.generate())) == "é\ufffd"
+async def test_unfinished_character_becomes_a_replacement(s: Serving) -> None:
+    half = TOKENIZER.encode_sealed("é😀")[:-1]
+    s.engine.answer = lambda request: half
+    assert text_of(await read_all(s.generate())) == "é\ufffd"
 
 
-async def test_stop_string_ends_answer_and_computation(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        call, key = await s.start_call(text_request(stop={"strings": [" are"]}))
-        for token in HELLO_IDS:  # the engine is ahead of the text
-            s.engine.tokens(key, [token])
-        responses = await read_all(call)
-        assert text_of(responses) == "Hello, how"
-        count = s.engine.stopped[0][1]
-        assert " are" in decode(TOKENIZER, HELLO_IDS[:count], keep_special=False)
-        assert " are" not in decode(TOKENIZER, HELLO_IDS[: count - 1], keep_special=False)
-        assert tokens_of(responses) == HELLO_IDS[:count]
-        finished = responses[-1].finished
-        assert finished.finish_reason == pb.FINISH_REASON_STOP_STRING
-        assert finished.matched_stop_string == " are"
-        assert finished.usage.completion_tokens == count
-        assert s.engine.stopped == [(key, count)]
+async def test_stop_string_ends_answer_and_computation(s: Serving) -> None:
+    call, key = await s.start_call(text_request(stop={"strings": [" are"]}))
+    for token in HELLO_IDS:  # the engine is ahead of the text
+        s.engine.tokens(key, [token])
+    responses = await read_all(call)
+    assert text_of(responses) == "Hello, how"
+    count = s.engine.stopped[0][1]
+    assert " are" in decode(TOKENIZER, HELLO_IDS[:count], keep_special=False)
+    assert " are" not in decode(TOKENIZER, HELLO_IDS[: count - 1], keep_special=False)
+    assert tokens_of(responses) == HELLO_IDS[:count]
+    finished = responses[-1].finished
+    assert finished.finish_reason == pb.FINISH_REASON_STOP_STRING
+    assert finished.matched_stop_string == " are"
+    assert finished.usage.completion_tokens == count
+    assert s.engine.stopped == [(key, count)]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP_EOS])
-async def test_stop_string_wins_over_a_later_engine_end(tmp_path: Path, reason: FinishReason) -> None:
-    async with serving(tmp_path) as s:
-        call, key = await s.start_call(text_request(stop={"strings": ["Hello"], "include_stop_string": True}))
-        s.engine.tokens(key, HELLO_IDS)
-        s.engine.finish_by(key, reason, EOS)
-        responses = await read_all(call)
-        assert text_of(responses) == "Hello"
-        finished = responses[-1].finished
-        assert finished.finish_reason == pb.FINISH_REASON_STOP_STRING
-        assert not finished.HasField("matched_token_id")
-        assert finished.usage.completion_tokens == len(tokens_of(responses)) < len(HELLO_IDS)
+async def test_stop_string_wins_over_a_later_engine_end(s: Serving, reason: FinishReason) -> None:
+    call, key = await s.start_call(text_request(stop={"strings": ["Hello"], "include_stop_string": True}))
+    s.engine.tokens(key, HELLO_IDS)
+    s.engine.finish_by(key, reason, EOS)
+    responses = await read_all(call)
+    assert text_of(responses) == "Hello"
+    finished = responses[-1].finished
+    assert finished.finish_reason == pb.FINISH_REASON_STOP_STRING
+    assert not finished.HasField("matched_token_id")
+    assert finished.usage.completion_tokens == len(tokens_of(responses)) < len(HELLO_IDS)
 
 
-async def test_stop_strings_work_without_text(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: HELLO_IDS
-        request = text_request(stop={"strings": [" how"]}, output={"omit_text": True})
-        responses = await read_all(s.generate(request))
-        assert text_of(responses) == ""
-        assert responses[-1].finished.finish_reason == pb.FINISH_REASON_STOP_STRING
+async def test_stop_strings_work_without_text(s: Serving) -> None:
+    s.engine.answer = lambda request: HELLO_IDS
+    request = text_request(stop={"strings": [" how"]}, output={"omit_text": True})
+    responses = await read_all(s.generate(request))
+    assert text_of(responses) == ""
+    assert responses[-1].finished.finish_reason == pb.FINISH_REASON_STOP_STRING
 
 
-async def test_partial_stop_string_is_sent_at_the_end(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: HELLO_IDS
-        responses = await read_all(s.generate(text_request(stop={"strings": ["you? And"]})))
-        assert text_of(responses) == "Hello, how are you?"
-        assert responses[-1].finished.finish_reason == pb.FINISH_REASON_LENGTH
+async def test_partial_stop_string_is_sent_at_the_end(s: Serving) -> None:
+    s.engine.answer = lambda request: HELLO_IDS
+    responses = await read_all(s.generate(text_request(stop={"strings": ["you? And"]})))
+    assert text_of(responses) == "Hello, how are you?"
+    assert responses[-1].finished.finish_reason == pb.FINISH_REASON_LENGTH
 
 
-async def test_a_stop_token_ends_without_text(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        stop = HELLO_IDS[-1]
-        call = s.generate(text_request(stop={"token_ids": [stop]}))
-        key = await s.engine.next_request()
-        request = s.engine.requests[key]
-        assert request.stop_ids == {stop}
-        assert request.sampling.stop_ids == tuple(sorted((stop, EOS)))
-        s.engine.start(key)
-        s.engine.tokens(key, HELLO_IDS)
-        s.engine.finish_by(key, FinishReason.STOP_TOKEN, stop)
-        responses = await read_all(call)
-        assert tokens_of(responses) == HELLO_IDS
-        assert text_of(responses) == decode(TOKENIZER, HELLO_IDS[:-1], keep_special=False)
-        assert responses[-1].finished.matched_token_id == stop
+async def test_a_stop_token_ends_without_text(s: Serving) -> None:
+    stop = HELLO_IDS[-1]
+    call = s.generate(text_request(stop={"token_ids": [stop]}))
+    key = await s.engine.next_request()
+    request = s.engine.requests[key]
+    assert request.stop_ids == {stop}
+    assert request.sampling.stop_ids == tuple(sorted((stop, EOS)))
+    s.engine.start(key)
+    s.engine.tokens(key, HELLO_IDS)
+    s.engine.finish_by(key, FinishReason.STOP_TOKEN, stop)
+    responses = await read_all(call)
+    assert tokens_of(responses) == HELLO_IDS
+    assert text_of(responses) == decode(TOKENIZER, HELLO_IDS[:-1], keep_special=False)
+    assert responses[-1].finished.matched_token_id == stop

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.serving import error_of, serving
+from support.serving import Serving, error_of, serving
 from support.small_tokenizers import byte_level, definition, save
 from support.tool_templates import HERMES, LLAMA3, TEMPLATES, TOOLS, tokenizer
 
@@ -195,11 +195,10 @@ def test_messages_of_content_alone_are_not_searched_for_calls(monkeypatch: pytes
     assert searched == [f"chat.messages[{index}]" for index in with_more]
 
 
-async def test_template_without_tools_rejects_them(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        error = await error_of(s.generate(pb.GenerateRequest(chat=chat(MESSAGES[:1]))))
-        assert error.code == "INVALID_ARGUMENT"
-        assert [violation.field for violation in error.violations] == ["chat.tools"]
+async def test_template_without_tools_rejects_them(s: Serving) -> None:
+    error = await error_of(s.generate(pb.GenerateRequest(chat=chat(MESSAGES[:1]))))
+    assert error.code == "INVALID_ARGUMENT"
+    assert [violation.field for violation in error.violations] == ["chat.tools"]
 
 
 async def test_template_names_its_refusal(tmp_path: Path) -> None:

@@ -434,13 +434,11 @@ async def test_admin_listener_has_its_own_methods_and_tokens(tmp_path: Path) -> 
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_admin_methods_are_not_on_the_data_listener(tmp_path: Path) -> None:
+async def test_admin_methods_are_not_on_the_data_listener(s: Serving) -> None:
     """Also without an admin listener."""
-
-    async with serving(tmp_path) as s:
-        for method in ADMIN:
-            assert await status_of(s.channel, method) == "UNIMPLEMENTED"
-        assert s.operations.calls == []
+    for method in ADMIN:
+        assert await status_of(s.channel, method) == "UNIMPLEMENTED"
+    assert s.operations.calls == []
 
 
 async def test_channelz_is_on_the_admin_listener_if_enabled(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
-"""Fixtures for schedulers that run as processes: a model directory with only a tokenizer, and toy workers."""
+"""Fixtures: a server in this process over a fake engine, and schedulers that run as processes with toy workers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import uvloop
 from support.processes import Running, starting
+from support.serving import Serving, serving
 from support.small_tokenizers import byte_level, save
 
 
@@ -26,3 +27,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(model: Path) -> Iterator[Callable[..., Running]]:
     with starting(model) as start_scheduler:
         yield start_scheduler
+
+
+@pytest.fixture
+async def s(tmp_path: Path) -> AsyncIterator[Serving]:
+    """A server with the default settings and a joined worker, for tests that need no others."""
+    async with serving(tmp_path) as s:
+        yield s

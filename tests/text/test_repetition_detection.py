@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.serving import HELLO, TOKENIZER, error_of, read_all, serving, text_of, text_request, tokens_of
+from support.serving import HELLO, TOKENIZER, Serving, error_of, read_all, serving, text_of, text_request, tokens_of
 
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.repetition import RepetitionDetector, RepetitionLimits
@@ -49,26 +49,24 @@ DETECT = {"repetition_detection": {"max_pattern_size": 5, "min_count": 3}}
 
 
 @pytest.mark.parametrize("min_tokens", [0, 12])
-async def test_repetition_ends_the_answer(tmp_path: Path, min_tokens: int) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: LOOP
-        request = text_request(stop=DETECT, sampling={"min_tokens": min_tokens, "max_tokens": 50})
-        responses = await read_all(s.generate(request))
-        finished = responses[-1].finished
-        length = max(1 + 9, min_tokens)
-        assert finished.finish_reason == pb.FINISH_REASON_REPETITION
-        assert finished.usage.completion_tokens == length
-        assert tokens_of(responses) == LOOP[:length]
-        assert text_of(responses) == decode(TOKENIZER, LOOP[:length], keep_special=False)
-        assert not finished.HasField("matched_stop_string")
+async def test_repetition_ends_the_answer(s: Serving, min_tokens: int) -> None:
+    s.engine.answer = lambda request: LOOP
+    request = text_request(stop=DETECT, sampling={"min_tokens": min_tokens, "max_tokens": 50})
+    responses = await read_all(s.generate(request))
+    finished = responses[-1].finished
+    length = max(1 + 9, min_tokens)
+    assert finished.finish_reason == pb.FINISH_REASON_REPETITION
+    assert finished.usage.completion_tokens == length
+    assert tokens_of(responses) == LOOP[:length]
+    assert text_of(responses) == decode(TOKENIZER, LOOP[:length], keep_special=False)
+    assert not finished.HasField("matched_stop_string")
 
 
-async def test_repetition_ends_an_answer_without_text(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: LOOP
-        responses = await read_all(s.generate(text_request(stop=DETECT, output={"omit_text": True})))
-        assert responses[-1].finished.finish_reason == pb.FINISH_REASON_REPETITION
-        assert (tokens_of(responses), text_of(responses)) == (LOOP[:10], "")
+async def test_repetition_ends_an_answer_without_text(s: Serving) -> None:
+    s.engine.answer = lambda request: LOOP
+    responses = await read_all(s.generate(text_request(stop=DETECT, output={"omit_text": True})))
+    assert responses[-1].finished.finish_reason == pb.FINISH_REASON_REPETITION
+    assert (tokens_of(responses), text_of(responses)) == (LOOP[:10], "")
 
 
 async def test_text_held_back_for_a_stop_string_is_sent(tmp_path: Path) -> None:
@@ -89,18 +87,16 @@ async def test_stop_string_of_the_same_token_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 5, 9, 10])
-async def test_resumed_answer_ends_at_the_same_token(tmp_path: Path, cut: int) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: LOOP
-        resume = {"token_ids": LOOP[:cut], "model_fingerprint": HELLO.model_fingerprint}
-        request = text_request(stop=DETECT, resume=resume, sampling={"temperature": 0.0, "max_tokens": 50})
-        responses = await read_all(s.generate(request), cut)
-        assert tokens_of(responses) == LOOP[cut:10]
-        assert responses[-1].finished.finish_reason == pb.FINISH_REASON_REPETITION
+async def test_resumed_answer_ends_at_the_same_token(s: Serving, cut: int) -> None:
+    s.engine.answer = lambda request: LOOP
+    resume = {"token_ids": LOOP[:cut], "model_fingerprint": HELLO.model_fingerprint}
+    request = text_request(stop=DETECT, resume=resume, sampling={"temperature": 0.0, "max_tokens": 50})
+    responses = await read_all(s.generate(request), cut)
+    assert tokens_of(responses) == LOOP[cut:10]
+    assert responses[-1].finished.finish_reason == pb.FINISH_REASON_REPETITION
 
 
-async def test_resume_behind_the_repetition_is_rejected(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        resume = {"token_ids": LOOP[:11], "model_fingerprint": HELLO.model_fingerprint}
-        error = await error_of(s.generate(text_request(stop=DETECT, resume=resume, sampling={"temperature": 0.0})))
-        assert [violation.field for violation in error.violations] == ["resume.token_ids"]
+async def test_resume_behind_the_repetition_is_rejected(s: Serving) -> None:
+    resume = {"token_ids": LOOP[:11], "model_fingerprint": HELLO.model_fingerprint}
+    error = await error_of(s.generate(text_request(stop=DETECT, resume=resume, sampling={"temperature": 0.0})))
+    assert [violation.field for violation in error.violations] == ["resume.token_ids"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from support.serving import TOKENIZER, error_of, read_all, serving, text_request
+from support.serving import TOKENIZER, Serving, error_of, read_all, text_request
 from support.small_tokenizers import KINDS, definition
 
 from lineclear.scheduler.text.sampling_texts import DEFAULT_BREAKERS, BreakerIndex, bad_word_ids
@@ -41,33 +39,30 @@ def test_word_of_other_tokens_behind_a_space_is_kept() -> None:
     assert bad_word_ids(Encoder(), "a") == [(4,)]
 
 
-async def test_bad_words_of_one_token_are_banned_ids(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: []
-        words = ["fox", "The quick brown", "fox"]
-        await read_all(s.generate(text_request(sampling={"bad_words": words, "banned_token_ids": [7]})))
-        sequences = {sequence for word in words for sequence in bad_word_ids(TOKENIZER, word)}
-        sampling = s.engine.submitted[0].sampling
-        assert set(sampling.banned_ids) == {7} | {ids[0] for ids in sequences if len(ids) == 1}
-        assert set(sampling.bad_words) == {ids for ids in sequences if len(ids) > 1} != set()
+async def test_bad_words_of_one_token_are_banned_ids(s: Serving) -> None:
+    s.engine.answer = lambda request: []
+    words = ["fox", "The quick brown", "fox"]
+    await read_all(s.generate(text_request(sampling={"bad_words": words, "banned_token_ids": [7]})))
+    sequences = {sequence for word in words for sequence in bad_word_ids(TOKENIZER, word)}
+    sampling = s.engine.submitted[0].sampling
+    assert set(sampling.banned_ids) == {7} | {ids[0] for ids in sequences if len(ids) == 1}
+    assert set(sampling.bad_words) == {ids for ids in sequences if len(ids) > 1} != set()
 
 
-async def test_many_long_bad_words_are_tokenized_in_a_thread(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: []
-        words = [f"{i} quick brown foxes jump over the lazy dog".ljust(128, "x") for i in range(256)]
-        await read_all(s.generate(text_request(sampling={"bad_words": words})))
-        wanted = {sequence for word in words for sequence in bad_word_ids(TOKENIZER, word)}
-        assert set(s.engine.submitted[0].sampling.bad_words) == wanted
+async def test_many_long_bad_words_are_tokenized_in_a_thread(s: Serving) -> None:
+    s.engine.answer = lambda request: []
+    words = [f"{i} quick brown foxes jump over the lazy dog".ljust(128, "x") for i in range(256)]
+    await read_all(s.generate(text_request(sampling={"bad_words": words})))
+    wanted = {sequence for word in words for sequence in bad_word_ids(TOKENIZER, word)}
+    assert set(s.engine.submitted[0].sampling.bad_words) == wanted
 
 
-async def test_bad_words_that_leave_no_token_are_rejected(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        (only,) = {ids for ids in bad_word_ids(TOKENIZER, "x") if len(ids) == 1} & {tuple(TOKENIZER.encode_sealed("x"))}
-        for others in ({"allowed_token_ids": only}, {"forced_first_token_id": only[0]}):
-            error = await error_of(s.generate(text_request(sampling={"bad_words": ["x"], **others})))
-            assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["sampling.bad_words"])
-        assert s.engine.submitted == []
+async def test_bad_words_that_leave_no_token_are_rejected(s: Serving) -> None:
+    (only,) = {ids for ids in bad_word_ids(TOKENIZER, "x") if len(ids) == 1} & {tuple(TOKENIZER.encode_sealed("x"))}
+    for others in ({"allowed_token_ids": only}, {"forced_first_token_id": only[0]}):
+        error = await error_of(s.generate(text_request(sampling={"bad_words": ["x"], **others})))
+        assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["sampling.bad_words"])
+    assert s.engine.submitted == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,11 +79,10 @@ def test_breakers_are_all_tokens_with_their_text(kind: str) -> None:
     assert index.find(["the lazy dog"]).sequences == (tuple(tokenizer.encode_sealed("the lazy dog")),)
 
 
-async def test_breakers_reach_the_engine_with_dry_only(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: []
-        for sampling in ({"dry_sequence_breakers": ["e"]}, {"dry_sequence_breakers": ["e"], "dry_multiplier": 0.5}):
-            await read_all(s.generate(text_request(sampling=sampling)))
-        without, with_dry = (request.sampling.dry_breaker_ids for request in s.engine.submitted)
-        assert without == ()
-        assert with_dry == BreakerIndex(TOKENIZER).find(["e"]).ids != ()
+async def test_breakers_reach_the_engine_with_dry_only(s: Serving) -> None:
+    s.engine.answer = lambda request: []
+    for sampling in ({"dry_sequence_breakers": ["e"]}, {"dry_sequence_breakers": ["e"], "dry_multiplier": 0.5}):
+        await read_all(s.generate(text_request(sampling=sampling)))
+    without, with_dry = (request.sampling.dry_breaker_ids for request in s.engine.submitted)
+    assert without == ()
+    assert with_dry == BreakerIndex(TOKENIZER).find(["e"]).ids != ()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.serving import TOKENIZER, error_of, read_all, serving, text_of, text_request, tokens_of
+from support.serving import TOKENIZER, Serving, error_of, read_all, serving, text_of, text_request, tokens_of
 
 from lineclear.errors import InvalidRequest
 from lineclear.scheduler.text.stop_regex import MAX_MATCH, BadPattern, RegexMatcher, StopRegex
@@ -125,12 +125,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("pattern", REFUSED)
-async def test_unsupported_pattern_is_refused_by_name(tmp_path: Path, pattern: str) -> None:
-    async with serving(tmp_path) as s:
-        error = await error_of(s.generate(text_request(stop={"regex": pattern})))
-        assert isinstance(error, InvalidRequest)
-        assert [violation.field for violation in error.violations] == ["stop.regex"]
-        assert REFUSED[pattern] in error.violations[0].description
+async def test_unsupported_pattern_is_refused_by_name(s: Serving, pattern: str) -> None:
+    error = await error_of(s.generate(text_request(stop={"regex": pattern})))
+    assert isinstance(error, InvalidRequest)
+    assert [violation.field for violation in error.violations] == ["stop.regex"]
+    assert REFUSED[pattern] in error.violations[0].description
 
 
 async def test_answer_ends_before_the_match(tmp_path: Path) -> None:
