@@ -19,7 +19,7 @@ from client.command import QUICK, lines
 from google.rpc.code_pb2 import Code
 
 from lineclear import errors
-from lineclear.cli import exit_status, output, serve
+from lineclear.cli import exit_status, output
 from lineclear.cli.app import app
 from lineclear.cli.options import RequestFlags, SamplingFlags
 from lineclear.client import Sampling, local_server
@@ -386,7 +386,7 @@ def test_tokenize_and_decode(cli: Any) -> None:
 
 def test_serve_passes_every_flag_to_the_scheduler(monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
     became: list[list[str]] = []
-    monkeypatch.setattr(serve, "missing", list)
+    monkeypatch.setattr(local_server, "missing", list)
     monkeypatch.setattr(os, "execv", lambda path, arguments: became.append([path, *arguments]))
     cli("serve", "--model", "DIR", "--listen=[::]:1", "--demo", "--help", "--", "--device", "cpu")
     module = ["-m", "lineclear.scheduler.main", "--spawn-worker"]

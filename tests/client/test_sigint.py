@@ -23,6 +23,7 @@ from client.interrupted import OPERATIONS
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 
 from lineclear.cli import batch_run
+from lineclear.cli.batch_run import ManyPrompts
 from lineclear.cli.prompt_file import Entry
 from lineclear.client import AsyncClient, Client
 from lineclear.client.requests import Request
@@ -208,7 +209,7 @@ def test_ctrl_c_in_a_file_run_keeps_complete_lines(server: Any, tmp_path: Path) 
     entries = [Entry(Request.of(text), cast("dict[str, Any]", Pressing(prompt=text))) for text in ("one", "endless")]
     with Client(server.target) as client:
         with pytest.raises(KeyboardInterrupt):
-            batch_run.several(client, entries, tmp_path / "out", resume=False, concurrency=2, progress=False)
+            batch_run.several(client, entries, ManyPrompts(out=tmp_path / "out", concurrency=2), progress=False)
         assert steps == ["went on"]
         assert client.generate("one two", timeout_seconds=PATIENCE_SECONDS).text == "one two"
     (line,) = (tmp_path / "out").read_text().splitlines()

@@ -2,61 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Annotated, Any, Protocol, TextIO, TypeVar
 
 import typer
 
-from lineclear.client import Client, Stream, sigint
+from lineclear.client import Client, Delta, Stream, sigint
 from lineclear.client.requests import Request
 from lineclear.errors import DataLoss, LineclearError
 
 from . import exit_status, output
-from .options import Shown
-from .prompt_file import Entry
-from .tool_calls import show_calls
+from .options import Shown, option
+from .prompt_file import Entry, FileFormat, PromptFile
 
 T = TypeVar("T")
 
 
-class Format(StrEnum):
-    """The format of a prompt file. AUTO: by the name of the file, else by its first line."""
-
-    AUTO = "auto"
-    TEXT = "text"
-    JSONL = "jsonl"
-
-
 def show(answer: Stream, shown: Shown) -> None:
     """Read an answer and write it while it streams."""
-    with sigint.cancel_on_sigint(answer.cancel), answer as stream:
-        try:
-            if not shown.json_lines:
-                output.show_answer(stream)
-            for delta in stream:
-                if shown.deltas:
-                    values = output.to_json(delta)
-                    if not delta.restarted:
-                        del values["restarted"]
-                    output.show_json({"delta": values})
-        finally:
-            if not shown.json_lines and stream.text:
-                output.show("\n")
-            if not shown.json_lines:
-                show_calls(stream.tool_calls)
+    output.read_answer(answer, is_shown=not shown.json_lines, on_delta=_show_delta if shown.deltas else None)
     if shown.json_lines:
-        result = stream.result.to_dict()
+        result = answer.result.to_dict()
         output.show_json({"result": result} if shown.deltas else result)
     elif not shown.quiet and sys.stderr.isatty():
-        output.print_stderr(output.summary(stream.result))
+        output.print_stderr(output.summary(answer.result))
+
+
+def _show_delta(delta: Delta) -> None:
+    values = output.to_json(delta)
+    if not delta.restarted:
+        del values["restarted"]
+    output.show_json({"delta": values})
 
 
 class Entries(Protocol):
@@ -66,20 +51,60 @@ class Entries(Protocol):
     def __iter__(self) -> Iterator[Entry]: ...
 
 
-def several(
-    client: Client, entries: Entries, out: Path | None, resume: bool, concurrency: int | None, progress: bool
-) -> int:
+_several = functools.partial(option, panel="Many prompts")
+
+
+@dataclass(frozen=True)
+class ManyPrompts:
+    """The prompts of a file, and where and how their results are made."""
+
+    file: Annotated[
+        Path | None,
+        _several(
+            'Prompts, one per line, or JSON objects: {"prompt": ..., "max_tokens": ...}. -: standard input.',
+            dir_okay=False,
+        ),
+    ] = None
+    file_format: Annotated[
+        FileFormat, typer.Option("--format", help="Format of --file.", rich_help_panel="Many prompts")
+    ] = "auto"
+    out: Annotated[
+        Path | None,
+        _several("Write results here, one JSON object per line, in the order of the prompts.", dir_okay=False),
+    ] = None
+    resume: Annotated[bool, _several("Continue after the results in --out.", "--resume")] = False
+    concurrency: Annotated[
+        int | None, _several("Requests at once. Default: the number of slots of the server.", min=1, max=4096)
+    ] = None  # fmt: skip
+
+    def check(self, is_one: bool) -> None:
+        """Raise typer.BadParameter for an option without effect. `is_one`: there is one prompt."""
+        if self.resume and self.out is None:
+            raise typer.BadParameter("needs --out", param_hint="--resume")
+        if self.file_format != "auto" and self.file is None:
+            raise typer.BadParameter("needs --file", param_hint="--format")
+        if self.concurrency is not None and is_one:
+            raise typer.BadParameter("needs several prompts", param_hint="--concurrency")
+
+    def entries(self, prompts: Sequence[str], make: Callable[[Any], Request]) -> Entries:
+        """Return the prompts of the file, or `prompts`."""
+        if self.file is None:
+            return [Entry(make(prompt), {"prompt": prompt}) for prompt in prompts]
+        return PromptFile(sys.stdin.buffer if str(self.file) == "-" else self.file, self.file_format, make)
+
+
+def several(client: Client, entries: Entries, many: ManyPrompts, *, progress: bool) -> int:
     """Run all prompts, write one line of JSON for each in order, and return the number of failures.
 
     Raises the error of a server that is unavailable; --resume continues after the lines written. Raises DataLoss if
     the number of results differs from that of the prompts.
     """
-    with _opened(out, resume) as results:
+    with _opened(many.out, many.resume) as results:
         prompts = iter(entries)
         have = results.check(itertools.islice(prompts, results.count))
         asked = _Asked(prompts, len(entries) - have)
         failed = 0
-        outcomes = client.iter_batch(asked, concurrency=concurrency, progress=progress)
+        outcomes = client.iter_batch(asked, concurrency=many.concurrency, progress=progress)
         with sigint.cancel_on_sigint(outcomes.cancel), closing(outcomes):
             for index, outcome in enumerate(outcomes, have):
                 if isinstance(outcome, LineclearError):

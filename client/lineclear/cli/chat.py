@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lineclear.client import ChatMessage, Client, ToolCall, sigint
+from lineclear.client import ChatMessage, Client, ToolCall
 from lineclear.client.call_params import Params
 from lineclear.client.parameters import Sampling
 from lineclear.client.requests import SAMPLING_FIELDS
 from lineclear.errors import LineclearError
 
 from . import output
-from .tool_calls import show_calls
 
 
 def conversation(system: str | None, text: str) -> list[ChatMessage]:
@@ -68,22 +67,12 @@ class Conversation:
         params: Params = {**self._tools, "on_queued": output.queue_notice()}
         answer = self._client.stream([*self.messages, *said], self.sampling, **params)
         try:
-            with sigint.cancel_on_sigint(answer.cancel), answer as stream:
-                try:
-                    if not self._json_lines:
-                        output.show_answer(stream)
-                    for _ in stream:
-                        pass
-                finally:
-                    if not self._json_lines and stream.text:
-                        output.show("\n")
-                    if not self._json_lines:
-                        show_calls(stream.tool_calls)
+            output.read_answer(answer, is_shown=not self._json_lines)
         except KeyboardInterrupt:
             if answer.text:
                 self._add(said, ChatMessage("assistant", answer.text))
             raise
-        result = stream.result
+        result = answer.result
         self._add(said, result.message)
         self._calls = list(result.tool_calls)
         if self._json_lines:

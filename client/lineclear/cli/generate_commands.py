@@ -18,16 +18,18 @@ from .options import (
     AsChat,
     Connection,
     Json,
-    ModelChange,
     OnModelChange,
     RequestFlags,
     SamplingFlags,
     Shown,
     ToolFlags,
+    argument,
     numbers,
+    option,
 )
-from .prompt_file import Entry, PromptFile
-from .tool_calls import show_calls
+from .prompt_file import Entry
+
+RequestId = Annotated[str, typer.Argument(help="The id that `submit` showed.")]
 
 
 @command(epilog="Example: lineclear generate 'Once upon a time' -n 64 --temperature 0")
@@ -37,91 +39,50 @@ def generate(
     request: RequestFlags,
     tools: ToolFlags,
     shown: Shown,
+    many: batch_run.ManyPrompts,
     prompts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PROMPT", help="The prompt. Default, or -: standard input.", show_default=False),
+        list[str] | None, argument("The prompt. Default, or -: standard input.", metavar="PROMPT")
     ] = None,
-    token_ids: Annotated[
-        str | None, typer.Option(metavar="ID,ID,...", help="Token ids as the prompt.", show_default=False)
-    ] = None,
+    token_ids: Annotated[str | None, option("Token ids as the prompt.", metavar="ID,ID,...")] = None,
     as_chat: AsChat = False,
-    system: Annotated[
-        str | None, typer.Option(help="With --chat (implied): the system message.", show_default=False)
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            help='Prompts, one per line, or JSON objects: {"prompt": ..., "max_tokens": ...}. -: standard input.',
-            dir_okay=False, show_default=False, rich_help_panel="Many prompts",
-        ),
-    ] = None,
-    file_format: Annotated[
-        batch_run.Format, typer.Option("--format", help="Format of --file.", rich_help_panel="Many prompts")
-    ] = batch_run.Format.AUTO,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write results here, one JSON object per line, in the order of the prompts.",
-            dir_okay=False, show_default=False, rich_help_panel="Many prompts",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue after the results in --out.", rich_help_panel="Many prompts"),
-    ] = False,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(help="Requests at once. Default: the number of slots of the server.", min=1, max=4096,
-                     show_default=False, rich_help_panel="Many prompts"),
-    ] = None,
-    on_model_change: OnModelChange = ModelChange.ERROR,
+    system: Annotated[str | None, option("With --chat (implied): the system message.")] = None,
+    on_model_change: OnModelChange = "error",
 ) -> None:  # fmt: skip
     """Generate the continuation of a prompt and stream it.
 
     With several prompts, or with --file, each result is one line of JSON, in the order of the prompts. A failed one has
     `error`. The run ends if the server is unavailable.
     """
-    chosen, calls = sampling.sampling(), tools.params()
-
-    given: Params = {**calls, "on_model_change": on_model_change.value}
+    chosen, calls, ids = sampling.sampling(), tools.params(), numbers(token_ids, "--token-ids")
+    given: Params = {**calls, "on_model_change": on_model_change}
+    is_chat = bool(as_chat or calls or system is not None)
 
     def make(prompt: Any) -> Request:
-        if isinstance(prompt, str) and (as_chat or calls or system is not None):
+        if isinstance(prompt, str) and is_chat:
             prompt = chat.conversation(system, prompt)
         return Request.of(request.request(prompt, chosen), **given)
 
-    ids = numbers(token_ids, "--token-ids")
-    if sum((bool(prompts), ids is not None, file is not None)) > 1:
+    if sum((bool(prompts), ids is not None, many.file is not None)) > 1:
         raise typer.BadParameter("give one of PROMPT, --token-ids and --file")
-    if resume and out is None:
-        raise typer.BadParameter("needs --out", param_hint="--resume")
-    if file_format is not batch_run.Format.AUTO and file is None:
-        raise typer.BadParameter("needs --file", param_hint="--format")
-    if ids is not None and (as_chat or system is not None or calls):
+    if ids is not None and is_chat:
         raise typer.BadParameter("is a prompt without a conversation", param_hint="--token-ids")
-    is_one = file is None and len(prompts or ()) < 2
-    if concurrency is not None and is_one:
-        raise typer.BadParameter("needs several prompts", param_hint="--concurrency")
-    if shown.deltas and not (is_one and out is None):
+    is_one = many.file is None and len(prompts or ()) < 2
+    many.check(is_one)
+    is_streamed = is_one and many.out is None
+    if shown.deltas and not is_streamed:
         raise typer.BadParameter("needs one prompt, without --out", param_hint="--deltas")
-    if is_one and out is None and not shown.json_lines:
+    if is_streamed and not shown.json_lines:
         request.check_text()
-    if file is not None:
-        source = sys.stdin.buffer if str(file) == "-" else file
-        entries: batch_run.Entries = PromptFile(source, file_format, make)
-    elif prompts and len(prompts) > 1:
-        entries = [Entry(make(prompt), {"prompt": prompt}) for prompt in prompts]
+    if not is_one:
+        entries = many.entries(prompts or (), make)
     else:
         one = ids if ids is not None else _text(prompts[0] if prompts else None, "a PROMPT")
-        if out is None:
-            with connection.client() as client:
-                batch_run.show(client.stream(make(one), on_queued=shown.on_queued), shown)
-            return
         entries = [Entry(make(one), {"prompt": one})]
     with connection.client() as client:
-        failed = batch_run.several(client, entries, out, resume, concurrency, not shown.quiet)
-    if failed:
-        raise typer.Exit(ExitCode.NEGATIVE)
+        if is_streamed:
+            batch_run.show(client.stream(next(iter(entries)).request, on_queued=shown.on_queued), shown)
+        elif batch_run.several(client, entries, many, progress=not shown.quiet):
+            raise typer.Exit(ExitCode.NEGATIVE)
 
 
 @command(epilog="Example: lineclear result \"$(lineclear submit 'Once upon a time' -n 64)\"")
@@ -130,9 +91,7 @@ def submit(
     sampling: SamplingFlags,
     request: RequestFlags,
     tools: ToolFlags,
-    prompt: Annotated[
-        str | None, typer.Argument(help="The prompt. Default, or -: standard input.", show_default=False)
-    ] = None,
+    prompt: Annotated[str | None, argument("The prompt. Default, or -: standard input.")] = None,
     as_chat: AsChat = False,
     json_lines: Json = False,
 ) -> None:  # fmt: skip
@@ -158,7 +117,7 @@ def submit(
 def attach(
     connection: Connection,
     shown: Shown,
-    request_id: Annotated[str, typer.Argument(help="The id that `submit` showed.")],
+    request_id: RequestId,
     from_index: Annotated[int, typer.Option(help="Index of the first token.", min=0)] = 0,
 ) -> None:
     """Stream a submitted answer from its start. Ctrl-C does not cancel the request."""
@@ -169,7 +128,7 @@ def attach(
 @command()
 def result(
     connection: Connection,
-    request_id: Annotated[str, typer.Argument(help="The id that `submit` showed.")],
+    request_id: RequestId,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Wait for the complete answer, or show the answer so far.")
     ] = True,
@@ -185,7 +144,7 @@ def result(
             else:
                 text = output.joined([entry.text for entry in found.outputs])
                 output.show(f"{text}\n" if text or not found.tool_calls else "")
-                show_calls(found.tool_calls)
+                output.show_calls(found.tool_calls)
             return
         snapshot = submitted.poll()
     if json_lines:
@@ -217,13 +176,11 @@ def converse(
     connection: Connection,
     sampling: SamplingFlags,
     tools: ToolFlags,
-    system: Annotated[str | None, typer.Option(help="The system message.", show_default=False)] = None,
+    system: Annotated[str | None, option("The system message.")] = None,
     history: Annotated[
-        Path | None,
-        typer.Option(help="Save your messages in this file, for the arrow keys. Default: not saved.", dir_okay=False,
-                     show_default=False),
+        Path | None, option("Save your messages in this file, for the arrow keys. Default: not saved.", dir_okay=False)
     ] = None,
-    on_model_change: OnModelChange = ModelChange.ERROR,
+    on_model_change: OnModelChange = "error",
     json_lines: Json = False,
 ) -> None:  # fmt: skip
     """Chat with the model.
@@ -232,7 +189,7 @@ def converse(
     input is a message, and the first error ends the run. After calls of tools, a message is the result of a call.
     """
     with connection.client() as client:
-        given: Params = {**tools.params(), "on_model_change": on_model_change.value}
+        given: Params = {**tools.params(), "on_model_change": on_model_change}
         talk = chat.Conversation(client, sampling.sampling(), system, json_lines, given)
         if sys.stdin.isatty() and not json_lines:
             chat.interactive(talk, history)
@@ -245,13 +202,9 @@ def converse(
 @command()
 def tokenize(
     connection: Connection,
-    text: Annotated[
-        str | None, typer.Argument(help="The text. Default, or -: standard input.", show_default=False)
-    ] = None,
-    decode: Annotated[
-        bool, typer.Option("--decode", "-d", help="Show the text of token ids.")
-    ] = False,
-    count: Annotated[bool, typer.Option("--count", "-c", help="Show only the number of tokens.")] = False,
+    text: Annotated[str | None, argument("The text. Default, or -: standard input.")] = None,
+    decode: Annotated[bool, option("Show the text of token ids.", "--decode", "-d")] = False,
+    count: Annotated[bool, option("Show only the number of tokens.", "--count", "-c")] = False,
     as_chat: AsChat = False,
     json_lines: Json = False,
 ) -> None:  # fmt: skip

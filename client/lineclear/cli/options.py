@@ -9,22 +9,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
 
 import grpc
 import typer
 
-from lineclear.client import Client
+from lineclear.client import Client, parameters
 from lineclear.client.call_params import Params
+from lineclear.client.call_settings import DEFAULT_TIMEOUT_SECONDS
 from lineclear.client.grpc_channel import DEFAULT_TARGET
 from lineclear.client.parameters import (
     EarlyStopping,
-    JsonWhitespace,
     Parameters,
     Repetition,
     RepetitionDetection,
@@ -35,7 +35,6 @@ from lineclear.client.results import Queued
 from lineclear.errors import InvalidRequest
 
 from . import output
-from .tool_calls import choice_of, read_tools
 from .wait_notice import WaitNotice
 
 CONNECTION = "Connection"
@@ -46,12 +45,22 @@ FORM = "Form of the answer"
 TOOLS = "Tools"
 
 
-def _option(panel: str, help: str, *names: str, **settings: Any) -> Any:
+def option(help: str, *names: str, panel: str | None = None, **settings: Any) -> Any:
+    """Return the declaration of an option. The help does not show its default."""
     return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **settings)
 
 
-Json = Annotated[bool, _option(OUTPUT, "One JSON object per line.", "--json")]
-AsChat = Annotated[bool, typer.Option("--chat", help="Send the text as a user's message, through the chat template.")]
+def argument(help: str, **settings: Any) -> Any:
+    """Return the declaration of an argument. The help does not show its default."""
+    return typer.Argument(help=help, show_default=False, **settings)
+
+
+Json = Annotated[bool, option("One JSON object per line.", "--json", panel=OUTPUT)]
+AsChat = Annotated[bool, option("Send the text as a user's message, through the chat template.", "--chat")]
+OnModelChange = Annotated[
+    parameters.OnModelChange,
+    option("If the model is replaced during an answer: fail, or start the answer over.", panel=CONNECTION),
+]
 
 
 def numbers(text: str | None, flag: str) -> list[int] | None:
@@ -80,32 +89,8 @@ def _content(file: Path, flag: str) -> str:
         raise typer.BadParameter("is a readable text file", param_hint=flag) from None
 
 
-class Whitespace(StrEnum):
-    """The values of --json-whitespace."""
-
-    COMPACT = "compact"
-    ANY = "any"
-
-
-class ModelChange(StrEnum):
-    """The values of --on-model-change."""
-
-    ERROR = "error"
-    RESTART = "restart"
-
-
-class StopBeams(StrEnum):
-    """The values of --early-stopping."""
-
-    TRUE = "true"
-    FALSE = "false"
-    NEVER = "never"
-
-
-OnModelChange = Annotated[
-    ModelChange, _option(CONNECTION, "If the model is replaced during an answer: fail, or start the answer over.")
-]
-_STOP_BEAMS: dict[StopBeams, Any] = {StopBeams.TRUE: True, StopBeams.FALSE: False, StopBeams.NEVER: "never"}
+def _pem(help: str) -> Any:
+    return option(help, panel=CONNECTION, exists=True, dir_okay=False)
 
 
 @dataclass(frozen=True)
@@ -125,44 +110,42 @@ class Connection:
     ] = DEFAULT_TARGET
     timeout_seconds: Annotated[
         float | None,
-        _option(CONNECTION, "Deadline of a call in seconds. Default 600; 30 for calls that generate nothing.",
-                "--timeout-seconds", "--timeout", min=0.001),
-    ] = None  # fmt: skip
+        option(
+            "Deadline of a call in seconds. Default 600; 30 for calls that generate nothing.",
+            "--timeout-seconds",
+            "--timeout",
+            panel=CONNECTION,
+            min=0.001,
+        ),
+    ] = None
     max_attempts: Annotated[
         int,
-        _option(
-            CONNECTION,
+        option(
             "Attempts if the queue is full or the server is not reachable yet; 1: no retries. Default 4.",
+            panel=CONNECTION,
             min=1,
         ),
     ] = 4
-    tls: Annotated[bool, _option(CONNECTION, "Use TLS with the default certificate authorities.", "--tls")] = False
-    tls_ca: Annotated[
-        Path | None,
-        _option(CONNECTION, "Use TLS with the certificate authority in this PEM file.", exists=True, dir_okay=False),
-    ] = None
-    tls_cert: Annotated[
-        Path | None,
-        _option(CONNECTION, "Client certificate, a PEM file; needs --tls-key.", exists=True, dir_okay=False),
-    ] = None
-    tls_key: Annotated[
-        Path | None, _option(CONNECTION, "Key of --tls-cert, a PEM file.", exists=True, dir_okay=False)
-    ] = None
+    tls: Annotated[bool, option("Use TLS with the default certificate authorities.", "--tls", panel=CONNECTION)] = False
+    tls_ca: Annotated[Path | None, _pem("Use TLS with the certificate authority in this PEM file.")] = None
+    tls_cert: Annotated[Path | None, _pem("Client certificate, a PEM file; needs --tls-key.")] = None
+    tls_key: Annotated[Path | None, _pem("Key of --tls-cert, a PEM file.")] = None
+    # A file, because every user of the machine can read a command line. LINECLEAR_TOKEN_FILE is the server's file,
+    # which has a name beside each token.
     token_file: Annotated[
         Path | None,
-        # A file, because every user of the machine can read a command line. LINECLEAR_TOKEN_FILE is the server's file,
-        # which has a name beside each token.
-        _option(
-            CONNECTION,
+        option(
             "File with the token to send.",
+            panel=CONNECTION,
             envvar="LINECLEAR_CLIENT_TOKEN_FILE",
             exists=True,
             dir_okay=False,
         ),
     ] = None
     header: Annotated[
-        list[str] | None, _option(CONNECTION, "Metadata to send, as key=value. May be repeated.", metavar="KEY=VALUE")
-    ] = None
+        list[str] | None,
+        option("Metadata to send, as key=value. May be repeated.", panel=CONNECTION, metavar="KEY=VALUE"),
+    ] = None  # fmt: skip
 
     def client(self) -> Client:
         """Return the client. Raises typer.BadParameter for an invalid option."""
@@ -176,7 +159,7 @@ class Connection:
         if not all(key and equals for key, equals, _ in entries):
             raise typer.BadParameter("is key=value", param_hint="--header")
         headers = [(key, value) for key, _, value in entries]
-        settings: dict[str, Any] = {} if self.timeout_seconds is None else {"timeout_seconds": self.timeout_seconds}
+        timeout_seconds = DEFAULT_TIMEOUT_SECONDS if self.timeout_seconds is None else self.timeout_seconds
         try:
             pairs(headers)
         except InvalidRequest as error:
@@ -188,7 +171,7 @@ class Connection:
                 token=self.token_file.read_text().strip() if self.token_file else None,
                 metadata=headers,
                 max_attempts=self.max_attempts,
-                **settings,
+                timeout_seconds=timeout_seconds,
             )
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--target") from None
@@ -215,8 +198,7 @@ _KINDS: dict[Any, tuple[Any, str | None]] = {
     Sequence[str] | None: (_TEXTS, "TEXT"),
     str | Sequence[str] | None: (_TEXTS, "TEXT"),
     Repetition | None: (str | None, "SIZE,COUNT"),
-    JsonWhitespace | None: (Whitespace | None, None),
-    EarlyStopping | None: (StopBeams | None, None),
+    EarlyStopping | None: (Literal["true", "false", "never"] | None, None),
     "choice": (str | None, "TEXT,TEXT,..."),
     "bad_words": (_TEXTS, "WORD"),
     "constraint_start": (str | None, "TEXT"),
@@ -245,7 +227,7 @@ def _parameter_flag(name: str, kind: Any, text: str) -> inspect.Parameter:
         names = [f"{names[0]}/--no-{names[0][2:]}"]
     if name in _SHORT:
         names.append(_SHORT[name])
-    annotation = Annotated[kind, _option(_PANEL_OF.get(name, SAMPLING), text, *names, **settings)]
+    annotation = Annotated[kind, option(text, *names, panel=_PANEL_OF.get(name, SAMPLING), **settings)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -268,10 +250,9 @@ def _bias(entries: list[str]) -> dict[int, float]:
 
 _VALUES: dict[str, Callable[[Any], Any]] = {
     "logit_bias": _bias,
-    "early_stopping": _STOP_BEAMS.__getitem__,
+    "early_stopping": {"true": True, "false": False, "never": "never"}.__getitem__,
     "repetition_detection": _repetition,
     "choice": lambda text: text.split(","),
-    "json_whitespace": lambda choice: choice.value,
 }
 """How the value of a flag becomes that of the parameter, where it is not the same."""
 
@@ -332,15 +313,17 @@ class ToolFlags:
 
     tools: Annotated[
         Path | None,
-        _option(TOOLS, "Tools that the model may call, a JSON file; the prompt is a user's message.", dir_okay=False),
+        option(
+            "Tools that the model may call, a JSON file; the prompt is a user's message.", panel=TOOLS, dir_okay=False
+        ),
     ] = None
     tool_choice: Annotated[
-        str | None, _option(TOOLS, "auto, none, required, or the name of the tool to call.", metavar="CHOICE")
+        str | None, option("auto, none, required, or the name of the tool to call.", panel=TOOLS, metavar="CHOICE")
     ] = None
     parallel_tool_calls: Annotated[
         bool | None,
-        _option(TOOLS, "Several calls in an answer, or one.", "--parallel-tool-calls/--no-parallel-tool-calls"),
-    ] = None
+        option("Several calls in an answer, or one.", "--parallel-tool-calls/--no-parallel-tool-calls", panel=TOOLS),
+    ] = None  # fmt: skip
 
     def params(self) -> Params:
         """Return the fields of `Request`. Raises typer.BadParameter."""
@@ -348,12 +331,28 @@ class ToolFlags:
             if self.tool_choice is not None or self.parallel_tool_calls is not None:
                 raise typer.BadParameter("is missing", param_hint="--tools")
             return {}
-        choice = None if self.tool_choice is None else choice_of(self.tool_choice)
+        choice: Any = self.tool_choice
+        if choice not in (None, "auto", "none", "required"):
+            choice = {"function": {"name": choice}}
         return {
-            "tools": read_tools(self.tools),
+            "tools": _read_tools(self.tools),
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
+
+
+def _read_tools(file: Path) -> list[Any]:
+    """Return the tools in a file: a JSON list, or one tool. Raises typer.BadParameter."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise typer.BadParameter(output.os_error_text(error), param_hint="--tools") from None
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"{file} is no JSON: {error}", param_hint="--tools") from None
+    tools = found if isinstance(found, list) else [found]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise typer.BadParameter(f"{file} must have a JSON object for each tool", param_hint="--tools")
+    return tools
 
 
 @dataclass(frozen=True)
@@ -361,8 +360,8 @@ class Shown:
     """The format of the output."""
 
     json_lines: Json = False
-    deltas: Annotated[bool, _option(OUTPUT, "With --json: also each piece of the answer.", "--deltas")] = False
-    quiet: Annotated[bool, _option(OUTPUT, "No progress and no summary.", "--quiet", "-q")] = False
+    deltas: Annotated[bool, option("With --json: also each piece of the answer.", "--deltas", panel=OUTPUT)] = False
+    quiet: Annotated[bool, option("No progress and no summary.", "--quiet", "-q", panel=OUTPUT)] = False
 
     def __post_init__(self) -> None:
         if self.deltas and not self.json_lines:
@@ -374,7 +373,8 @@ class Shown:
         return None if self.quiet else output.queue_notice()
 
 
-BUNDLES: tuple[type[Any], ...] = (Connection, SamplingFlags, RequestFlags, ToolFlags, Shown)
+def _is_bundle(kind: Any) -> bool:
+    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, _ParameterFlags))
 
 
 def options_of(kind: type[Any]) -> list[inspect.Parameter]:
@@ -397,7 +397,7 @@ def expanded(function: Callable[..., None]) -> Callable[..., None]:
     bundles: dict[str, type[Any]] = {}
     for parameter in inspect.signature(function).parameters.values():
         kind = hints[parameter.name]
-        if kind not in BUNDLES:
+        if not _is_bundle(kind):
             only = inspect.Parameter.KEYWORD_ONLY
             parameters.append(parameter.replace(kind=only, annotation=kind))
             continue

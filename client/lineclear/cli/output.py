@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from lineclear.client import Stream
+from lineclear.client import Delta, Stream, ToolCall, sigint
 from lineclear.client.message_classes import Gauges, Model, Quantiles, Stats, WorkerStats
 from lineclear.client.results import Generation, Queued
 from lineclear.errors import LineclearError
@@ -47,7 +47,22 @@ def _show_place(queued: Queued) -> None:
     print_stderr(f"waiting in the queue, {queued.requests_ahead} ahead{until}")
 
 
-def show_answer(stream: Stream) -> None:
+def read_answer(stream: Stream, *, is_shown: bool, on_delta: Callable[[Delta], None] | None = None) -> None:
+    """Read an answer to its end. `is_shown`: write its text while it streams, and its tool calls."""
+    with sigint.cancel_on_sigint(stream.cancel), stream:
+        try:
+            if is_shown:
+                _show_answer(stream)
+            for delta in stream:
+                if on_delta is not None:
+                    on_delta(delta)
+        finally:
+            if is_shown:
+                show("\n" if stream.text else "")
+                show_calls(stream.tool_calls)
+
+
+def _show_answer(stream: Stream) -> None:
     """Write the text of an answer while it streams.
 
     An answer that may restart with another model is written at its end, except on a terminal: a reader could not
@@ -64,6 +79,16 @@ def show_answer(stream: Stream) -> None:
         show(joined(stream.texts))
     elif is_buffered:
         show(stream.result.prompt_text + stream.text)
+
+
+def show_calls(calls: Sequence[ToolCall]) -> None:
+    """Write a line of JSON for each call: id, name and arguments. Arguments that were broken off are a text."""
+    for call in calls:
+        try:
+            arguments: Any = call.parsed()
+        except ValueError:
+            arguments = call.arguments
+        show_json({"id": call.id, "name": call.name, "arguments": arguments})
 
 
 def joined(texts: Sequence[str]) -> str:

@@ -5,35 +5,25 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lineclear.client.prompt_calls import ContinuationScore
+from lineclear.client.prompt_calls import ContinuationScore, PoolingName
 from lineclear.client.requests import Request
 
 from . import output
 from .command_runner import command
-from .options import Connection, Json
+from .options import Connection, Json, argument, option
 from .prompt_file import PromptFile
 
 _PER_CALL = 128
 """The most inputs or continuations that the server takes in one call."""
 
 
-class PoolingOption(StrEnum):
-    """Which hidden states make up a vector."""
-
-    LAST_TOKEN = "last_token"
-    MEAN = "mean"
-
-
-Adapter = Annotated[str | None, typer.Option(help="Name of a loaded LoRA adapter.", show_default=False)]
-Priority = Annotated[
-    int | None, typer.Option(help="0 (most urgent) to 255. Default 128.", show_default=False, min=0, max=255)
-]
+Adapter = Annotated[str | None, option("Name of a loaded LoRA adapter.")]
+Priority = Annotated[int | None, option("0 (most urgent) to 255. Default 128.", min=0, max=255)]
 
 
 @command(epilog="Example: lineclear score 'The capital of France is' ' Paris' ' Rome'")
@@ -42,19 +32,13 @@ def score(
     prompt: Annotated[str, typer.Argument(help="The prompt. -: standard input.")],
     continuations: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Texts that may follow, with the space in front that separates them from the prompt.",
-            show_default=False,
-        ),
+        argument("Texts that may follow, with the space in front that separates them from the prompt."),
     ] = None,
     file: Annotated[
-        Path | None,
-        typer.Option(help="Continuations, one per line. -: standard input.", dir_okay=False, show_default=False),
+        Path | None, option("Continuations, one per line. -: standard input.", dir_okay=False)
     ] = None,
     top_logprobs: Annotated[
-        int | None,
-        typer.Option(help="With --json: this many most likely tokens in the place of each. [0, 20]",
-                     show_default=False),
+        int | None, option("With --json: this many most likely tokens in the place of each. [0, 20]")
     ] = None,
     adapter: Adapter = None,
     priority: Priority = None,
@@ -79,22 +63,14 @@ def score(
 @command(epilog="Example: lineclear embed --pooling mean --file texts.txt > vectors.jsonl")
 def embed(
     connection: Connection,
-    inputs: Annotated[
-        list[str] | None, typer.Argument(help="Texts. Default: the lines of standard input.", show_default=False)
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="Texts, one per line. -: standard input.", dir_okay=False, show_default=False)
-    ] = None,
-    pooling: Annotated[
-        PoolingOption, typer.Option(help="Which hidden states make up a vector.")
-    ] = PoolingOption.LAST_TOKEN,
-    dimensions: Annotated[
-        int | None, typer.Option(help="Keep this many leading dimensions.", min=1, show_default=False)
-    ] = None,
+    inputs: Annotated[list[str] | None, argument("Texts. Default: the lines of standard input.")] = None,
+    file: Annotated[Path | None, option("Texts, one per line. -: standard input.", dir_okay=False)] = None,
+    pooling: Annotated[PoolingName, typer.Option(help="Which hidden states make up a vector.")] = "last_token",
+    dimensions: Annotated[int | None, option("Keep this many leading dimensions.", min=1)] = None,
     normalize: Annotated[bool, typer.Option(help="Scale vectors to length 1.")] = True,
     adapter: Adapter = None,
     priority: Priority = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="Without effect: vectors are always JSON.")] = False,
+    json_lines: Annotated[bool, option("Without effect: vectors are always JSON.", "--json")] = False,
 ) -> None:  # fmt: skip
     """Write a line of JSON for each text: its vector. Empty lines of a file are skipped."""
     if inputs and file is not None:
@@ -106,7 +82,7 @@ def embed(
         for some in _groups(inputs, file or Path("-")):
             found = client.embed(
                 some,
-                pooling=pooling.value,
+                pooling=pooling,
                 normalize=normalize,
                 dimensions=dimensions,
                 adapter=adapter,

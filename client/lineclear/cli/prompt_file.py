@@ -16,13 +16,15 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, TypeAlias
 
 import typer
 
 from lineclear.client.requests import REQUEST_FIELDS, SAMPLING_FIELDS, Request
 from lineclear.errors import InvalidRequest
 
+FileFormat: TypeAlias = Literal["auto", "text", "jsonl"]
+"""The format of a file. auto: by its name, else by its first line."""
 _IN_MEMORY_BYTES = 1 << 20
 _PARAMETERS = (SAMPLING_FIELDS | REQUEST_FIELDS) - {"metadata", "on_queued"}
 
@@ -42,7 +44,7 @@ class PromptFile:
     options of the command line. Raises typer.BadParameter with the number of an invalid line, before any request.
     """
 
-    def __init__(self, source: Path | IO[bytes], form: str, make: Callable[[Any], Request]) -> None:
+    def __init__(self, source: Path | IO[bytes], form: FileFormat, make: Callable[[Any], Request]) -> None:
         self._make = make
         self._is_being_read = False
         suffix = ""

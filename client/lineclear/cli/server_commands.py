@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
-from enum import StrEnum
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias, cast, get_args
 
 import typer
 from rich.console import Console
 from rich.live import Live
 from typer.core import TyperCommand
 
-from lineclear.client import AdminClient, rpc_methods
+from lineclear.client import AdminClient, local_server, rpc_methods
 from lineclear.client.admin_results import LogLevel
 from lineclear.client.results import HealthStatus
 from lineclear.errors import LineclearError
 from lineclear.exit_codes import ExitCode
+from lineclear.extras import install_command
 
-from . import batch_run, output, serve, simulate
+from . import batch_run, output
 from .command_runner import command
-from .options import Connection, Json
+from .options import Connection, Json, argument, option
 
 
 class _Verbatim(TyperCommand):
@@ -34,13 +36,27 @@ class _Verbatim(TyperCommand):
 @command(name="serve", cls=_Verbatim)
 def start(context: typer.Context) -> None:
     """Start a server on this machine: scheduler and worker. `serve --help` shows the flags of the scheduler."""
-    serve.run(context.args)
+    if absent := local_server.missing():
+        output.print_stderr(
+            f"error: a server needs more than the client: {', '.join(absent)} is not installed", "bold red"
+        )
+        output.print_stderr(f"this brings scheduler and worker: {install_command('all')}")
+        raise typer.Exit(ExitCode.CONFIGURATION)
+    _become(local_server.command(context.args))
 
 
 @command(name="simulate", cls=_Verbatim)
 def simulate_load(context: typer.Context) -> None:
     """Predict latency and throughput of a load, on a virtual clock. `simulate --help` shows the flags."""
-    simulate.run(context.args)
+    # -P: a file in the working directory must not shadow a package.
+    _become([sys.executable, "-P", "-m", "lineclear.planner", *context.args])
+
+
+def _become(command_line: list[str]) -> NoReturn:
+    """Replace this process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, command_line)
 
 
 @command()
@@ -79,13 +95,11 @@ def health(
 @command()
 def stats(
     connection: Connection,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat until Ctrl-C.")] = False,
+    watch: Annotated[bool, option("Repeat until Ctrl-C.", "--watch", "-w")] = False,
     interval_seconds: Annotated[
         float, typer.Option("--interval-seconds", "--interval", help="With --watch: seconds between updates.", min=0.05)
     ] = 1.0,
-    count: Annotated[
-        int | None, typer.Option(help="With --watch: number of updates.", min=1, show_default=False)
-    ] = None,
+    count: Annotated[int | None, option("With --watch: number of updates.", min=1)] = None,
     json_lines: Json = False,
 ) -> None:  # fmt: skip
     """Show the statistics of the server."""
@@ -115,14 +129,7 @@ def model(connection: Connection, json_lines: Json = False) -> None:
         Console().print(output.model_view(found))
 
 
-class AdminCommand(StrEnum):
-    """The admin commands."""
-
-    DRAIN = "drain"
-    DUMP = "dump"
-    FLUSH = "flush"
-    LOG_LEVEL = "log-level"
-    RESTART_WORKERS = "restart-workers"
+AdminCommand: TypeAlias = Literal["drain", "dump", "flush", "log-level", "restart-workers"]
 
 
 @command(name="admin", epilog="Example: lineclear admin drain --target unix:/run/lineclear/admin.sock")
@@ -135,29 +142,28 @@ def operate(
             "prefixes. log-level: set the log level to LEVEL. restart-workers: restart one worker after the other.",
         ),
     ],
-    level: Annotated[
-        str | None, typer.Argument(help="debug, info, warning or error.", show_default=False)
-    ] = None,
+    level: Annotated[str | None, argument("debug, info, warning or error.")] = None,
     json_lines: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Send an admin command. --target is the admin address of the server."""
-    if (level is not None) != (action is AdminCommand.LOG_LEVEL) or level not in (None, *get_args(LogLevel)):
+    if (level is not None) != (action == "log-level") or level not in (None, *get_args(LogLevel)):
         raise typer.BadParameter("log-level takes debug, info, warning or error; the others take nothing")
     with connection.client() as client:
         admin = AdminClient(client)
-        if action is AdminCommand.DRAIN:
+        values: dict[str, Any] = {}
+        sentence = ""
+        if action == "drain":
             status = admin.drain()
             sentence = f"{status.requests_in_progress} requests in progress, at most {status.seconds:.1f} s left"
             values = status._asdict()
-        elif action is AdminCommand.DUMP:
+        elif action == "dump":
             sentence = admin.dump_recording()
             values = {"path": sentence}
-        elif action is AdminCommand.FLUSH:
+        elif action == "flush":
             admin.flush_prefix_cache()
-            sentence, values = "", {}
-        elif action is AdminCommand.RESTART_WORKERS:
-            pids = admin.restart_workers(timeout_seconds=connection.timeout_seconds)
-            sentence, values = f"restarted; the new workers have the pids {', '.join(map(str, pids))}", {"pids": pids}
+        elif action == "restart-workers":
+            values = {"pids": admin.restart_workers(timeout_seconds=connection.timeout_seconds)}
+            sentence = f"restarted; the new workers have the pids {', '.join(map(str, values['pids']))}"
         else:
             previous = admin.set_log_level(cast("LogLevel", level))
             sentence, values = f"{level}, previously {previous}", {"level": level, "previous": previous}
@@ -167,41 +173,27 @@ def operate(
         output.show(f"{sentence}\n")
 
 
-class AdapterCommand(StrEnum):
-    """The commands about adapters."""
-
-    LOAD = "load"
-    UNLOAD = "unload"
-    LIST = "list"
+AdapterCommand: TypeAlias = Literal["load", "unload", "list"]
 
 
 @command(epilog="Example: lineclear adapters load french adapters/french --target 127.0.0.1:50052")
 def adapters(
     connection: Connection,
-    action: Annotated[
-        AdapterCommand, typer.Argument(help="load NAME PATH, unload NAME, or list.")
-    ] = AdapterCommand.LIST,
-    name: Annotated[str | None, typer.Argument(help="Name that requests use.", show_default=False)] = None,
-    path: Annotated[
-        str | None, typer.Argument(help="Folder of the adapter, below --lora-dir of the server.", show_default=False)
-    ] = None,
+    action: Annotated[AdapterCommand, typer.Argument(help="load NAME PATH, unload NAME, or list.")] = "list",
+    name: Annotated[str | None, argument("Name that requests use.")] = None,
+    path: Annotated[str | None, argument("Folder of the adapter, below --lora-dir of the server.")] = None,
     json_lines: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Load, unload or list LoRA adapters while the server runs. --target is the admin address."""
-    needs = {
-        AdapterCommand.LOAD: (True, True),
-        AdapterCommand.UNLOAD: (True, False),
-        AdapterCommand.LIST: (False, False),
-    }
-    if needs[action] != (name is not None, path is not None):
+    if (name is not None, path is not None) != (action != "list", action == "load"):
         raise typer.BadParameter("it is load NAME PATH, unload NAME, or list")
     with connection.client() as client:
         admin = AdminClient(client)
-        if action is AdapterCommand.UNLOAD:
+        if action == "unload":
             count = admin.unload_adapter(str(name))
             values, text = [{"name": name, "requests_in_progress": count}], f"unloaded; {count} requests still use it\n"
         else:
-            found = [admin.load_adapter(str(name), str(path))] if action is AdapterCommand.LOAD else admin.adapters()
+            found = [admin.load_adapter(str(name), str(path))] if action == "load" else admin.adapters()
             values = [adapter._asdict() for adapter in found]
             lines = (f"{a.name}  rank {a.rank}  {a.digest[:16]}  {a.requests_in_progress} requests\n" for a in found)
             text = "".join(lines)

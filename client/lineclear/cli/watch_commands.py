@@ -23,7 +23,7 @@ from lineclear.v1 import steps_pb2 as pb
 
 from . import output, top
 from .command_runner import command
-from .options import Connection, Json
+from .options import Connection, Json, argument, option
 from .step_reader import StepReader
 
 _ANSWER_SECONDS = 10.0
@@ -58,14 +58,11 @@ def record_trace(
     connection: Connection,
     output_file: Annotated[
         Path,
-        typer.Option(
-            "--output", "-o", help="FILE.json: a Chrome trace, for ui.perfetto.dev. FILE.svg: slots over steps.",
-            dir_okay=False,
-        ),
+        option("FILE.json: a Chrome trace, for ui.perfetto.dev. FILE.svg: slots over steps.", "--output", "-o",
+               dir_okay=False),
     ],
     seconds: Annotated[
-        float | None,
-        typer.Option("--seconds", "-s", help="Length; until Ctrl-C by default.", min=0.1, show_default=False),
+        float | None, option("Length; until Ctrl-C by default.", "--seconds", "-s", min=0.1)
     ] = None,
     history: Annotated[
         int, typer.Option(help="Steps before the call to include, as far as the server keeps them.", min=0)
@@ -139,15 +136,11 @@ class _Recording:
 @command(name="explain", epilog="Example: lineclear explain --target 127.0.0.1:50052")
 def explain_step(
     connection: Connection,
-    step: Annotated[
-        int | None, typer.Argument(help="Number of a step; the last one by default.", min=1, show_default=False)
-    ] = None,
-    worker: Annotated[int | None, typer.Option(help="Worker of the step.", min=0, show_default=False)] = None,
-    svg: Annotated[
-        Path | None, typer.Option(help="Write the mask as an image to FILE.svg.", dir_okay=False, show_default=False)
-    ] = None,
+    step: Annotated[int | None, argument("Number of a step; the last one by default.", min=1)] = None,
+    worker: Annotated[int | None, option("Worker of the step.", min=0)] = None,
+    svg: Annotated[Path | None, option("Write the mask as an image to FILE.svg.", dir_okay=False)] = None,
     json_lines: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Show a step: its packed row, positions, KV blocks, and which query attends to which key.
 
     --target is the admin address of the server.
