@@ -43,14 +43,14 @@ VIOLATIONS = {
         "from lineclear.worker import app",
     ),
     "Client and CLI use the public schema only": (
-        "client/lineclear/client/channel",
+        "client/lineclear/client/grpc_channel",
         "from lineclear.wire.messages import Row",
     ),
     "The embedded scheduler is the core and the standard library": (
         "embedded/lineclear/embedded/options",
         "import lineclear.scheduler.settings",
     ),
-    "The client needs no command line library": ("client/lineclear/client/channel", "import typer"),
+    "The client needs no command line library": ("client/lineclear/client/grpc_channel", "import typer"),
     "The core has no clock, randomness, I/O, thread or library": ("protos/lineclear/errors", "import time"),
     "Requests, engine, recorder and text have no gRPC": (f"{SCHEDULER}/requests/output_stream", "import grpc.aio"),
     "Services import nothing of the engine but its statistics": (
