@@ -21,8 +21,10 @@ from support.time_limits import PATIENCE_SECONDS
 from lineclear.errors import tree
 from lineclear.process.flag_aliases import names_of
 from lineclear.process.setting_fields import flag_of
+from lineclear.scheduler.grpc_api.request_reader import MAX_INCOMPLETE
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import sampling_pb2
+from lineclear.worker.model.verified_families import VERIFIED
 from lineclear.worker.settings import WorkerSettings
 
 REPOSITORY = Path(__file__).parents[1]
@@ -88,6 +90,28 @@ def test_named_files_exist() -> None:
         assert named
         gone = [n for n in named if not any(s.endswith(f"/{n}") for s in sources) and not (REPOSITORY / n).exists()]
         assert gone == [], page
+
+
+def one_line(page: str) -> str:
+    return " ".join((REPOSITORY / page).read_text(encoding="utf-8").split())
+
+
+def test_figures_of_the_pages_match_settings() -> None:
+    """As in "`max_sessions_per_connection` sessions (64)"."""
+    words = {"1 MiB": float(1 << 20), "an hour": 3600.0}
+    settings = SchedulerSettings()
+    defaults = {**settings.model_dump(), "max_message_bytes": settings.max_request_bytes}
+    pages = ("README.md", "docs/reliability.md", "docs/security.md", "docs/protocol.md")
+    found = [m for page in pages for m in re.findall(r"`([a-z_]+)`(?: \w+)? \(([^);]+)", one_line(page))]
+    named = {name: words[value] if value in words else float(value) for name, value in found if name in defaults}
+    assert len(named) >= 3
+    assert named == {name: defaults[name] for name in named}
+    security = one_line("docs/security.md")
+    spare = settings.max_streams - settings.max_queue_size - settings.max_batch_size
+    assert f"{spare} more calls than can wait and run ({settings.max_streams:,})" in security
+    most = 2 * MAX_INCOMPLETE * 2 * settings.max_request_bytes + settings.max_streams * (64 << 10)
+    assert f"takes at most {-(-most // (1 << 20))} MiB of a connection" in security
+    assert f"The tests hold {len(VERIFIED)} model families to that." in one_line("README.md")
 
 
 def test_migration_flags_exist() -> None:
