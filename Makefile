@@ -94,7 +94,7 @@ chaos: ready ## Kill workers and schedulers under load, and update the model
 
 mutants: ready ## Plant each listed bug, and COUNT (100) mutants drawn at random, and check that tests fail
 	@cd tests && ../$(BIN)/python -m simulation.test_mutations
-	@cd tests && ../$(BIN)/python -m support.mutants
+	@cd tests && ../$(BIN)/python -m campaigns.mutation --listed
 	@cd tests && ../$(BIN)/python -m campaigns.mutation --count $(or $(COUNT),100) --seed $(or $(SEED),1)
 
 privacy: ready ## Test whether response times reveal another tenant's prompts; TRIALS (800) with each worker

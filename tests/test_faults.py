@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.mutants import mutants, survivors
+from campaigns.mutation import listed, survivors
 
 TESTS = Path(__file__).parent
 MATRIX = yaml.safe_load((TESTS / "faults.yaml").read_text(encoding="utf-8"))
@@ -84,15 +84,15 @@ def test_faults_are_unique() -> None:
 
 
 def test_each_mutant_applies() -> None:
-    for mutant in mutants():
-        compile(mutant.changed(), mutant.file, "exec")
+    for fault in listed():
+        compile(fault.changed(), fault.file, "exec")
 
 
 @pytest.mark.parametrize("fault", SAMPLE)
 def test_mutant_turns_row_red(fault: str) -> None:
     """A sample with quick tests; `make mutants` plants them all."""
-    (mutant,) = [mutant for mutant in mutants() if mutant.fault == fault]
-    assert survivors(mutant) == []
+    (planted,) = [each for each in listed() if each.title == fault]
+    assert survivors(planted) == []
 
 
 def test_named_tests_assert() -> None:
@@ -120,5 +120,5 @@ def _name(function: ast.expr) -> str:
 
 
 def test_mutant_that_hangs_counts_as_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("support.mutants._BOUND_SECONDS", 0.05)
-    assert survivors(mutants()[0]) == []
+    monkeypatch.setattr("campaigns.mutation._LISTED_SECONDS", 0.05)
+    assert survivors(listed()[0]) == []

@@ -1,12 +1,14 @@
-"""Change one expression of the product at a time, and list the changes that no test notices (mutation testing).
+"""Change the product and look for changes that no test notices (mutation testing).
 
-    cd tests && python -m campaigns.mutation --count 100 --seed 1              draw from all areas
+    cd tests && python -m campaigns.mutation --listed                          each `red_when` of tests/faults.yaml
+    cd tests && python -m campaigns.mutation --listed NaN gone                 of faults with one of these words
+    cd tests && python -m campaigns.mutation --count 100 --seed 1              expressions drawn from all areas
     cd tests && python -m campaigns.mutation --count 20 --only core/planner    modules whose path contains this
 
-All tests of an area run once to see what each executes. A mutant then runs those that execute its block: first those
-of files that name the module, for the core simulated histories next, then the others. A failure counts if the test
-passes without the mutant and fails with it again.
-A mutant that changes no behaviour survives, so survivors are read by a person.
+A row of tests/faults.yaml may have `red_when`: the file `in` which the text `replace` becomes the text `by`. The row's
+tests must fail with that change. A drawn mutant runs the test files of its area: first those that name its module, for
+the core simulated histories next, then the others. A failure counts if the test passes without the mutant and fails
+with it again. A mutant that changes no behaviour survives, so survivors are read by a person.
 """
 
 from __future__ import annotations
@@ -21,20 +23,50 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from campaigns.reach import Reach, executed, loaded, missing, place_of, plant_probes
+import yaml
 from support.sources import REPOSITORY, ROOTS
 
 _SCHEDULER = "scheduler_svc/lineclear/scheduler"
 _WORKER = "gpu_worker/lineclear/worker"
-_SECONDS = 900.0  # for the simulated histories
-_ALL_SECONDS = 7200.0  # for all tests of the areas, once
-_TEST_SECONDS = 60  # for a test that a mutant may have made wait forever
-_FIRST_SECONDS = 10.0
+_SECONDS = 900.0  # for one test file, or the simulated histories
+_LISTED_SECONDS = 300.0
 _HISTORIES = "from simulation.sweep import sweep; sweep(range(300))"
+
+
+class Fault(NamedTuple):
+    """A change of one file that must make `tests` fail."""
+
+    title: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def changed(self) -> str:
+        """Return the text of the changed file. Raises AssertionError unless it contains `old` exactly once."""
+        text = (REPOSITORY / self.file).read_text(encoding="utf-8")
+        count = text.count(self.old)
+        assert count == 1, f"{self.file} has {self.old!r} {count} times: change red_when of {self.title!r}"
+        return text.replace(self.old, self.new)
+
+
+def listed() -> list[Fault]:
+    """Return the changes of all rows of tests/faults.yaml that have `red_when`."""
+    matrix = yaml.safe_load((REPOSITORY / "tests" / "faults.yaml").read_text(encoding="utf-8"))
+    rows: list[dict[str, Any]] = [row for section in matrix["sections"] for row in section["rows"]]
+    found = []
+    for row in rows:
+        if "red_when" in row:
+            how = row["red_when"]
+            tests = tuple(how.get("tests", row["tests"]))
+            assert set(tests) <= set(row["tests"]), f"{row['fault']}: red_when names tests that the row does not"
+            found.append(Fault(row["fault"], how["in"], how["replace"], how["by"], tests))
+    return found
 
 
 class Area(NamedTuple):
@@ -166,7 +198,7 @@ def drawn(count: int, seed: int, only: str) -> list[tuple[Area, Mutant]]:
 
 
 class Copy:
-    """A copy of the sources in which mutants and probes are planted."""
+    """A copy of the sources in which changes are planted."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -177,148 +209,115 @@ class Copy:
             if not (folder / path.name).exists() and not path.name.startswith("."):
                 (folder / path.name).symlink_to(path)
         # A mutant makes tests wait for an event that never happens, so shorten the wait.
-        limits = folder / "tests/support/time_limits.py"
-        limits.write_text("PATIENCE_SECONDS = SOON_SECONDS = 20.0\n", encoding="utf-8")
+        (folder / "tests/support/time_limits.py").write_text("PATIENCE_SECONDS = SOON_SECONDS = 20.0\n")
 
-    def complete(self, reach: Reach, folders: Iterable[str]) -> None:
-        """Run the test files below `folders` that `reach` lacks, with probes, and leave out tests that fail without."""
-        files = missing(reach, folders)
-        if not files:
-            return
-        print(f"{len(files)} test files run once, to see what each test executes", flush=True)
-        product = {file for area in AREAS for pattern in area.modules for file in REPOSITORY.glob(pattern)}
-        plant_probes(self._folder, product)
-        self._fails(["-p", "probe_plugin", *files], _ALL_SECONDS)
-        failed = executed(reach, self._folder, files)
-        (self._folder / "sitecustomize.py").unlink()
-        for file in product:
-            shutil.copyfile(file, self._folder / file.relative_to(REPOSITORY))
-        for test in failed:
-            if self._fails([test], _limit([test], reach)):
-                print(f"left out, it fails without a mutant: {test}", flush=True)
-                del reach.seconds[test]
-
-    def noticed_by(self, area: Area, mutant: Mutant, reach: Reach, wide: bool) -> str:
-        """Return which tests fail with the mutant, or "" if none do."""
-        self._plant(mutant)
+    @contextmanager
+    def planted(self, file: str, text: str | bytes) -> Iterator[None]:
+        """Replace `file` during the block."""
+        path = self._folder / file
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
         try:
-            return self._noticed(area, mutant, reach, wide)
+            yield
         finally:
-            self._remove(mutant)
+            shutil.copyfile(REPOSITORY / file, path)
 
-    def _plant(self, mutant: Mutant) -> None:
-        (self._folder / mutant.file.relative_to(REPOSITORY)).write_bytes(mutant.applied()[0])
+    def failed(self, tests: Sequence[str], seconds: float, *flags: str) -> list[str] | None:
+        """Return the tests that fail. None if they do not end within `seconds`."""
+        pytest = ["-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "--timeout=120", *flags]
+        done = self._run([*pytest, *tests], seconds)
+        if done is None:
+            return None
+        assert done.returncode in (0, 1, 5), done.stdout + done.stderr  # 1: tests failed; others: pytest itself did
+        return re.findall(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
 
-    def _remove(self, mutant: Mutant) -> None:
-        shutil.copyfile(mutant.file, self._folder / mutant.file.relative_to(REPOSITORY))
-
-    def _repeats(self, test: str, mutant: Mutant, reach: Reach) -> bool:
-        """Return whether a test passes without the mutant and fails with it, however busy the machine is."""
-        self._remove(mutant)
-        passes = not self._fails([test], _limit([test], reach))
-        self._plant(mutant)
-        return passes and bool(self._fails([test], _limit([test], reach)))
-
-    def _noticed(self, area: Area, mutant: Mutant, reach: Reach, wide: bool) -> str:
-        module = str(mutant.file.relative_to(REPOSITORY))
-        place = place_of(mutant.file.read_text(encoding="utf-8"), module, mutant.line)
-        tests = reach.tests(place, area.tests)
-        name = re.compile(rf"\b{mutant.file.stem}\b")
-        near = [file for file in tests if name.search((REPOSITORY / file).read_text(encoding="utf-8"))]
-        far = [file for file in tests if file not in near]
-        if failed := self._confirmed([test for file in near for test in tests[file]], mutant, reach):
-            return failed
-        if area.is_simulated and self._fails_of(["-c", _HISTORIES], _SECONDS):
-            return "simulation"
-        if failed := self._confirmed([test for file in far for test in tests[file]], mutant, reach):
-            return failed
-        if wide:
-            wider = reach.tests(place, sorted({folder for each in AREAS for folder in each.tests} - set(area.tests)))
-            return self._confirmed([test for file in wider for test in wider[file]], mutant, reach)
-        return ""
-
-    def _confirmed(self, tests: list[str], mutant: Mutant, reach: Reach) -> str:
-        """Return a test that fails because of the mutant, or "". The first ones run by themselves: most fail there."""
-        while tests:
-            soon = _within(_FIRST_SECONDS, tests, reach)
-            for some in (tests[:soon], tests[soon:]):
-                failed = self._fails(some, _limit(some, reach)) if some else ""
-                if failed:
-                    break
-            if not failed:
-                return ""
-            # A failure before the first test is one of all tests.
-            if failed not in tests or self._repeats(failed, mutant, reach):
-                return failed
-            tests = tests[tests.index(failed) + 1 :]
-        return ""
-
-    def _fails(self, tests: list[str], seconds: float) -> str:
-        stop = [] if "probe_plugin" in tests else ["-x"]
-        pytest = ["-m", "pytest", *stop, "-q", "--tb=no", "-p", "no:cacheprovider", f"--timeout={_TEST_SECONDS}"]
-        return self._fails_of([*pytest, *tests], seconds)
-
-    def _fails_of(self, arguments: list[str], seconds: float) -> str:
+    def _run(self, arguments: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str] | None:
         roots = [self._folder, *(self._folder / root for root in self._roots)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, roots))}
-        command = [sys.executable, *arguments]
+        options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
         try:
-            done = subprocess.run(  # the exit code is read below
-                command,
-                cwd=self._folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=seconds,
-                check=False,
+            return subprocess.run(
+                [sys.executable, *arguments], cwd=self._folder, env=environment, timeout=seconds, **options
             )
         except subprocess.TimeoutExpired:
+            return None
+
+    def noticed_by(self, area: Area, mutant: Mutant) -> str:
+        """Return which tests fail with the mutant, or "" if none do."""
+        file, (text, _) = str(mutant.file.relative_to(REPOSITORY)), mutant.applied()
+        name = re.compile(rf"\b{mutant.file.stem}\b")
+        paths = [path for each in area.tests for path in sorted((REPOSITORY / each).glob("test_*.py"))]
+        near = [path for path in paths if name.search(path.read_text(encoding="utf-8"))]
+        for path in near:
+            if by := self._confirmed(file, text, path):
+                return by
+        if area.is_simulated:
+            with self.planted(file, text):
+                done = self._run(["-c", _HISTORIES], _SECONDS)
+            if done is None or done.returncode:
+                return "simulation"
+        return next((by for path in paths if path not in near and (by := self._confirmed(file, text, path))), "")
+
+    def _confirmed(self, file: str, text: bytes, path: Path) -> str:
+        """Return a test of a file that fails because of the change, however busy the machine is, or ""."""
+        with self.planted(file, text):
+            failed = self.failed([str(path.relative_to(REPOSITORY))], _SECONDS, "-x")
+        if failed is None:
             return "no end within the time"
-        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-        return "" if done.returncode in (0, 5) else failed[1] if failed else "error"
+        for test in failed:
+            passes = self.failed([test], _SECONDS) == []
+            with self.planted(file, text):
+                if passes and self.failed([test], _SECONDS) != []:
+                    return test
+        return ""
 
 
-def _limit(tests: list[str], reach: Reach) -> float:
-    """Return a time that the tests exceed only if one hangs at its end, where no timeout of pytest ends it."""
-    return 2 * _TEST_SECONDS + 8.0 * sum(reach.seconds[test] for test in tests)
+def survivors(fault: Fault) -> list[str]:
+    """Run the tests of `fault` and return those that pass. A run that hangs counts as a failure of all."""
+    with tempfile.TemporaryDirectory(prefix="lc") as folder:
+        copy = Copy(Path(folder))
+        with copy.planted(fault.file, fault.changed()):
+            failed = copy.failed([f"tests/{test}" for test in fault.tests], _LISTED_SECONDS)
+    if failed is None:
+        return []
+    red = {test.removeprefix("tests/").partition("[")[0] for test in failed}
+    return [test for test in fault.tests if test not in red]
 
 
-def _within(seconds: float, tests: list[str], reach: Reach) -> int:
-    """Return how many leading tests run in this time, at least one."""
-    total = 0.0
-    for index, test in enumerate(tests):
-        total += reach.seconds[test]
-        if total > seconds and index:
-            return index
-    return len(tests)
+def _plant_listed(words: Sequence[str]) -> bool:
+    """Plant each listed fault and print the results of its tests. Return whether no fault survives all of them."""
+    chosen = [fault for fault in listed() if not words or any(word in fault.title for word in words)]
+    alive = 0
+    for fault in chosen:
+        left = survivors(fault)
+        alive += len(left) == len(fault.tests)
+        print(f"{len(fault.tests) - len(left)} of {len(fault.tests)} tests red  {fault.title}", flush=True)
+        for test in left:
+            print(f"    green: {test}", flush=True)
+    print(f"{len(chosen) - alive} of {len(chosen)} listed faults found")
+    return not alive
 
 
 def main() -> int:
-    """Plant each drawn mutant and print whether a test failed; return 0."""
-    parser = argparse.ArgumentParser()
+    """Plant the chosen changes and print whether tests failed. Return 1 if all tests of a listed fault pass."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--listed", nargs="*", metavar="WORD", help="plant the faults of tests/faults.yaml")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="a part of the path of the modules")
-    parser.add_argument("--reach", type=Path, help="file that keeps what each test executes, for the next run")
-    parser.add_argument("--wide", action="store_true", help="run the tests of all areas before a mutant survives")
     options = parser.parse_args()
-    caught, tried = 0, 0
+    if options.listed is not None:
+        return 0 if _plant_listed(options.listed) else 1
+    caught = 0
     chosen = drawn(options.count, options.seed, options.only)
-    reach = loaded(options.reach)
     with tempfile.TemporaryDirectory(prefix="lc") as folder:
         copy = Copy(Path(folder))
-        areas = AREAS if options.wide else [area for area, _ in chosen]
-        copy.complete(reach, sorted({tests for area in areas for tests in area.tests}))
-        if options.reach is not None:
-            reach.save(options.reach)
         for area, mutant in chosen:
             began = time.monotonic()
-            by = copy.noticed_by(area, mutant, reach, options.wide)
-            tried += 1
+            by = copy.noticed_by(area, mutant)
             caught += bool(by)
             result = f"caught by {by}" if by else "SURVIVED"
             print(f"{time.monotonic() - began:5.1f} s  {mutant.applied()[1]}  {result}", flush=True)
-    print(f"{caught} of {tried} caught", flush=True)
+    print(f"{caught} of {len(chosen)} caught", flush=True)
     return 0
 
 
