@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # Modules to compile at set-up, by importing them.
 SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner_factory, lineclear.cli.app
 
-.PHONY: help demo test serve bench bench-micro bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images lint size format stubs baseline clean ready
+.PHONY: help demo test test-slow serve bench bench-micro bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images lint size format stubs baseline clean ready
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -39,15 +39,22 @@ demo: ready ## Serve the demo model, stream prompts, and compare with static bat
 
 # Bytecode is written also where the environment says otherwise, as in many containers: the tests start hundreds of
 # processes, and each would compile its modules again.
-test: ready ## Run every check: ruff, import-linter, mypy, pytest
-	@start=$$(date +%s); failed=; export OMP_NUM_THREADS=1; unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX; \
+TEST_ENVIRONMENT := export OMP_NUM_THREADS=1; unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX
+PYTEST := python -m pytest -q -n $(JOBS) --dist loadfile
+
+test: ready ## Run ruff, import-linter, mypy, and pytest without the slow tests
+	@start=$$(date +%s); failed=; $(TEST_ENVIRONMENT); \
 	$(BIN)/python -m mypy >$(VENV)/mypy.txt 2>&1 & mypy=$$!; \
-	for step in 'ruff check .' 'ruff format --check .' lint-imports 'python -m pytest -q -n $(JOBS) --dist loadfile'; do \
-		echo "--- $$step"; $(BIN)/$$step || failed="$$failed '$$step'"; \
+	for step in 'ruff check .' 'ruff format --check .' lint-imports '$(PYTEST) -m "not slow"'; do \
+		echo "--- $$step"; eval "$(BIN)/$$step" || failed="$$failed '$$step'"; \
 	done; \
 	echo "--- mypy, in parallel"; wait $$mypy || failed="$$failed mypy"; cat $(VENV)/mypy.txt; \
 	echo "--- $$(( $$(date +%s) - start )) s"; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed"; exit 1; fi; echo "all passed"
+
+test-slow: ready ## Run the slow tests: campaigns, fuzzing, all model families, other processors
+	@start=$$(date +%s); failed=; $(TEST_ENVIRONMENT); $(BIN)/$(PYTEST) -m slow || failed=1; \
+	echo "--- $$(( $$(date +%s) - start )) s"; test -z "$$failed"
 
 serve: ready ## Serve the model directory MODEL, by default the demo model: make serve MODEL=path ARGS=--help
 	@$(BIN)/lineclear serve $(if $(MODEL),--model $(MODEL),--demo) $(ARGS)

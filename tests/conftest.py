@@ -1,4 +1,4 @@
-"""What one test leaves behind in its process must not slow down the next."""
+"""Which tests are slow, and fixtures that keep one test from slowing down or ending the others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from support.slow_tests import SLOW, TESTS
 
 # The tests are those of the client for threads that belongs to the sources.
 runpy.run_path(str(Path(__file__).parents[1] / "client/generate_sources.py"))["main"]()
@@ -17,6 +18,15 @@ runpy.run_path(str(Path(__file__).parents[1] / "client/generate_sources.py"))["m
 # How long an example takes says nothing on a machine that does other things too.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests in SLOW."""
+    for item in items:
+        path = item.path.relative_to(TESTS)
+        names = {str(path), *map(str, path.parents), f"{path}::{getattr(item, 'originalname', item.name)}"}
+        if names & set(SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 import zmq
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support.slow_tests import SLOW, TESTS
 from support.sockets import bare_context
 from support.sources import REPOSITORY, ROOTS, imports
 from support.time_limits import PATIENCE_SECONDS
@@ -191,6 +193,24 @@ def test_sockets_are_made_in_one_place() -> None:
     makes = re.compile(r"zmq\.(asyncio\.)?Context(\.instance)?\(")
     found = [str(p.relative_to(tests)) for p in sorted(tests.rglob("*.py")) if makes.search(p.read_text())]
     assert found == ["support/sockets.py"]
+
+
+def test_slow_tests_exist() -> None:
+    for name in SLOW:
+        file, _, function = name.partition("::")
+        path = TESTS / file
+        assert path.exists(), name
+        assert f"def {function}" in path.read_text() if function else True, name
+
+
+def test_ci_fails_with_either_run(tmp_path: Path) -> None:
+    """With a `make` whose targets do nothing but fail or not."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(REPOSITORY / ".ci/run", tmp_path / ".ci/run")
+    for first, second, is_good in (("true", "true", True), ("false", "true", False), ("true", "false", False)):
+        (tmp_path / "Makefile").write_text(f"test:\n\t@echo quick; {first}\ntest-slow:\n\t@echo slow; {second}\n")
+        done = subprocess.run([tmp_path / ".ci/run"], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+        assert ((done.returncode == 0), done.stdout.split()) == (is_good, ["quick", "slow"])
 
 
 # --- make ------------------------------------------------------------------------------------------------------------
