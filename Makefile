@@ -92,11 +92,9 @@ chaos: ready ## Kill workers and schedulers under load, and update the model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),3000) --parallel 2 --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),500) --num-workers 2 --streams 32 --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),300) --parallel 2 --seed $(or $(SEED),1)
-	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model
-	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model --dtype bfloat16
-	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model --standby
-	@cd tests && ../$(BIN)/python -m campaigns.chaos --mix --kills $(or $(KILLS),100) --model ../demo/model --streams 8 --seed $(or $(SEED),1)
-	@cd tests && ../$(BIN)/python -m campaigns.chaos --mix --of scheduler --kills $(or $(KILLS),30) --model ../demo/model --streams 8
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),100) --model ../demo/model --streams 8 --seed $(or $(SEED),1)
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model --streams 8 --standby
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),30) --model ../demo/model --streams 8
 	@cd tests && ../$(BIN)/python -m campaigns.rolling --updates $(or $(UPDATES),100) --seed $(or $(SEED),1)
 
 mutants: ready ## Plant each listed bug, and COUNT (100) mutants drawn at random, and check that tests fail

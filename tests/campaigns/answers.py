@@ -19,16 +19,6 @@ from lineclear.errors import LineclearError, ServerStarting, UnknownRequest
 _MAX_BAD = 20
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """How far an answer may differ from the expected one. The toy worker and fp32 allow no other tokens."""
-
-    logprob: float = 0.0
-    """Largest difference of log probabilities."""
-    tie: float = 0.0
-    """Either of the two most likely tokens is allowed if their log probabilities differ by less than this."""
-
-
 @dataclass
 class Tally:
     """Counts of answers and errors. Many threads write it under `lock`."""
@@ -61,8 +51,6 @@ class Tally:
     """Answers by feature that lost a worker at least once."""
     timelines: list[Timeline] = field(default_factory=list)
     """Of complete answers that were read in one piece."""
-    tied: list[Complete] = field(default_factory=list)
-    """Answers that took the other of two nearly equal tokens. `ties.settle` compares them later."""
 
     @property
     def is_clean(self) -> bool:
@@ -74,7 +62,7 @@ class Tally:
         """All lost, repeated, changed and refused parts so far."""
         return self.lost + self.duplicated + self.altered + self.wrong.total() + self.failed.total()
 
-    def compare(self, done: Complete, right: Answer, tolerance: Tolerance) -> None:
+    def compare(self, done: Complete, right: Answer, tolerance: float) -> None:
         """Count the differences between a complete output and the expected one. The caller holds `lock`."""
         tokens, answer = done.received.tokens, done.answer
         self.lost += max(0, len(right.token_ids) - len(tokens))
@@ -97,10 +85,13 @@ class Reader(threading.Thread):
         ask: AskMixed,
         tally: Tally,
         *,
-        tolerance: Tolerance | None = None,
+        tolerance: float = 0.0,
         may_forget: bool = False,
     ) -> None:
-        """`clients` has a client for each route. `may_forget`: a killed server loses submitted requests."""
+        """`clients` has a client for each route. `may_forget`: a killed server loses submitted requests.
+
+        Log probabilities may differ from the expected ones by `tolerance`.
+        """
         super().__init__(daemon=True)
         self.num_tokens = 0
         """Tokens of all answers so far."""
@@ -109,7 +100,7 @@ class Reader(threading.Thread):
         self.busy_with: Question | Call | None = None
         self._times: list[float] = []  # of the tokens of this answer
         self._clients, self._ask, self._tally = clients, ask, tally
-        self._tolerance, self._may_forget = tolerance or Tolerance(), may_forget
+        self._tolerance, self._may_forget = tolerance, may_forget
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -238,7 +229,7 @@ class Reader(threading.Thread):
             if got is None:
                 tally.failed[error] += 1
                 pairs = zip(received.outputs, rights, strict=False)
-                tally.altered += sum(not _is_prefix(o.tokens, right, self._tolerance) for o, right in pairs)
+                tally.altered += sum(tuple(o.tokens) != right.token_ids[: len(o.tokens)] for o, right in pairs)
                 return
             tally.resumes += got.resumes
             tally.accepted_tokens += sum(output.timings.accepted_tokens for output in got.outputs)
@@ -253,11 +244,7 @@ class Reader(threading.Thread):
                 tally.wrong["number of outputs"] += 1
                 return
             for output, answer, right in zip(received.outputs, answers, rights, strict=True):
-                done = Complete(question, output, answer)
-                if find_tie(right, output.tokens, self._tolerance) is None:
-                    tally.compare(done, right, self._tolerance)
-                else:
-                    tally.tied.append(done)
+                tally.compare(Complete(question, output, answer), right, self._tolerance)
 
     @contextlib.contextmanager
     def _counting(self, question: Question | Call) -> Iterator[None]:
@@ -274,26 +261,7 @@ class Reader(threading.Thread):
             tally.bad.append(f"{question.route} {' '.join(question.features)}: {found or 'tokens'}")
 
 
-def _is_prefix(tokens: Sequence[int], right: Answer, tolerance: Tolerance) -> bool:
-    """Whether the tokens of a failed answer are a prefix of the expected ones, up to a tie."""
-    return tuple(tokens) == right.token_ids[: len(tokens)] or find_tie(right, tokens, tolerance) is not None
-
-
-def find_tie(right: Answer, tokens: Sequence[int], tolerance: Tolerance) -> int | None:
-    """Return the first index where `tokens` differ from the expected ones, if that is a tie."""
-    at = next((i for i, (a, b) in enumerate(zip(tokens, right.token_ids, strict=False)) if a != b), None)
-    return at if at is not None and is_tie(right, at, tokens[at], tolerance) else None
-
-
-def is_tie(right: Answer, at: int, token: int, tolerance: Tolerance) -> bool:
-    """Whether `token` is allowed at index `at`: one of two nearly equal candidates."""
-    if tolerance.tie <= 0 or len(right.logprobs) <= at or len(right.logprobs[at][1]) < 2:
-        return False
-    (best, first), (second, other) = right.logprobs[at][1][:2]
-    return {token, right.token_ids[at]} == {best, second} and first - other < tolerance.tie
-
-
-def differences(right: Answer, got: Answer, tolerance: Tolerance) -> list[str]:
+def differences(right: Answer, got: Answer, tolerance: float) -> list[str]:
     """Return the names of the fields that differ, except for the tokens."""
     exact = "text", "finish_reason", "matched_stop", "calls"
     found = [name for name in exact if getattr(right, name) != getattr(got, name)]
@@ -304,18 +272,18 @@ def differences(right: Answer, got: Answer, tolerance: Tolerance) -> list[str]:
             for a, b in zip(entries, others, strict=True)
         ):
             found.append(name)
-    if (right.score is None) != (got.score is None) or abs((right.score or 0) - (got.score or 0)) > tolerance.logprob:
+    if (right.score is None) != (got.score is None) or abs((right.score or 0) - (got.score or 0)) > tolerance:
         found.append("score")
     return found
 
 
-def _near(a: float, b: float, tolerance: Tolerance) -> bool:
-    return a == b or abs(a - b) <= tolerance.logprob
+def _near(a: float, b: float, tolerance: float) -> bool:
+    return a == b or abs(a - b) <= tolerance
 
 
-def _same_top(right: Sequence[tuple[int, float]], got: Sequence[tuple[int, float]], tolerance: Tolerance) -> bool:
+def _same_top(right: Sequence[tuple[int, float]], got: Sequence[tuple[int, float]], tolerance: float) -> bool:
     """Whether the candidates are equal. With a tolerance, nearly equal ones may change places."""
-    if tolerance.logprob == 0 or not right:
+    if tolerance == 0 or not right:
         return tuple(right) == tuple(got)
     # Tokens that a form excludes have no order.
     right, got = ([entry for entry in entries if entry[1] > -math.inf] for entries in (right, got))
@@ -325,9 +293,9 @@ def _same_top(right: Sequence[tuple[int, float]], got: Sequence[tuple[int, float
     if len(come) != len(got) or len(got) != len(right) or list(got) != sorted(got, key=lambda entry: -entry[1]):
         return False
     # A candidate of only one list is below the other list's last entry, or close to it.
-    bounds = min(known.values()) + tolerance.logprob, min(come.values()) + tolerance.logprob
+    bounds = min(known.values()) + tolerance, min(come.values()) + tolerance
     return all(
-        abs(known[token] - come[token]) <= tolerance.logprob
+        abs(known[token] - come[token]) <= tolerance
         if token in known and token in come
         else (known.get(token, bounds[1]) <= bounds[1] and come.get(token, bounds[0]) <= bounds[0])
         for token in known | come

@@ -29,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from campaigns.answers import Reader, Tally, Tolerance, differences
+from campaigns.answers import Reader, Tally, differences
 from campaigns.chaos import TENANTS, quantiles, write_tokens
 from campaigns.growth import SHORT, Bounds, Sample, growth, look, too_much
 from campaigns.questions import ROUTES, Answer, Question, toy_answer, toy_questions
@@ -166,7 +166,7 @@ class _Soak:
             self.tally.answers += 1
             self.tally.tokens += len(tokens)
             self.tally.altered += tokens != right.token_ids
-            self.tally.wrong.update(differences(right, got, Tolerance()))
+            self.tally.wrong.update(differences(right, got, 0.0))
 
     def _compare_prefix(self, question: Question, tokens: Sequence[int]) -> None:
         with self.tally.lock:

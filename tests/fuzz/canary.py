@@ -1,6 +1,6 @@
 """An idle client: read one answer after another and measure the gaps between its messages.
 
-cd tests && python -m fuzz.canary TARGET [TOKEN]
+cd tests && python -m fuzz.canary TARGET MAX_ATTEMPTS [TOKEN]
 
 Run until standard input ends. Then print JSON: the gaps in seconds, and the longest time without a token, including the
 time to the first one. Fail if an answer fails or differs from the first one. It runs in its own process, so that load
@@ -29,15 +29,15 @@ from lineclear.client import Client
 TOKENS = 100
 
 
-def _command(target: str, token: str) -> list[str]:
-    return [sys.executable, "-m", "fuzz.canary", target, *([token] if token else [])]
+def _command(target: str, max_attempts: int = 1, token: str = "") -> list[str]:
+    return [sys.executable, "-m", "fuzz.canary", target, str(max_attempts), *([token] if token else [])]
 
 
 @contextlib.asynccontextmanager
 async def run_canary(target: str) -> AsyncIterator[list[float]]:
     """Run a canary beside the block. The list contains its gaps after the block."""
     pipe, folder = asyncio.subprocess.PIPE, Path(__file__).parents[1]
-    process = await asyncio.create_subprocess_exec(*_command(target, ""), stdin=pipe, stdout=pipe, cwd=folder)
+    process = await asyncio.create_subprocess_exec(*_command(target), stdin=pipe, stdout=pipe, cwd=folder)
     gaps: list[float] = []
     try:
         assert process.stdout is not None
@@ -52,14 +52,16 @@ async def run_canary(target: str) -> AsyncIterator[list[float]]:
 class Canary:
     """A canary process beside the block, for threads."""
 
-    def __init__(self, target: str, token: str = "") -> None:
-        self._command = _command(target, token)
+    def __init__(self, target: str, token: str = "", max_attempts: int = 1) -> None:
+        self._command = _command(target, max_attempts, token)
+        self.right: list[int] = []
+        """The tokens of each answer."""
 
     def __enter__(self) -> Self:
         pipe, folder = subprocess.PIPE, Path(__file__).parents[1]
         self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, cwd=folder)
         assert self._process.stdout is not None
-        self._process.stdout.readline()  # its first answer is complete
+        self.right = json.loads(self._process.stdout.readline())  # its first answer is complete
         return self
 
     def __exit__(
@@ -81,11 +83,11 @@ def main() -> int:
     """Read answers until standard input ends; complete the last one."""
     ended, gaps, longest = threading.Event(), list[float](), 0.0
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    token = sys.argv[2] if len(sys.argv) > 2 else None
-    with Client(sys.argv[1], token=token, max_attempts=1, sessions=False) as client:
+    target, max_attempts, *token = sys.argv[1:]
+    with Client(target, token=token[0] if token else None, max_attempts=int(max_attempts), sessions=False) as client:
         client.generate([5, 6], max_tokens=1, seed=1)
         right = client.generate([5, 6], max_tokens=TOKENS, ignore_eos=True, seed=1)
-        print(flush=True)
+        print(json.dumps(right.token_ids), flush=True)
         while not gaps or not ended.is_set():
             asked, times = time.perf_counter(), list[float]()
             with client.stream([5, 6], max_tokens=TOKENS, ignore_eos=True, seed=1) as stream:
