@@ -10,8 +10,9 @@ from typing import Any
 from support.events import flat
 from support.toy import ToyRunner, expected
 
+from lineclear.errors import LineclearError
 from lineclear.scheduler.core import invariants
-from lineclear.scheduler.core.events import Event, Failed, Finished, TokensReady
+from lineclear.scheduler.core.events import Event, Failed, Finished, Started, TokensReady
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.policies import PolicySettings
@@ -40,7 +41,55 @@ def answer(request: Request) -> list[int]:
     return expected(request.prompt, request.sampling, request.max_tokens, VOCABULARY)
 
 
-class CoreHarness:
+class Recorded:
+    """The requests and events of a core, which is checked after each call."""
+
+    core: Scheduler
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events: list[Event] = []
+
+    def submit(self, request_id: str, prompt: int | Sequence[int], max_tokens: int = 4, **more: Any) -> Request:
+        """Submit `make_request(...)` and return it."""
+        request = make_request(request_id, prompt, max_tokens, **more)
+        self.record(self.core.submit(request, self.now))
+        return request
+
+    def outputs(self, request_id: str) -> list[int]:
+        """Return the request's tokens so far."""
+        return [t for e in self.events if isinstance(e, TokensReady) and e.request_id == request_id for t in e.tokens]
+
+    def end(self, request_id: str) -> Finished | Failed:
+        """Return the last event of the request."""
+        (end,) = [e for e in self.events if isinstance(e, (Finished, Failed)) and e.request_id == request_id]
+        return end
+
+    def finished(self, request_id: str) -> Finished:
+        """Return the end of a request that must have finished."""
+        end = self.end(request_id)
+        assert isinstance(end, Finished), end
+        return end
+
+    def error(self, request_id: str) -> LineclearError:
+        """Return the error of a request that must have failed."""
+        end = self.end(request_id)
+        assert isinstance(end, Failed), end
+        return end.error
+
+    def started(self) -> list[str]:
+        """Return request ids in the order of their first start."""
+        return [e.request_id for e in self.events if isinstance(e, Started)]
+
+    def record(self, events: list[Event]) -> list[Event]:
+        """Check the core and store the events of a call, one per request."""
+        invariants.check(self.core)
+        flattened = list(flat(events))
+        self.events += flattened
+        return flattened
+
+
+class CoreHarness(Recorded):
     """A core and a joined worker. Keywords are fields of CoreLimits and PolicySettings, and sizes of the worker after
     `worker_`.
     """
@@ -51,9 +100,9 @@ class CoreHarness:
         policy = PolicySettings(**{k: sizes.pop(k) for k in _POLICY if k in sizes})
         self.core = Scheduler(CoreLimits(policy=policy, **{"pipeline_depth": 1} | sizes))
         self.worker, self.is_bad = worker, is_bad
-        self.now, self.epoch = 0.0, 0
+        super().__init__()
+        self.epoch = 0
         self.seconds_per_step, self.seconds_per_token = 0.0, 0.0
-        self.events: list[Event] = []
         self.plans: list[StepPlan] = []
         self.flights: deque[StepPlan] = deque()
         self.join()
@@ -70,12 +119,6 @@ class CoreHarness:
         """Lose the worker."""
         self.flights.clear()
         self.record(self.core.worker_lost(self.epoch, self.now, loss))
-
-    def submit(self, request_id: str, prompt: int | Sequence[int], max_tokens: int = 4, **more: Any) -> Request:
-        """Submit `make_request(...)` and return it."""
-        request = make_request(request_id, prompt, max_tokens, **more)
-        self.record(self.core.submit(request, self.now))
-        return request
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request."""
@@ -122,31 +165,11 @@ class CoreHarness:
         while self.flights:
             self.apply()
 
-    def outputs(self, request_id: str) -> list[int]:
-        """Return the request's tokens so far."""
-        return [t for e in self.events if isinstance(e, TokensReady) and e.request_id == request_id for t in e.tokens]
-
-    def end(self, request_id: str) -> Finished | Failed:
-        """Return the last event of the request."""
-        (end,) = [e for e in self.events if isinstance(e, (Finished, Failed)) and e.request_id == request_id]
-        return end
-
     def rows(self, plan: StepPlan | None) -> list[tuple[int, int, int]]:
         """Return (slot, start, end) of each row."""
         return [] if plan is None else [(r.slot, r.start, r.start + r.num_tokens) for r in plan.rows]
-
-    def started(self) -> list[str]:
-        """Return request ids in the order of their first start."""
-        return [e.request_id for e in self.events if type(e).__name__ == "Started"]
 
     @property
     def counters(self) -> Any:
         """The core's counters."""
         return self.core.snapshot().counters
-
-    def record(self, events: list[Event]) -> list[Event]:
-        """Check the core and store the events of a call, one per request."""
-        invariants.check(self.core)
-        flattened = list(flat(events))
-        self.events += flattened
-        return flattened

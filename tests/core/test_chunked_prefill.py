@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core.harness import CoreHarness, answer
 
-from lineclear.scheduler.core.events import Finished, FinishReason
+from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 
 
@@ -61,8 +61,7 @@ def test_max_tokens_1_takes_one_step_and_no_output_block() -> None:
     harness.submit("a", 4, max_tokens=1)
     harness.run()
     assert [harness.rows(plan) for plan in harness.plans] == [[(0, 0, 4)]]
-    end = harness.end("a")
-    assert isinstance(end, Finished)
+    end = harness.finished("a")
     assert (end.reason, end.stats.completion_tokens) == (FinishReason.LENGTH, 1)
 
 

@@ -9,7 +9,7 @@ import pytest
 from core.harness import CoreHarness, answer, make_request
 
 from lineclear.scheduler.core.drafts import DraftCosts
-from lineclear.scheduler.core.events import Finished, FinishReason, TokensReady
+from lineclear.scheduler.core.events import FinishReason, TokensReady
 from lineclear.scheduler.core.inflight_step import BadResult, kv_of_drafts
 from lineclear.scheduler.core.sequence import Sequence
 from lineclear.scheduler.core.step_time_model import StepTimeModel
@@ -60,8 +60,7 @@ def test_answer_ends_inside_accepted_drafts() -> None:
         h = always()
         request = h.submit("a", 3, max_tokens=30, eos=0, seed=seed, max_drafts=8)
         h.run()
-        end = h.end("a")
-        assert isinstance(end, Finished)
+        end = h.finished("a")
         assert h.outputs("a") == answer(request)
         if end.reason is FinishReason.STOP_EOS and end.stats.accepted_tokens + len(h.plans) > len(h.outputs("a")):
             return

@@ -15,8 +15,7 @@ def test_eos_ends_answer_and_is_part_of_it() -> None:
     harness = CoreHarness()
     harness.submit("a", 5, max_tokens=9, eos=first[3])
     harness.run()
-    end = harness.end("a")
-    assert isinstance(end, Finished)
+    end = harness.finished("a")
     assert (end.reason, end.matched_token_id) == (FinishReason.STOP_EOS, first[3])
     assert harness.outputs("a") == first[: first.index(first[3]) + 1]
 
@@ -26,8 +25,7 @@ def test_eos_at_max_tokens_is_stop_eos() -> None:
     harness = CoreHarness()
     harness.submit("a", 5, max_tokens=4, eos=first[3])
     harness.run()
-    end = harness.end("a")
-    assert isinstance(end, Finished)
+    end = harness.finished("a")
     assert end.reason is FinishReason.STOP_EOS
 
 
@@ -46,8 +44,7 @@ def test_stop_token_is_reported_as_matched() -> None:
     sampling = replace(plain.sampling, stop_ids=(token,))
     harness.core.submit(replace(plain, sampling=sampling, stop_ids=frozenset({token})), 0.0)
     harness.run()
-    end = harness.end("a")
-    assert isinstance(end, Finished)
+    end = harness.finished("a")
     assert (end.reason, end.matched_token_id) == (FinishReason.STOP_TOKEN, token)
 
 

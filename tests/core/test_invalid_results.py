@@ -54,9 +54,7 @@ def test_token_outside_vocabulary_fails_only_its_request(token: int) -> None:
     neighbour = harness.submit("b", 3)
     harness.plan()
     harness.apply(tokens=(token, answer(neighbour)[0]))
-    end = harness.end("a")
-    assert isinstance(end, Failed)
-    assert isinstance(end.error, InternalError)
+    assert isinstance(harness.error("a"), InternalError)
     harness.run()
     assert harness.outputs("b") == answer(neighbour)
 
@@ -68,9 +66,7 @@ def test_blocks_of_bad_row_are_zeroed_and_not_shared() -> None:
     harness.submit("b", 2, max_tokens=1)
     for _ in range(3):
         harness.step()
-    end = harness.end("a")
-    assert isinstance(end, Failed)
-    assert isinstance(end.error, NonFiniteLogits)
+    assert isinstance(harness.error("a"), NonFiniteLogits)
     assert len(harness.outputs("a")) == 2
     dirty = {block for plan in harness.plans for row in plan.rows if row.slot == 0 for block in row.new_blocks}
     harness.submit("c", prompt, max_tokens=2)

@@ -21,7 +21,7 @@ def crash(harness: CoreHarness, loss: WorkerLoss = WorkerLoss.CRASHED) -> None:
 
 def slots_of(harness: CoreHarness, name: str) -> set[int]:
     """Return the slot of a request, if it has one."""
-    return {s.slot for s in harness.core._state.workers[harness.epoch].batch.running if s.request.request_id == name}
+    return {s.slot for s in harness.core.state.workers[harness.epoch].batch.running if s.request.request_id == name}
 
 
 def run_with_poison(harness: CoreHarness, name: str, loss: WorkerLoss = WorkerLoss.CRASHED) -> int:
@@ -45,9 +45,7 @@ def test_poison_costs_three_workers_and_no_other_answer() -> None:
     innocents = [harness.submit(f"r{i}", 6, max_tokens=12) for i in range(5)]
     harness.submit("poison", 5)
     assert run_with_poison(harness, "poison") == 3
-    end = harness.end("poison")
-    assert isinstance(end, Failed)
-    assert isinstance(end.error, PoisonRequest)
+    assert isinstance(harness.error("poison"), PoisonRequest)
     for request in innocents:
         assert harness.outputs(request.request_id) == answer(request)
 
@@ -128,7 +126,7 @@ def test_out_of_memory_request_is_found_and_budget_recovers() -> None:
     innocents = [harness.submit(f"r{i}", 6, max_tokens=20) for i in range(5)]
     harness.submit("huge", 5)
     errors = 0
-    while "huge" in harness.core._live:
+    while not any(isinstance(event, Failed) for event in harness.events):
         plan = harness.plan()
         assert plan is not None
         if slots_of(harness, "huge") & {row.slot for row in plan.rows}:
@@ -138,9 +136,7 @@ def test_out_of_memory_request_is_found_and_budget_recovers() -> None:
         else:
             harness.apply()
     assert errors == 3
-    end = harness.end("huge")
-    assert isinstance(end, Failed)
-    assert isinstance(end.error, DeviceOutOfMemory)
+    assert isinstance(harness.error("huge"), DeviceOutOfMemory)
     harness.submit("long", 100, max_tokens=1)
     tokens = [sum(end - start for _, start, end in harness.rows(harness.step())) for _ in range(20)]
     assert max(tokens) == 64
@@ -161,5 +157,5 @@ def test_ended_suspect_is_removed(ends: str) -> None:
         harness.cancel("a")
     else:
         harness.record(harness.core.finish_at_stop_string("a", 0, harness.now))
-    assert [s.request.request_id for s in harness.core._state.poison] == ["b"]
+    assert [s.request.request_id for s in harness.core.state.poison] == ["b"]
     harness.run()

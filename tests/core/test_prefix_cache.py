@@ -87,8 +87,7 @@ def test_sequence_that_shares_blocks_of_a_bad_row_is_computed_again() -> None:
     assert harness.outputs("good") == []
     harness.run()
     assert harness.outputs("good") == answer(good)
-    end = harness.end("good")
-    assert isinstance(end, Finished)
+    end = harness.finished("good")
     assert (end.stats.preemptions, end.stats.recomputed_tokens) == (1, 21)
     assert sorted(block for plan in harness.plans for block in plan.zero_blocks)[:5] == [0, 1, 2, 3, 4]
 
@@ -231,8 +230,7 @@ def test_request_that_copied_from_a_bad_row_is_computed_again() -> None:
     assert isinstance(harness.end("bad"), Failed)
     harness.run()
     for request in (second, third):
-        end = harness.end(request.request_id)
-        assert isinstance(end, Finished)
+        end = harness.finished(request.request_id)
         assert end.stats.preemptions == 1
         assert harness.outputs(request.request_id) == answer(request)
 

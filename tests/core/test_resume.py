@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core.harness import CoreHarness, answer, make_request
 
-from lineclear.scheduler.core.events import Finished, FinishReason, TokensReady
+from lineclear.scheduler.core.events import FinishReason, TokensReady
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -19,8 +19,7 @@ def test_resume_at_every_index_gives_the_rest_of_the_answer(prefix_cache: bool) 
         ready = [e for e in harness.events if isinstance(e, TokensReady) and e.request_id == f"a{have}"]
         assert [e.first_index for e in ready] == list(range(have, len(whole)))
         assert harness.outputs(f"a{have}") == whole[have:]
-        end = harness.end(f"a{have}")
-        assert isinstance(end, Finished)
+        end = harness.finished(f"a{have}")
         assert (end.reason, end.stats.completion_tokens) == (FinishReason.LENGTH, len(whole))
         assert end.stats.prompt_tokens == 13
     assert harness.counters.generation_tokens == sum(len(whole) - have for have in range(len(whole)))

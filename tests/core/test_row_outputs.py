@@ -12,7 +12,7 @@ from core.test_recorder import RecordingHarness
 from support.toy import expected_scores, expected_vector
 
 from lineclear.errors import NonFiniteLogits
-from lineclear.scheduler.core.events import Failed, Finished, FinishReason, Pooled, Scored
+from lineclear.scheduler.core.events import Finished, FinishReason, Pooled, Scored
 from lineclear.scheduler.core.inflight_step import BadResult
 from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.scheduler.flight_recorder import replay
@@ -66,8 +66,7 @@ def test_request_without_output_ends_with_its_scores() -> None:
     harness.run()
     assert outputs(harness) == [(0, 6, NONE), (6, 9, SCORE)], "the last token needs no row"
     assert scores(harness, "a") == ([6], right(request))
-    end = harness.end("a")
-    assert isinstance(end, Finished)
+    end = harness.finished("a")
     assert (end.reason, end.stats.completion_tokens) == (FinishReason.NO_OUTPUT, 0)
 
 
@@ -159,9 +158,7 @@ def test_values_that_are_not_finite_fail_the_request(asks: dict[str, Any]) -> No
     harness.submit("bad", [1] * 8 + ([2] if "scoring" in asks else []), max_tokens=0, **asks)
     beside = harness.submit("beside", [2] * 8, max_tokens=3)
     harness.run()
-    end = harness.end("bad")
-    assert isinstance(end, Failed)
-    assert isinstance(end.error, NonFiniteLogits)
+    assert isinstance(harness.error("bad"), NonFiniteLogits)
     assert not [e for e in harness.events if isinstance(e, Scored | Pooled)]
     assert harness.outputs("beside") == answer(beside)
 

@@ -129,10 +129,10 @@ def test_containers_do_not_grow_with_history() -> None:
         core = harness.core
         containers = (
             core._live,
-            core._state.workers[harness.epoch].inflight,
+            core.state.workers[harness.epoch].inflight,
             core._events,
-            core._state.fresh,
-            core._state.resuming,
+            core.state.fresh,
+            core.state.resuming,
         )
         sizes.append(sum(map(len, containers)) + core._live.num_deadlines)
     assert max(sizes[300:]) <= max(sizes[:300]) <= 300

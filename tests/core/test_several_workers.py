@@ -40,8 +40,7 @@ def test_request_follows_its_cached_prefix() -> None:
     harness.submit("other again", [*SHARED, 92])
     harness.run()
     assert harness.started_on()["again"] == harness.started_on()["other again"] == 1
-    end = harness.end("again")
-    assert isinstance(end, Finished)
+    end = harness.finished("again")
     assert end.stats.cached_tokens == 40
 
 
@@ -118,10 +117,10 @@ def test_poison_request_ends_and_no_request_of_another_worker_pauses() -> None:
     crashes = 0
     while poison.request_id not in {e.request_id for e in harness.events if isinstance(e, Failed)}:
         for epoch in harness.core.workers:
-            running_before = {s.request.request_id for s in harness.core._state.workers[epoch].batch.running}
+            running_before = {s.request.request_id for s in harness.core.state.workers[epoch].batch.running}
             harness.plan(epoch)
             in_plan = {
-                s.request.request_id for step in harness.core._state.workers[epoch].inflight for s in step.sequences()
+                s.request.request_id for step in harness.core.state.workers[epoch].inflight for s in step.sequences()
             }
             if "poison" in in_plan:
                 crashes += 1
@@ -131,9 +130,7 @@ def test_poison_request_ends_and_no_request_of_another_worker_pauses() -> None:
                 assert running_before <= in_plan, "a running request has no row"
                 harness.apply(epoch)
     assert crashes <= 3
-    end = harness.end("poison")
-    assert isinstance(end, Failed)
-    assert isinstance(end.error, PoisonRequest)
+    assert isinstance(harness.error("poison"), PoisonRequest)
     harness.run()
     for request in healthy:
         assert harness.outputs(request.request_id) == answer(request)
@@ -176,7 +173,7 @@ def test_crash_makes_suspects_of_the_requests_in_flight_there_only() -> None:
     harness.plan(2)
     on_first = {name for name, epoch in harness.started_on().items() if epoch == 1}
     harness.lose(1)
-    assert {s.request.request_id for s in harness.core._state.poison} == on_first
+    assert {s.request.request_id for s in harness.core.state.poison} == on_first
 
 
 def test_stopping_worker_finishes_its_requests_and_takes_no_others() -> None:
@@ -228,9 +225,7 @@ def test_request_fails_only_if_no_joined_worker_can_run_it() -> None:
     harness.round()
     assert harness.core.num_live == 1, "the large worker may come back"
     harness.join(num_blocks=5)
-    end = harness.end("large")
-    assert isinstance(end, Failed)
-    assert isinstance(end.error, KvCapacityExceeded)
+    assert isinstance(harness.error("large"), KvCapacityExceeded)
 
 
 def test_request_too_large_for_a_worker_does_not_stop_it() -> None:

@@ -12,7 +12,6 @@ from core.harness import CoreHarness, answer, make_request
 
 from lineclear.errors import QueueFull
 from lineclear.scheduler.core.dump import dump_core, load_core
-from lineclear.scheduler.core.events import Started
 from lineclear.scheduler.core.policies import QUEUE_ORDERS, STRATEGIES
 from lineclear.scheduler.flight_recorder.recorder import to_json_types
 
@@ -20,10 +19,6 @@ from lineclear.scheduler.flight_recorder.recorder import to_json_types
 def switch(harness: CoreHarness, **changes: Any) -> None:
     harness.core.switch(replace(harness.core.limits, **changes), harness.now)
     harness.record([])  # checks the invariants
-
-
-def starts(harness: CoreHarness) -> list[str]:
-    return [event.request_id for event in harness.events if isinstance(event, Started)]
 
 
 def test_waiting_requests_get_the_keys_of_their_arrival() -> None:
@@ -36,7 +31,7 @@ def test_waiting_requests_get_the_keys_of_their_arrival() -> None:
         harness.submit(name, 4, 2, priority=priority)
     switch(harness, scheduling_policy="priority")
     harness.run()
-    assert starts(harness) == ["running", "b", "c", "a", "d"]
+    assert harness.started() == ["running", "b", "c", "a", "d"]
 
 
 def test_new_fair_order_begins_with_the_requests_that_run() -> None:
@@ -47,7 +42,7 @@ def test_new_fair_order_begins_with_the_requests_that_run() -> None:
         harness.submit(name, 4, 4, tenant=name[0])
     switch(harness, scheduling_policy="fair")
     harness.run()
-    assert starts(harness) == ["a0", "b0", "a1", "b1", "a2"]
+    assert harness.started() == ["a0", "b0", "a1", "b1", "a2"]
 
 
 def test_other_weights_hold_for_requests_that_wait_and_that_arrive() -> None:
@@ -59,9 +54,9 @@ def test_other_weights_hold_for_requests_that_wait_and_that_arrive() -> None:
     for number in range(8, 16):
         for tenant in "ab":
             harness.submit(f"{tenant}{number}", 4, 4, tenant=tenant)
-    while len(starts(harness)) < 15:
+    while len(harness.started()) < 15:
         harness.step()
-    assert Counter(name[0] for name in starts(harness)) == {"a": 12, "b": 3}
+    assert Counter(name[0] for name in harness.started()) == {"a": 12, "b": 3}
 
 
 @pytest.mark.parametrize("order", sorted(QUEUE_ORDERS))
@@ -89,7 +84,7 @@ def test_running_requests_beyond_fewer_slots_continue() -> None:
         sizes.append(harness.core.snapshot().num_requests_running)
     assert sizes[0] == 4
     assert max(sizes[sizes.index(2) :]) == 2
-    assert starts(harness) == [f"r{number}" for number in range(8)]
+    assert harness.started() == [f"r{number}" for number in range(8)]
     assert harness.counters.preemptions == 0
 
 
@@ -110,11 +105,11 @@ def test_full_queue_of_a_smaller_limit_drains() -> None:
     switch(harness, max_queue_size=2)
     with pytest.raises(QueueFull):
         harness.submit("more", 4, 2)
-    while len(starts(harness)) < 4:
+    while len(harness.started()) < 4:
         harness.step()
     harness.submit("later", 4, 2)
     harness.run()
-    assert len(starts(harness)) == 6
+    assert len(harness.started()) == 6
 
 
 def test_requests_that_wait_for_a_fixed_batch_start_after_the_switch() -> None:

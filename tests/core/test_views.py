@@ -42,7 +42,7 @@ def test_prompts_of_waiting_requests_are_checked_on_demand() -> None:
     for name in ("running", "waiting"):
         h.submit(name, 5, max_tokens=20)
     h.step()
-    (waiting,) = h.core._state.fresh.sequences()
+    (waiting,) = h.core.state.fresh.sequences()
     waiting.tokens[0] += 1
     invariants.check(h.core, with_waiting_prompts=False)
     with pytest.raises(AssertionError, match="a prompt has changed"):

@@ -32,9 +32,7 @@ def test_request_beyond_next_worker_fails() -> None:
     harness.submit("small", 3, max_tokens=2)
     harness.step()
     harness.join(num_blocks=2)
-    end = harness.end("large")
-    assert isinstance(end, Failed)
-    assert isinstance(end.error, KvCapacityExceeded)
+    assert isinstance(harness.error("large"), KvCapacityExceeded)
     harness.run()
     assert isinstance(harness.end("small"), Finished)
 

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from core.harness import VOCABULARY, make_request
-from support.events import flat
+from core.harness import VOCABULARY, Recorded
 from support.toy import ToyRunner
 
-from lineclear.scheduler.core import invariants
-from lineclear.scheduler.core.events import Event, Failed, Finished, Started, TokensReady
+from lineclear.scheduler.core.events import Event, Started
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.policies import PolicySettings
 from lineclear.scheduler.core.scheduler import Scheduler
-from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import StepPlan
 
 
-class WorkersHarness:
+class WorkersHarness(Recorded):
     """A core and its joined workers, by epoch. Keywords are fields of CoreLimits."""
 
     def __init__(self, num_workers: int = 2, **limits: Any) -> None:
         policy = PolicySettings(target_inter_token_latency_seconds=0.0)
         self.core = Scheduler(CoreLimits(**{"pipeline_depth": 1, "policy": policy} | limits))
-        self.now, self.last_epoch = 0.0, 0
+        super().__init__()
+        self.last_epoch = 0
         self.seconds_per_token = 0.01
-        self.events: list[Event] = []
         self.runners: dict[int, ToyRunner] = {}
         self.flights: dict[int, deque[StepPlan]] = {}
         for _ in range(num_workers):
@@ -48,12 +44,6 @@ class WorkersHarness:
         """Lose a worker."""
         del self.runners[epoch], self.flights[epoch]
         return self.record(self.core.worker_lost(epoch, self.now, loss))
-
-    def submit(self, request_id: str, prompt: int | Sequence[int], max_tokens: int = 4, **more: Any) -> Request:
-        """Submit `make_request(...)` and return it."""
-        request = make_request(request_id, prompt, max_tokens, **more)
-        self.record(self.core.submit(request, self.now))
-        return request
 
     def plan(self, epoch: int) -> StepPlan | None:
         """Plan a step of a worker and put it in flight."""
@@ -93,15 +83,6 @@ class WorkersHarness:
             assert max_rounds > 0, "requests do not end"
             self.round()
 
-    def outputs(self, request_id: str) -> list[int]:
-        """Return the request's tokens so far."""
-        return [t for e in self.events if isinstance(e, TokensReady) and e.request_id == request_id for t in e.tokens]
-
-    def end(self, request_id: str) -> Finished | Failed:
-        """Return the last event of the request."""
-        (end,) = [e for e in self.events if isinstance(e, (Finished, Failed)) and e.request_id == request_id]
-        return end
-
     def started_on(self) -> dict[str, int]:
         """Return the epoch of the worker on which each request started."""
         return {event.request_id: event.epoch for event in self.events if isinstance(event, Started)}
@@ -109,10 +90,3 @@ class WorkersHarness:
     def running(self) -> list[int]:
         """Return the number of requests that run on each worker, oldest first."""
         return [worker.num_requests_running for worker in self.core.snapshot().workers]
-
-    def record(self, events: list[Event]) -> list[Event]:
-        """Check the core and store the events of a call, one per request."""
-        invariants.check(self.core)
-        flattened = list(flat(events))
-        self.events += flattened
-        return flattened
