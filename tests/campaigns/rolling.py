@@ -123,7 +123,7 @@ class Reader(threading.Thread):
             outcome = error.reason
         asked = prompt, Sampling(seed=seed), max_tokens, _VOCABULARY
         right = {part.model: expected(*asked, _model_of(part)) for part in parts}
-        bad = gaps + sum(not _is_prefix(part, right[part.model]) for part in parts)
+        bad = gaps + sum(not is_prefix(part, right[part.model]) for part in parts)
         if outcome == "whole":
             last = parts[-1]
             whole = right[last.model]
@@ -152,7 +152,7 @@ def _model_of(part: Part) -> str:
     return part.model.removeprefix(fingerprint(""))
 
 
-def _is_prefix(part: Part, right: Sequence[int]) -> bool:
+def is_prefix(part: Part, right: Sequence[int]) -> bool:
     return part.tokens == right[: len(part.tokens)] and text_of(right).startswith(part.text)
 
 

@@ -30,6 +30,6 @@ def test_answer_of_two_models_is_found() -> None:
     prompt, sampling = (5, 6), rolling.Sampling(seed=1)
     one, other = (rolling.expected(prompt, sampling, 20, 512, model) for model in ("m0", "m1"))
     mixed = [*one[:10], *other[10:]]
-    assert rolling._is_prefix(rolling.Part("toym0", one[:10], rolling.text_of(one[:9]).rstrip("\ufffd")), one)
-    assert not rolling._is_prefix(rolling.Part("toym0", mixed, ""), one)
-    assert not rolling._is_prefix(rolling.Part("toym0", one, rolling.text_of(mixed)), one)
+    assert rolling.is_prefix(rolling.Part("toym0", one[:10], rolling.text_of(one[:9]).rstrip("\ufffd")), one)
+    assert not rolling.is_prefix(rolling.Part("toym0", mixed, ""), one)
+    assert not rolling.is_prefix(rolling.Part("toym0", one, rolling.text_of(mixed)), one)

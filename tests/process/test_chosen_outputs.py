@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,11 +10,9 @@ from typing import Any
 import pytest
 from support.adapter_folders import toy_model, write_adapter
 from support.service import is_idle
-from support.time_limits import PATIENCE_SECONDS
 from support.toy import sample
 from support.toy_service import VOCABULARY, ToyService, toy_service
 from support.waiting import until
-from support.worker_kills import signal_worker
 
 from lineclear.client import Client, FinishReason, Generation
 from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, QueueFull
@@ -52,27 +49,6 @@ def check_beams(result: Generation, settings: BeamSettings, count: int, model: s
     finished = searched(settings, model)[:count]
     assert [output.token_ids for output in result.outputs] == [beam.tokens for beam in finished]
     assert [output.score for output in result.outputs] == pytest.approx([beam.score for beam in finished])
-
-
-@pytest.mark.parametrize("route", ["generate", "session", "submit"])
-def test_best_of_returns_the_outputs_with_the_best_mean_logprob(service: ToyService, route: str) -> None:
-    params: dict[str, Any] = {"seed": 3, "max_tokens": 20, "ignore_eos": True}
-    with Client(service.target, sessions=route == "session") as client:
-        all_of_them = client.generate(PROMPT, n=7, logprobs=True, **params)
-        scores = [sum(entry.logprob for entry in o.logprobs) / len(o.logprobs) for o in all_of_them.outputs]
-        ranked = sorted(range(7), key=lambda index: -scores[index])
-        if route == "submit":
-            best = client.submit(PROMPT, n=2, best_of=7, **params).result()
-        else:
-            best = client.generate(PROMPT, n=2, best_of=7, **params)
-        assert [output.token_ids for output in best.outputs] == [all_of_them.outputs[i].token_ids for i in ranked[:2]]
-        assert [output.text for output in best.outputs] == [all_of_them.outputs[i].text for i in ranked[:2]]
-        assert [output.seed for output in best.outputs] == [3 + i for i in ranked[:2]]
-        assert [output.score for output in best.outputs] == pytest.approx([scores[i] for i in ranked[:2]])
-        assert all(output.logprobs == () for output in best.outputs)
-        assert best.usage.prompt_tokens == len(PROMPT)
-        shown = client.generate(PROMPT, best_of=7, logprobs=True, **params)
-        assert shown.logprobs == all_of_them.outputs[ranked[0]].logprobs
 
 
 def test_best_of_compares_means_where_lengths_differ(service: ToyService) -> None:
@@ -119,33 +95,6 @@ def test_beams_of_an_adapter_are_those_of_its_model(tmp_path: Path) -> None:
         settings = BeamSettings(3, 8, frozenset())
         check_beams(client.generate(PROMPT, **params), settings, 3)
         check_beams(client.generate(PROMPT, adapter="a", **params), settings, 3, toy_model(folder))
-
-
-def test_beams_and_candidates_survive_the_death_of_the_worker(tmp_path: Path) -> None:
-    with toy_service(tmp_path, **SLOW) as service, Client(service.target) as client:
-        results: list[Generation] = []
-
-        def ask(**params: Any) -> None:
-            results.append(client.generate(PROMPT, max_tokens=80, ignore_eos=True, seed=1, **params))
-
-        threads = [
-            threading.Thread(target=ask, kwargs={"num_beams": 4, "n": 4}),
-            threading.Thread(target=ask, kwargs={"best_of": 5, "n": 1}),
-        ]
-        for thread in threads:
-            thread.start()
-        for _ in range(2):
-            done = client.stats().counters.steps
-            until(lambda done=done: client.stats().counters.steps > done + 15)
-            signal_worker(lambda: client.stats().worker.pid)
-            until(lambda: client.stats().worker.up)
-        for thread in threads:
-            thread.join(PATIENCE_SECONDS)
-        assert client.stats().worker.joins >= 3
-        beams, best = sorted(results, key=lambda result: -len(result.outputs))
-        check_beams(beams, BeamSettings(4, 80, frozenset()), 4)
-        whole = client.generate(PROMPT, n=5, max_tokens=80, ignore_eos=True, seed=1, logprobs=True)
-        assert best.token_ids in [output.token_ids for output in whole.outputs]
 
 
 @pytest.mark.parametrize("route", ["generate", "session", "submit"])
@@ -241,19 +190,9 @@ def test_a_full_queue_rejects_the_request(tmp_path: Path, kind: dict[str, int]) 
 @pytest.mark.parametrize(
     ("params", "field"),
     [
-        ({"best_of": 2, "n": 3}, "sampling.best_of"),
         ({"best_of": 129}, "sampling.best_of"),
         ({"num_beams": 33}, "sampling.num_beams"),
         ({"num_beams": 0}, "sampling.num_beams"),
-        ({"num_beams": 2, "n": 3}, "sampling.num_beams"),
-        ({"num_beams": 2, "top_k": 4}, "sampling.top_k"),
-        ({"num_beams": 2, "temperature": 0.5}, "sampling.temperature"),
-        ({"num_beams": 2, "best_of": 2}, "sampling.best_of"),
-        ({"num_beams": 2, "stop": "x"}, "stop.strings"),
-        (
-            {"num_beams": 2, "repetition_detection": {"max_pattern_size": 2, "min_count": 2}},
-            "stop.repetition_detection",
-        ),
         ({"num_beams": 2, "prompt_logprobs": 1}, "output.prompt_logprobs"),
         ({"best_of": 2, "prompt_logprobs": 1}, "output.prompt_logprobs"),
         ({"num_beams": 2, "length_penalty": float("nan")}, "sampling.length_penalty"),

@@ -105,6 +105,8 @@ def test_best_outputs_are_the_best_of_single_requests(service: ToyService, route
     with Client(service.target) as client:
         singles = sorted(alone(client, 4, **params | {"logprobs": True}), key=mean_logprob, reverse=True)
         result = ask(service, route, n=2, best_of=4, seed=SEED, **params)
+    assert [output.seed for output in result.outputs] == [answer.started.seed for answer in singles[:2]]
+    assert result.usage.prompt_tokens == singles[0].usage.prompt_tokens
     shown = "logprobs" in params
     wanted = [essence(answer) if shown else (*essence(answer)[:-1], ()) for answer in singles[:2]]
     assert [essence(output) for output in result.outputs] == wanted

@@ -1,4 +1,4 @@
-"""Several outputs of one request: real processes and the real client, equal to single requests with the same seeds."""
+"""Several outputs of one request: real processes and the real client. test_output_combinations.py has every feature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 from support.service import is_idle
 from support.toy_service import ToyService, answer, text_of, toy_service
 from support.waiting import until
-from support.worker_kills import signal_worker
 from typer.testing import CliRunner
 
 from lineclear.cli.app import app
@@ -57,18 +56,6 @@ def check(result: Generation, seeds: list[int]) -> None:
     assert result.token_ids == result.outputs[0].token_ids
     assert result.usage.prompt_tokens == len(PROMPT)
     assert result.usage.completion_tokens == sum(len(output.token_ids) for output in result.outputs)
-
-
-@pytest.mark.parametrize("sessions", [False, True], ids=["generate", "session"])
-def test_outputs_equal_single_requests_with_their_seeds(service: ToyService, sessions: bool) -> None:
-    with Client(service.target, sessions=sessions) as client:
-        together = client.generate(PROMPT, n=4, logprobs=True, top_logprobs=2, **PARAMS)
-        check(together, SEEDS)
-        for output in together.outputs:
-            alone = client.generate(PROMPT, logprobs=True, top_logprobs=2, **{**PARAMS, "seed": output.seed})
-            assert (alone.token_ids, alone.text, alone.logprobs) == (output.token_ids, output.text, output.logprobs)
-            assert alone.finish_reason == output.finish_reason
-    assert len({len(output.token_ids) for output in together.outputs}) > 1, "all outputs have the same length"
 
 
 @pytest.mark.parametrize("sessions", [False, True], ids=["generate", "session"])
@@ -127,31 +114,6 @@ def test_batch_and_more_outputs_than_slots(service: ToyService) -> None:
             check(result, SEEDS[:2])
         many = client.generate(PROMPT, n=20, **{**PARAMS, "seed": 0})
     assert [list(output.token_ids) for output in many.outputs] == [right(seed) for seed in range(20)]
-
-
-def test_stop_string_ends_one_output(service: ToyService) -> None:
-    params: dict[str, Any] = {"seed": 5, "max_tokens": LENGTH, "ignore_eos": True}
-    with Client(service.target) as client:
-        free = client.generate(PROMPT, n=3, **params)
-        stop = free.outputs[1].text[10:16]
-        assert all(stop not in free.outputs[index].text for index in (0, 2))
-        stopped = client.generate(PROMPT, n=3, stop=stop, **params)
-    assert [output.finish_reason for output in stopped.outputs] == ["length", "stop_string", "length"]
-    assert stopped.outputs[1].text == free.outputs[1].text[: free.outputs[1].text.index(stop)]
-    for index in (0, 2):
-        assert stopped.outputs[index].text == free.outputs[index].text
-
-
-def test_outputs_survive_the_death_of_the_worker(tmp_path: Path) -> None:
-    params: dict[str, Any] = {"seed": SEED, "max_tokens": 150, "ignore_eos": True}
-    with toy_service(tmp_path, **SLOW) as service, Client(service.target) as client:
-        for sessions in (False, True):
-            with Client(service.target, sessions=sessions) as reader, reader.stream(PROMPT, n=4, **params) as stream:
-                for delta in stream:
-                    if delta.token_ids and delta.index == 2 and delta.first_index in (20, 80):
-                        signal_worker(lambda: client.stats().worker.pid)
-            assert [list(o.token_ids) for o in stream.result.outputs] == [answer(PROMPT, 150, seed=s) for s in SEEDS]
-            assert stream.resumes == 0
 
 
 @pytest.mark.parametrize("sessions", [False, True], ids=["generate", "session"])
