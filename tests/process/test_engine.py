@@ -15,6 +15,7 @@ from support.sockets import bare_context
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy import ToyRunner
 from support.toy_worker import ToyOptions
+from support.worker_peer import hello, peers
 
 from lineclear.errors import (
     Cancelled,
@@ -35,7 +36,7 @@ from lineclear.scheduler.engine.worker_registry import WorkerRegistry
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.wire.codec import ProtocolMismatch, encode
-from lineclear.wire.messages import PROTOCOL, Heartbeat
+from lineclear.wire.messages import PROTOCOL, Heartbeat, LogLevel, Message, SetLogLevel
 
 SLOW = ToyOptions(min_step_seconds=0.02, max_step_seconds=0.02)
 
@@ -50,9 +51,7 @@ def test_many_answers_are_exact_through_sockets() -> None:
         harness.start_worker()
         harness.wait_joined()
         streams = [harness.submit(request(i, prompt_len=5 + i % 40, max_tokens=8 + i % 50)) for i in range(100)]
-        harness.wait_ended(streams)
-        for stream in streams:
-            stream.check(harness.options.vocab_size)
+        harness.check(streams)
         snapshot = harness.snapshot()
         assert snapshot.worker.num_joins == 1
         assert snapshot.link.bad_frames == snapshot.membership.stale_messages == 0
@@ -72,18 +71,15 @@ def test_requests_from_many_threads_are_all_answered() -> None:
         for thread in threads:
             thread.join()
         assert len(streams) == 80
-        harness.wait_ended(streams)
-        for stream in streams:
-            stream.check(harness.options.vocab_size)
+        harness.check(streams)
 
 
 def test_stop_tokens_end_an_answer() -> None:
     with EngineHarness() as harness:
         harness.start_worker()
         streams = [harness.submit(request(i, max_tokens=200, stop_ids=frozenset(range(10)))) for i in range(20)]
-        harness.wait_ended(streams)
+        harness.check(streams)
         for stream in streams:
-            stream.check(harness.options.vocab_size)
             assert isinstance(stream.end, Finished)
             assert stream.end.reason is FinishReason.STOP_TOKEN
 
@@ -130,8 +126,7 @@ def test_deadline_years_ahead_without_a_worker() -> None:
         stream = harness.submit(far)
         harness.wait_ended([harness.submit(Request("near", (1, 2), far.sampling, 5, deadline=time.monotonic() + 0.05))])
         harness.start_worker()
-        harness.wait_ended([stream])
-        stream.check(harness.options.vocab_size)
+        harness.check([stream])
 
 
 def test_drain_finishes_running_and_refuses_new_requests() -> None:
@@ -233,8 +228,7 @@ def test_suspended_process_does_not_lose_its_worker() -> None:
             eventually(lambda heard=heard: harness.engine.snapshot().link.messages > heard)
             ahead[0] += 3600.0  # just after a heartbeat: the next word of the worker is half a second away
             stream = harness.submit(request(number))
-            harness.wait_ended([stream])
-            stream.check(harness.options.vocab_size)
+            harness.check([stream])
         assert harness.losses == []
         assert harness.broken == []
 
@@ -282,7 +276,7 @@ def test_snapshot_counts_requests_steps_and_bytes() -> None:
 
 def spoil(harness: EngineHarness) -> None:
     """Give one slot back twice."""
-    free = harness.core._state.workers[harness.core.workers[0]].batch.unused_slots
+    free = harness.core.state.workers[harness.core.workers[0]].batch.unused_slots
     harness.engine.call_on_engine_thread(lambda: free.append(free[0]))
 
 
@@ -370,6 +364,26 @@ def test_worker_as_large_as_the_limits_is_no_warning() -> None:
         harness.wait_joined()
         eventually(lambda: "worker_joined" in [line["event"] for line in lines])
     assert "worker_caps_batches" not in [line["event"] for line in lines]
+
+
+def test_unsent_log_level_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EngineHarness() as harness, peers(harness.directory) as peer:
+        worker = peer(7)
+        worker.send(hello(7))
+        harness.wait_joined()
+        send, refused = harness.link.send_control, list[Message]()
+
+        def refuse_once(message: SetLogLevel) -> bool:
+            if not refused:
+                refused.append(message)
+                return False
+            return send(message)
+
+        monkeypatch.setattr(harness.link, "send_control", refuse_once)
+        harness.engine.set_log_level("warning")
+        eventually(lambda: bool(refused))
+        worker.send(Heartbeat(7, 0))
+        assert worker.receive_kind(SetLogLevel) == refused[0] == SetLogLevel(7, LogLevel.WARNING)
 
 
 def test_stuck_thread_is_reported_and_keeps_its_link() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from support.engine_harness import ENVIRONMENT, EngineHarness, request, supervised
+from support.engine_harness import ENVIRONMENT, EngineHarness, kill, request, supervised
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 
@@ -28,8 +26,7 @@ def test_the_loss_of_a_worker_leaves_a_recording_that_replays(tmp_path: Path) ->
             harness.wait_joined()
             streams = [harness.submit(request(index, max_tokens=100)) for index in range(8)]
             harness.wait(lambda: all(len(stream.tokens) > 10 for stream in streams))
-            assert supervisor.pid is not None
-            os.kill(supervisor.pid, signal.SIGKILL)
+            kill(supervisor.pid)
             harness.wait_ended(streams)
             for stream in streams:
                 stream.check(options.vocab_size)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.engine_harness import ENVIRONMENT, EngineHarness, Stream, eventually, request, supervised
+from support.engine_harness import ENVIRONMENT, EngineHarness, eventually, kill, request, supervised
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 
@@ -27,12 +27,6 @@ from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import Hello, StepPlan
 
 OPTIONS = ToyOptions(num_slots=8, min_step_seconds=0.002, max_step_seconds=0.004)
-
-
-def check(harness: EngineHarness, streams: list[Stream]) -> None:
-    harness.wait_ended(streams)
-    for stream in streams:
-        stream.check(harness.options.vocab_size)
 
 
 def both_at_work(harness: EngineHarness, count: int = 2) -> None:
@@ -51,7 +45,7 @@ def test_workers_share_the_requests() -> None:
         harness.wait_joined(3)
         streams = [harness.submit(request(number, max_tokens=100)) for number in range(24)]
         both_at_work(harness, 3)
-        check(harness, streams)
+        harness.check(streams)
         figures = harness.snapshot().workers
         assert [worker.index for worker in figures] == [0, 1, 2]
         assert all(worker.num_steps > 0 for worker in figures)
@@ -66,7 +60,7 @@ def test_requests_of_a_killed_worker_continue_on_the_others() -> None:
         both_at_work(harness)
         killed.kill()
         harness.wait(lambda: len(harness.losses) == 1, what="the loss")
-        check(harness, streams)
+        harness.check(streams)
         assert len(harness.joins) == 2
 
 
@@ -84,7 +78,7 @@ def test_no_second_plan_for_a_worker_that_a_plan_cannot_reach(monkeypatch: pytes
             send(plan)
 
         monkeypatch.setattr(harness.link, "send", send_to_the_other)
-        check(harness, [harness.submit(request(number, max_tokens=50)) for number in range(12)])
+        harness.check([harness.submit(request(number, max_tokens=50)) for number in range(12)])
         assert len(tried) == 1
 
 
@@ -98,7 +92,7 @@ def test_a_hung_worker_delays_no_stream_of_the_other() -> None:
         hung.send_signal(signal.SIGSTOP)
         harness.wait(lambda: any(stream.end is not None for stream in streams), what="an end on the other worker")
         assert harness.losses == [], "the streams of the other worker went on before the silence was over"
-        check(harness, streams)
+        harness.check(streams)
         assert len(harness.losses) == 1
 
 
@@ -111,7 +105,7 @@ def test_a_stopped_worker_hands_its_requests_over_at_once() -> None:
         stopped.send_signal(signal.SIGTERM)
         assert stopped.wait(PATIENCE_SECONDS) == 0
         assert any(stream.end is None for stream in streams), "it did not wait for their end"
-        check(harness, streams)
+        harness.check(streams)
 
 
 def test_workers_that_stop_together_finish_the_requests() -> None:
@@ -122,7 +116,7 @@ def test_workers_that_stop_together_finish_the_requests() -> None:
         both_at_work(harness)
         for worker in workers:
             worker.send_signal(signal.SIGTERM)
-        check(harness, streams)
+        harness.check(streams)
         assert [worker.wait(PATIENCE_SECONDS) for worker in workers] == [0, 0]
 
 
@@ -134,7 +128,7 @@ def test_draining_server_leaves_requests_where_they_run() -> None:
         both_at_work(harness)
         harness.engine.drain()
         workers[0].send_signal(signal.SIGTERM)
-        check(harness, streams)
+        harness.check(streams)
         assert all(stream.end is not None and stream.end.stats.recoveries == 0 for stream in streams)
 
 
@@ -167,11 +161,9 @@ def test_killed_workers_are_replaced_in_their_slots() -> None:
             streams = [harness.submit(request(number, max_tokens=400)) for number in range(12)]
             rng = random.Random(1)
             for number in range(3, 13):
-                pid = supervisor.pids[rng.randrange(2)]
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
+                kill(supervisor.pids[rng.randrange(2)])
                 harness.wait_joined(number)
-            check(harness, streams)
+            harness.check(streams)
 
         supervisor = supervised(
             harness, body, SupervisorLimits(max_worker_crashes=100, min_backoff_seconds=0.001), flags=TWO
@@ -208,9 +200,7 @@ async def test_one_given_up_worker_does_not_end_the_server() -> None:
         with pytest.raises(WorkerRestartFailed, match="worker 1 was not restarted"):
             await supervisor.restart(1)
         for _ in range(2):
-            pid = supervisor.pids[0]
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            pid = kill(supervisor.pids[0])
             await until(lambda pid=pid: supervisor.pids[0] not in (pid, *([] if give_ups else [None])))
         await until(lambda: bool(give_ups))
         assert supervisor.given_up is GiveUpReason.CRASHES
@@ -340,7 +330,7 @@ def test_rolling_restart_keeps_every_stream(count: int) -> None:
             for number in range(count):
                 restarted = asyncio.run_coroutine_threadsafe(supervisor.restart(number), loop)
                 assert restarted.result(PATIENCE_SECONDS) == supervisor.pids[number]
-            check(harness, streams)
+            harness.check(streams)
             assert not {*before} & {*supervisor.pids}
 
         supervisor = supervised(harness, body, SupervisorLimits(max_worker_crashes=0), flags=((),) * count)

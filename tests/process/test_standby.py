@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.engine_harness import EngineHarness, eventually, request, supervised
+from support.engine_harness import EngineHarness, eventually, kill, request, supervised
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 
@@ -46,11 +46,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def kill(pid: int | None, number: signal.Signals = signal.SIGKILL) -> None:
-    assert pid is not None
-    os.kill(pid, number)
-
-
 def hello(pid: int) -> Hello:
     return Hello(1, 1, 1, 1, 1, 1, (), 1, pid=pid)
 
@@ -66,9 +61,7 @@ def test_the_standby_takes_over_and_another_one_is_kept() -> None:
                 kill(supervisor.pid)
                 harness.wait_joined(number)
                 assert supervisor.pid == standby
-            harness.wait_ended(streams)
-            for stream in streams:
-                stream.check(harness.options.vocab_size)
+            harness.check(streams)
 
         supervisor = supervised(harness, body, SupervisorLimits(max_worker_crashes=3), standby=True)
         assert supervisor.num_starts == 4
@@ -87,8 +80,7 @@ def test_standby_crash_costs_no_stream_and_no_budget() -> None:
                 kill(standby)
                 eventually(lambda standby=standby: supervisor.standby_pid != standby)  # type: ignore[misc]
             assert len(killed) == 3
-            harness.wait_ended([stream])
-            stream.check(harness.options.vocab_size)
+            harness.check([stream])
             assert supervisor.pid == worker
 
         supervised(harness, body, SupervisorLimits(max_worker_crashes=0), standby=True)
@@ -108,8 +100,7 @@ def test_a_standby_that_hangs_is_killed_and_a_new_worker_started(monkeypatch: py
             kill(supervisor.pid)
             harness.wait_joined(2)
             assert supervisor.pid != hung
-            harness.wait_ended([stream])
-            stream.check(harness.options.vocab_size)
+            harness.check([stream])
 
         # One end is survived: the worker's. That of the standby does not count.
         supervised(harness, body, SupervisorLimits(max_worker_crashes=1), standby=True)
@@ -135,8 +126,7 @@ def test_a_standby_that_still_imports_is_not_promoted() -> None:
             kill(supervisor.pid)
             harness.wait_joined(3)
             assert supervisor.pid == importing
-            harness.wait_ended([stream])
-            stream.check(harness.options.vocab_size)
+            harness.check([stream])
 
         supervised(harness, body, SupervisorLimits(min_backoff_seconds=0.01), standby=True)
 
@@ -147,7 +137,7 @@ def test_no_standby_is_started_during_a_drain(number: signal.Signals | None, mon
 
         def body(supervisor: WorkerSupervisor) -> None:
             harness.wait_joined()
-            keeper, loop = supervisor._standby, supervisor._loop
+            keeper, loop = supervisor._standby, harness.loop
             assert keeper is not None
             assert loop is not None
             if number is not None:
@@ -174,13 +164,12 @@ def test_ready_standby_takes_over_during_a_drain() -> None:
             stream = harness.submit(request(1, max_tokens=400))
             harness.wait(lambda: len(stream.tokens) > 4)
             standby = ready_standby(supervisor)
-            assert supervisor._loop is not None
-            supervisor._loop.call_soon_threadsafe(supervisor.drain)
+            assert harness.loop is not None
+            harness.loop.call_soon_threadsafe(supervisor.drain)
             kill(supervisor.pid)
             harness.wait_joined(2)
             assert supervisor.pid == standby
-            harness.wait_ended([stream])
-            stream.check(harness.options.vocab_size)
+            harness.check([stream])
 
         supervised(harness, body, standby=True)
 

@@ -5,9 +5,7 @@ Whatever happens to a frame, the answers are exact: either the frame did not mat
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import zmq
-from support.engine_harness import EngineHarness, eventually, request, supervised
+from support.engine_harness import EngineHarness, eventually, kill, request, supervised
 from support.frame_proxy import Proxy, Tamper
 from support.sockets import bare_context
 from support.toy_worker import ToyOptions
@@ -102,9 +100,7 @@ def serve(
 
 def all_exact(harness: EngineHarness) -> None:
     streams = [harness.submit(request(i, prompt_len=5 + i, max_tokens=40)) for i in range(8)]
-    harness.wait_ended(streams)
-    for stream in streams:
-        stream.check(harness.options.vocab_size)
+    harness.check(streams)
 
 
 @pytest.mark.parametrize("direction", ["plan", "result"])
@@ -146,9 +142,7 @@ def test_late_hello_of_a_dead_worker_delays_no_join() -> None:
             socket.connect(f"ipc://{private_socket_dir(harness.directory).result}")
             socket.send(encode(replace(hello, epoch=hello.epoch ^ 1)))
             eventually(lambda: sum(isinstance(decode(frame), Hello) for _, frame in proxy.seen) == 2)
-        pid = supervisor.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        kill(supervisor.pid)
         harness.wait_joined(2)
         all_exact(harness)
         assert harness.joins[1][1] != hello.epoch ^ 1
@@ -162,9 +156,7 @@ def test_replayed_messages_of_a_dead_worker_are_dropped() -> None:
         harness.wait_joined()
         streams = [harness.submit(request(i, max_tokens=120)) for i in range(8)]
         harness.wait(lambda: sum(len(s.tokens) for s in streams) > 200)
-        pid = supervisor.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        kill(supervisor.pid)
         harness.wait_joined(2)
         old = harness.joins[0][1]
         said = [f for where, f in proxy.seen if where == "result" and decode(f).epoch == old]  # type: ignore[union-attr]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from support.engine_harness import EngineHarness, Stream, eventually, request, supervised
+from support.engine_harness import EngineHarness, Stream, eventually, kill, request, supervised
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 
@@ -38,20 +37,16 @@ def test_streams_stay_exact_when_workers_are_killed_at_random(seed: int) -> None
         def body(supervisor: WorkerSupervisor) -> None:
             harness.wait_joined()
             streams = [harness.submit(request(i, prompt_len=5 + i, max_tokens=60 + i)) for i in range(24)]
-            for kill in range(1, num_kills + 1):
+            for number in range(1, num_kills + 1):
                 # A random amount of progress, so that kills fall into prefills, decodes and recoveries alike.
                 goal = num_tokens(streams) + chance.randrange(300)
                 harness.wait(lambda goal=goal: num_tokens(streams) >= goal, what="progress")
-                pid = supervisor.pid
-                assert pid is not None
                 killed_at = time.monotonic()
-                os.kill(pid, signal.SIGKILL)
-                harness.wait(lambda kill=kill: len(harness.losses) >= kill, what="loss")
+                kill(supervisor.pid)
+                harness.wait(lambda number=number: len(harness.losses) >= number, what="loss")
                 assert harness.losses[-1][0] - killed_at < SOON_SECONDS
-                harness.wait_joined(kill + 1)
-            harness.wait_ended(streams)
-            for stream in streams:
-                stream.check(harness.options.vocab_size)
+                harness.wait_joined(number + 1)
+            harness.check(streams)
 
         supervised(harness, body)
         assert len({epoch for _, epoch in harness.joins}) == num_kills + 1
@@ -65,9 +60,7 @@ def test_silent_worker_is_killed() -> None:
             harness.wait_joined()
             streams = [harness.submit(request(i, max_tokens=80)) for i in range(8)]
             harness.wait(lambda: num_tokens(streams) > 50)
-            pid = supervisor.pid
-            assert pid is not None
-            os.kill(pid, signal.SIGSTOP)
+            pid = kill(supervisor.pid, signal.SIGSTOP)
             harness.wait_ended(streams)
             assert supervisor.pid != pid
             for stream in streams:
@@ -94,9 +87,7 @@ def test_hung_unsupervised_worker_is_reported_until_it_exits() -> None:
         eventually(lambda: not harness.engine.worker_status.is_unhealthy, what="the end of the hung worker")
         assert len(harness.joins) == 1  # said before its successor, which may load for long, has joined
         harness.start_worker()
-        harness.wait_ended(streams)
-        for stream in streams:
-            stream.check(harness.options.vocab_size)
+        harness.check(streams)
         assert not harness.engine.worker_status.is_unhealthy
 
 
@@ -109,9 +100,7 @@ def test_hung_worker_that_wakes_joins_again() -> None:
         worker.send_signal(signal.SIGSTOP)
         harness.wait(lambda: len(harness.losses) == 1)
         worker.send_signal(signal.SIGCONT)
-        harness.wait_ended(streams)
-        for stream in streams:
-            stream.check(harness.options.vocab_size)
+        harness.check(streams)
         assert len(harness.joins) == 2
         assert not harness.engine.worker_status.is_unhealthy
 
@@ -124,14 +113,10 @@ def test_worker_killed_again_during_recovery() -> None:
             harness.wait_joined()
             streams = [harness.submit(request(i, prompt_len=40, max_tokens=60)) for i in range(8)]
             harness.wait(lambda: num_tokens(streams) > 80)
-            for kill in range(1, 4):
-                pid = supervisor.pid
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
-                harness.wait_joined(kill + 1)
-            harness.wait_ended(streams)
-            for stream in streams:
-                stream.check(harness.options.vocab_size)
+            for number in range(1, 4):
+                kill(supervisor.pid)
+                harness.wait_joined(number + 1)
+            harness.check(streams)
 
         supervised(harness, body)
         assert len(harness.joins) == 4
@@ -143,9 +128,7 @@ def test_hanging_step_with_heartbeats_is_killed_at_its_timeout() -> None:
 
         def body(supervisor: WorkerSupervisor) -> None:
             streams = [harness.submit(request(i)) for i in range(8)]
-            harness.wait_ended(streams)
-            for stream in streams:
-                stream.check(harness.options.vocab_size)
+            harness.check(streams)
 
         supervised(harness, body)
         assert len(harness.broken) == 1
@@ -173,14 +156,26 @@ def test_failing_worker_is_replaced(fault: str, reason: str | None) -> None:
 
         def body(supervisor: WorkerSupervisor) -> None:
             streams = [harness.submit(request(i)) for i in range(8)]
-            harness.wait_ended(streams)
-            for stream in streams:
-                stream.check(harness.options.vocab_size)
+            harness.check(streams)
             eventually(lambda: supervisor.num_starts == 2)
 
         supervised(harness, body)
         assert [r for r in harness.broken if reason is None or reason not in r] == []
         assert len(harness.broken) == (reason is not None)
+
+
+def test_condemned_worker_exits_by_itself() -> None:
+    """The supervisor does not kill this one."""
+    with EngineHarness() as harness:
+        harness.options = ToyOptions(fault="tokens", fault_step=5, fault_once=str(harness.root / "once"))
+        harness.is_killing = True
+
+        def body(supervisor: WorkerSupervisor) -> None:
+            harness.check([harness.submit(request(i)) for i in range(8)])
+            assert supervisor.num_starts == 2
+
+        supervised(harness, body)
+        assert (len(harness.broken), len(harness.joins), len(harness.losses)) == (1, 2, 2)
 
 
 def test_out_of_memory_ends_the_epoch_and_not_the_process() -> None:
@@ -201,9 +196,7 @@ def test_requests_wait_for_the_first_worker() -> None:
         streams = [harness.submit(request(i)) for i in range(5)]
         eventually(lambda: harness.engine.snapshot().core.num_requests_waiting == 5)
         harness.start_worker()
-        harness.wait_ended(streams)
-        for stream in streams:
-            stream.check(harness.options.vocab_size)
+        harness.check(streams)
 
 
 def test_stopping_worker_finishes_its_step_and_sends_goodbye() -> None:
@@ -222,8 +215,7 @@ def test_stopping_worker_finishes_its_step_and_sends_goodbye() -> None:
         assert CLOSED not in anomalies, "it went without a word, and whoever was in its steps is suspected"
         assert first.wait(PATIENCE_SECONDS) == 0
         harness.start_worker()
-        harness.wait_ended([stream])
-        stream.check(harness.options.vocab_size)
+        harness.check([stream])
 
 
 @pytest.mark.parametrize("depth", [1, 4])
@@ -238,9 +230,7 @@ def test_pipeline_depth_does_not_change_answers(depth: int) -> None:
         harness.on_publish = look
         harness.start_worker()
         streams = [harness.submit(request(i)) for i in range(20)]
-        harness.wait_ended(streams)
-        for stream in streams:
-            stream.check(harness.options.vocab_size)
+        harness.check(streams)
         assert deepest == depth
         assert len(harness.joins) == 1, "right answers, but of several workers"
         assert harness.losses == []
@@ -254,11 +244,8 @@ def test_streams_pause_and_continue_after_a_kill() -> None:
             harness.wait_joined()
             stream = harness.submit(request(0, max_tokens=200))
             harness.wait(lambda: len(stream.tokens) > 50)
-            pid = supervisor.pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            harness.wait_ended([stream])
-            stream.check(harness.options.vocab_size)
+            kill(supervisor.pid)
+            harness.check([stream])
             assert max(stream.gaps) < SOON_SECONDS
 
         supervised(harness, body)

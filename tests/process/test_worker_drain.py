@@ -10,9 +10,6 @@ import pytest
 from support.engine_harness import EngineHarness, eventually, request
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
-from support.worker_peer import hello, peers
-
-from lineclear.wire.messages import Goodbye, Stopping
 
 LONG_DRAIN = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.006, drain_timeout_seconds=10 * PATIENCE_SECONDS)
 
@@ -28,9 +25,7 @@ def test_streams_finish_on_a_stopping_worker(harness: EngineHarness) -> None:
     streams = [harness.submit(request(i, max_tokens=80)) for i in range(8)]
     harness.wait(lambda: all(stream.tokens for stream in streams))
     worker.send_signal(signal.SIGTERM)
-    harness.wait_ended(streams)
-    for stream in streams:
-        stream.check(harness.options.vocab_size)
+    harness.check(streams)
     assert len(harness.joins) == 1
     assert worker.wait(PATIENCE_SECONDS) == 0
     harness.wait(lambda: len(harness.losses) == 1)
@@ -82,9 +77,7 @@ def test_streams_move_to_the_next_worker_after_the_drain_timeout(harness: Engine
     assert worker.wait(PATIENCE_SECONDS) == 0
     assert not any(stream.end for stream in streams)
     harness.start_worker()
-    harness.wait_ended(streams)
-    for stream in streams:
-        stream.check(harness.options.vocab_size)
+    harness.check(streams)
 
 
 def test_requests_during_a_worker_drain_run(harness: EngineHarness) -> None:
@@ -100,39 +93,17 @@ def test_requests_during_a_worker_drain_run(harness: EngineHarness) -> None:
     assert worker.wait(PATIENCE_SECONDS) == 0
 
 
-@pytest.mark.parametrize("has_request", [True, False])
-def test_a_released_worker_is_sent_one_goodbye(harness: EngineHarness, has_request: bool) -> None:
-    with peers(harness.directory) as peer:
-        worker = peer(7)
-        worker.send(hello(7))
-        harness.wait_joined()
-        worker.send(Stopping(7))
-        eventually(lambda: harness.engine.worker_status.is_stopping)
-        assert worker.receive() == Goodbye(7, "no request is left to run")
-        if has_request:  # it came too late for this worker
-            harness.submit(request(0))
-        worker.send(Goodbye(7))
-        harness.wait(lambda: len(harness.losses) == 1)
-        assert not harness.engine.worker_status.is_stopping
-
-
 def test_killed_stopping_worker_makes_no_request_a_suspect() -> None:
     """As when a container runtime's patience is shorter than the drain timeout."""
     anomalies: list[str] = []
     with EngineHarness(options=LONG_DRAIN, on_anomaly=anomalies.append) as harness:
-        kill_while_it_stops(harness)
+        worker = harness.start_worker()
+        streams = [harness.submit(request(i, max_tokens=100)) for i in range(8)]
+        harness.wait(lambda: all(stream.tokens for stream in streams))
+        worker.send_signal(signal.SIGTERM)
+        eventually(lambda: harness.engine.worker_status.is_stopping, what="its message")
+        worker.kill()
+        harness.wait(lambda: len(harness.losses) == 1)
+        harness.start_worker()
+        harness.check(streams)
     assert anomalies == []
-
-
-def kill_while_it_stops(harness: EngineHarness) -> None:
-    worker = harness.start_worker()
-    streams = [harness.submit(request(i, max_tokens=100)) for i in range(8)]
-    harness.wait(lambda: all(stream.tokens for stream in streams))
-    worker.send_signal(signal.SIGTERM)
-    eventually(lambda: harness.engine.worker_status.is_stopping, what="its message")
-    worker.kill()
-    harness.wait(lambda: len(harness.losses) == 1)
-    harness.start_worker()
-    harness.wait_ended(streams)
-    for stream in streams:
-        stream.check(harness.options.vocab_size)

@@ -78,6 +78,14 @@ SCRIPTS = {
         13.2 reachable   | joined 13
         15.1 hello       | Goodbye 15
     """,
+    "a Hello right behind a failed step": """
+        7.1 hello        |
+        7.1 reachable    | joined 7
+        7.1 exception    | StepError 7 · lost 7: a step failed: exception, kill
+        9.1 hello        |
+        7.1 condemned    | Goodbye 7 · Goodbye 9
+        9.1 reachable    |
+    """,
     "an exited process never joins again": """
         7.1 hello        |
         7.1 reachable    | joined 7

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import uvloop
 from structlog.testing import capture_logs
-from support.engine_harness import EngineHarness, eventually, request, supervised
+from support.engine_harness import EngineHarness, eventually, kill, request, supervised
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 
@@ -462,16 +462,12 @@ def test_twenty_restarts_leave_no_zombie_and_no_descriptor() -> None:
             before: set[str] = set()
             for number in range(1, 21):
                 # What is there now may be half way through a step; it dies all the same.
-                pid = supervisor.pid
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
+                kill(supervisor.pid)
                 harness.wait_joined(number + 1)
                 if number == 1:
                     before = descriptors()
             eventually(lambda: len(descriptors()) <= len(before), what="as few descriptors as after the first restart")
-            harness.wait_ended(streams)
-            for stream in streams:
-                stream.check(harness.options.vocab_size)
+            harness.check(streams)
 
         supervised(harness, body, SupervisorLimits(max_worker_crashes=100, min_backoff_seconds=0.001))
         assert len(harness.joins) == 21

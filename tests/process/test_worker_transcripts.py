@@ -1,7 +1,8 @@
 """A worker's life through real sockets, as scripts: lines with `>` happen to the scheduler, lines with `<` follow.
 
-A worker is named by its epoch, `7`, and says Hello as `7 sends hello INSTANCE`: the instance names its process. Lines
-that follow one `>` may come in any order, because they come through several sockets.
+A worker is named by its epoch, `7`, and says Hello as `7 sends hello INSTANCE`: the instance names its process. All
+processes have the pid 7, as in separate containers. Lines that follow one `>` may come in any order, because they come
+through several sockets.
 """
 
 from __future__ import annotations
@@ -248,6 +249,23 @@ SCRIPTS = {
         > 9 sends hello 2
         < worker_joined 9
     """,
+    "a request that comes too late for a stopping worker": """
+        > 7 connects
+        > 7 sends hello 1
+        < worker_joined 7
+        > 7 sends stopping
+        < worker_stopping 7
+        < 7 gets Goodbye: no request is left to run
+        > submit
+        < 7 gets StepPlan 1
+        > 7 sends goodbye
+        < worker_lost 7: it left: done
+        < 7 gets Rejoin
+        > 9 connects
+        > 9 sends hello 2
+        < worker_joined 9
+        < 9 gets StepPlan 1
+    """,
     "a stopping worker is released when the server ends": """
         > submit
         > 7 connects
@@ -338,8 +356,7 @@ class Player:
             case [epoch, "closes", "its", "plan", "socket"]:
                 self._peers[int(epoch)].plans.close()
             case [epoch, "sends", "hello", instance]:
-                pid = 7 if instance == "1" else 8
-                self._peers[int(epoch)].send(hello(int(epoch), instance=int(instance), pid=pid))
+                self._peers[int(epoch)].send(hello(int(epoch), instance=int(instance), pid=7))
             case [epoch, "sends", *what]:
                 self._peers[int(epoch)].send(MESSAGES[" ".join(what)](int(epoch)))
             case _:

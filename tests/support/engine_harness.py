@@ -49,6 +49,13 @@ def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS,
     return time.monotonic() - begin
 
 
+def kill(pid: int | None, number: signal.Signals = signal.SIGKILL) -> int:
+    """Send a signal to a process that must exist, and return its pid."""
+    assert pid is not None
+    os.kill(pid, number)
+    return pid
+
+
 def short_directory() -> Path:
     """Create and return a directory whose sockets have short paths, unlike those of pytest."""
     return Path(tempfile.mkdtemp(prefix="lc"))
@@ -193,6 +200,12 @@ class EngineHarness:
     def wait_ended(self, streams: Sequence[Stream], seconds: float = PATIENCE_SECONDS) -> None:
         """Wait until all `streams` have ended."""
         self.wait(lambda: all(s.end is not None for s in streams), seconds, what="the end of all streams")
+
+    def check(self, streams: Sequence[Stream]) -> None:
+        """Wait until all `streams` have ended, and check that their answers are complete and correct."""
+        self.wait_ended(streams)
+        for stream in streams:
+            stream.check(self.options.vocab_size)
 
     # --- the Supervisor protocol ---
 
