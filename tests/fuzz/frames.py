@@ -62,9 +62,7 @@ def live(count: int, seed: int) -> dict[str, int]:
     rng = random.Random(seed)
     frames = [encode(message) for message in EXAMPLES]
     num_canaries = 0
-    with EngineHarness(options=ToyOptions()) as harness:
-        harness.start_worker()
-        harness.wait_joined()
+    with EngineHarness(options=ToyOptions(), num_workers=1) as harness:
         context = bare_context()
         rogue = context.socket(zmq.PUSH)
         try:

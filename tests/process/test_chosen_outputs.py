@@ -12,7 +12,7 @@ from support.adapter_folders import toy_model, write_adapter
 from support.service import is_idle
 from support.toy import sample
 from support.toy_service import VOCABULARY, ToyService, toy_service
-from support.waiting import until
+from support.waiting import eventually
 
 from lineclear.client import Client, FinishReason, Generation
 from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, QueueFull
@@ -29,7 +29,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyService]:
     with toy_service(folder, "--max-batch-size", "6", "--max-held-tokens", "2000", **SLOW) as service:
         yield service
         with Client(service.target) as client:
-            until(lambda: is_idle(client.stats()))
+            eventually(lambda: is_idle(client.stats()))
 
 
 def searched(settings: BeamSettings, model: str = "") -> list[Beam]:
@@ -116,10 +116,10 @@ def test_tokens_are_counted_as_the_caller_sees_them(
     prompt = [10 * len(str(kind)) + len(route), *range(40, 75)]
     params: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "seed": 1, **kind}
     with Client(service.target, sessions=route == "session") as client:
-        until(lambda: is_idle(client.stats()))
+        eventually(lambda: is_idle(client.stats()))
         before = client.stats().counters
         result = client.submit(prompt, **params).result() if route == "submit" else client.generate(prompt, **params)
-        until(lambda: is_idle(client.stats()))
+        eventually(lambda: is_idle(client.stats()))
         after = client.stats().counters
     assert after.prompt_tokens - before.prompt_tokens == len(prompt) == result.usage.prompt_tokens
     assert after.generation_tokens - before.generation_tokens == num_generated
@@ -135,13 +135,13 @@ def test_cancel_and_deadline_end_everything(service: ToyService, kind: dict[str,
     with Client(service.target) as client, ThreadPoolExecutor() as thread:
         with pytest.raises(DeadlineExceeded):
             client.generate(PROMPT, timeout_seconds=0.4, **params)
-        until(lambda: is_idle(client.stats()))
+        eventually(lambda: is_idle(client.stats()))
         request_id = f"held-{next(iter(kind))}"
         future = thread.submit(client.generate, PROMPT, request_id=request_id, **params)
-        until(lambda: client.stats().gauges.num_requests_running > 1)
+        eventually(lambda: client.stats().gauges.num_requests_running > 1)
         assert client.cancel(request_id)
         assert isinstance(future.exception(), Cancelled)
-        until(lambda: is_idle(client.stats()))
+        eventually(lambda: is_idle(client.stats()))
         with pytest.raises(InvalidRequest, match="2000"):
             client.generate(PROMPT, **{**params, "max_tokens": 501})
         assert is_idle(client.stats())
@@ -151,7 +151,7 @@ def test_cancel_and_deadline_end_everything(service: ToyService, kind: dict[str,
 def test_submitted_request_is_running_before_its_outputs_arrive(service: ToyService, kind: dict[str, int]) -> None:
     with Client(service.target) as client:
         submitted = client.submit(PROMPT, max_tokens=400, ignore_eos=True, **kind)
-        until(lambda: submitted.poll().state == "running")
+        eventually(lambda: submitted.poll().state == "running")
         assert submitted.poll().token_ids == ()
         submitted.cancel()
 
@@ -161,7 +161,7 @@ def test_beams_are_running_in_between_two_steps_of_a_search(service: ToyService)
     seen: list[tuple[int, int]] = []
     with Client(service.target) as client, ThreadPoolExecutor() as thread:
         future = thread.submit(client.generate, PROMPT, num_beams=4, max_tokens=200, ignore_eos=True)
-        until(lambda: client.stats().gauges.num_requests_running == 4)
+        eventually(lambda: client.stats().gauges.num_requests_running == 4)
         while not future.done():
             gauges = client.stats().gauges
             seen.append((gauges.num_requests_running, gauges.num_requests_waiting))
@@ -177,7 +177,7 @@ def test_a_full_queue_rejects_the_request(tmp_path: Path, kind: dict[str, int]) 
     flags = ("--max-batch-size", "1", "--max-queue-size", "1")
     with toy_service(tmp_path, *flags, **SLOW) as service, Client(service.target, max_attempts=1) as client:
         running = client.submit([1], max_tokens=500, ignore_eos=True)
-        until(lambda: client.stats().gauges.num_requests_running == 1)
+        eventually(lambda: client.stats().gauges.num_requests_running == 1)
         waiting = client.submit(PROMPT, max_tokens=6, ignore_eos=True, **kind)
         with pytest.raises(QueueFull):
             client.generate(PROMPT, max_tokens=6, **kind)

@@ -47,9 +47,7 @@ def error_of(stream: Stream) -> LineclearError:
 
 
 def test_many_answers_are_exact_through_sockets() -> None:
-    with EngineHarness() as harness:
-        harness.start_worker()
-        harness.wait_joined()
+    with EngineHarness(num_workers=1) as harness:
         streams = [harness.submit(request(i, prompt_len=5 + i % 40, max_tokens=8 + i % 50)) for i in range(100)]
         harness.check(streams)
         snapshot = harness.snapshot()
@@ -141,18 +139,14 @@ def test_drain_finishes_running_and_refuses_new_requests() -> None:
 
 
 def test_request_refused_by_the_core_fails_with_the_reason() -> None:
-    with EngineHarness() as harness:
-        harness.start_worker()
-        harness.wait_joined()
+    with EngineHarness(num_workers=1) as harness:
         stream = harness.submit(request(1, prompt_len=500, max_tokens=500))
         harness.wait_ended([stream])
         assert isinstance(error_of(stream), PromptTooLong)
 
 
 def test_full_inbox_refuses_requests() -> None:
-    with EngineHarness(max_inbox=10) as harness:
-        harness.start_worker()
-        harness.wait_joined()
+    with EngineHarness(max_inbox=10, num_workers=1) as harness:
         with harness.held():  # the engine sits in publish() and cannot empty its inbox
             streams = [harness.submit(request(i)) for i in range(15)]
         harness.wait_ended(streams)
@@ -166,9 +160,7 @@ def test_full_inbox_refuses_requests() -> None:
 @pytest.mark.parametrize("size", [1, 3000])
 def test_inbox_holds_a_submit_and_a_cancel_of_each_request(size: int) -> None:
     settings = SchedulerSettings(model="m", max_queue_size=size, max_batch_size=1)
-    with EngineHarness(max_inbox=_max_inbox(settings), core=CoreLimits(max_queue_size=size)) as harness:
-        harness.start_worker()
-        harness.wait_joined()
+    with EngineHarness(max_inbox=_max_inbox(settings), core=CoreLimits(max_queue_size=size), num_workers=1) as harness:
         with harness.held():
             streams = []
             for i in range(size):
@@ -220,9 +212,9 @@ def test_protocol_mismatch_names_both_versions() -> None:
 def test_suspended_process_does_not_lose_its_worker() -> None:
     """After a suspend the clock has jumped, and the worker's messages are still in the kernel's buffers."""
     ahead = [0.0]
-    with EngineHarness(options=ToyOptions(heartbeat_seconds=0.5), clock=lambda: time.monotonic() + ahead[0]) as harness:
-        harness.start_worker()
-        harness.wait_joined()
+    with EngineHarness(
+        options=ToyOptions(heartbeat_seconds=0.5), clock=lambda: time.monotonic() + ahead[0], num_workers=1
+    ) as harness:
         for number in range(5):
             heard = harness.engine.snapshot().link.messages
             eventually(lambda heard=heard: harness.engine.snapshot().link.messages > heard)
@@ -235,9 +227,7 @@ def test_suspended_process_does_not_lose_its_worker() -> None:
 
 def test_plans_are_sent_before_their_events_are_published() -> None:
     """A slow reader does not delay the device: the worker computes while events are published."""
-    with EngineHarness() as harness:
-        harness.start_worker()
-        harness.wait_joined()
+    with EngineHarness(num_workers=1) as harness:
         sent: list[int] = []
 
         def slow(events: Sequence[Event]) -> None:
@@ -283,9 +273,7 @@ def spoil(harness: EngineHarness) -> None:
 @pytest.mark.parametrize(("every", "max_tokens"), [(8, 400), (10**6, 1)], ids=["while it runs", "when it is idle"])
 def test_invariant_violation_ends_the_engine(every: int, max_tokens: int) -> None:
     options = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.002)
-    with EngineHarness(check_every_steps=every, options=options) as harness:
-        harness.start_worker()
-        harness.wait_joined()
+    with EngineHarness(check_every_steps=every, options=options, num_workers=1) as harness:
         harness.wait_ended([harness.submit(request(0, max_tokens=100))])
         checks = harness.snapshot().counters.checks
         assert checks == 1 if every > 100 else checks >= 1
@@ -297,9 +285,7 @@ def test_invariant_violation_ends_the_engine(every: int, max_tokens: int) -> Non
 
 
 def test_invariant_checks_can_be_disabled() -> None:
-    with EngineHarness(check_every_steps=0) as harness:
-        harness.start_worker()
-        harness.wait_joined()
+    with EngineHarness(check_every_steps=0, num_workers=1) as harness:
         spoil(harness)
         stream = harness.submit(request(1, max_tokens=10))
         harness.wait_ended([stream])
@@ -307,9 +293,7 @@ def test_invariant_checks_can_be_disabled() -> None:
 
 
 def test_idle_engine_iterates_only_for_heartbeats() -> None:
-    with EngineHarness(options=ToyOptions(heartbeat_seconds=0.1)) as harness:
-        harness.start_worker()
-        harness.wait_joined()
+    with EngineHarness(options=ToyOptions(heartbeat_seconds=0.1), num_workers=1) as harness:
         eventually(lambda: harness.engine.snapshot().link.messages >= 2)
         before = harness.engine.snapshot()
         eventually(lambda: harness.engine.snapshot().link.messages >= before.link.messages + 10)

@@ -15,7 +15,7 @@ from support.adapter_folders import write_adapter
 from support.service import is_idle
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_service import ToyService, toy_service
-from support.waiting import until
+from support.waiting import eventually
 
 from lineclear.client import Client, Generation, Output, RetryPolicy
 from lineclear.client.requests import Request
@@ -56,7 +56,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyService]:
     with toy_service(folder, *flags(folder), max_model_len=512) as service:
         yield service
         with Client(service.target) as client:
-            until(lambda: is_idle(client.stats()))
+            eventually(lambda: is_idle(client.stats()))
 
 
 def essence(output: Output | Generation) -> tuple[Any, ...]:
@@ -137,16 +137,16 @@ def test_killed_workers_and_schedulers_change_nothing(tmp_path: Path, route: str
         found = [pool.submit(client.generate, PROMPT, **params) for _ in range(3)]
         for _ in range(2):
             done = client.stats().counters.steps
-            until(lambda done=done: client.stats().counters.steps > done + 8)
+            eventually(lambda done=done: client.stats().counters.steps > done + 8)
             os.kill(client.stats().worker.pid, signal.SIGKILL)
-            until(lambda: client.stats().worker.up)
+            eventually(lambda: client.stats().worker.up)
         service.kill()
         service.start()
         for answer in found:
             result = answer.result(PATIENCE_SECONDS)
             assert [essence(output) for output in result.outputs] == [essence(output) for output in wanted.outputs]
             assert (result.prompt_text, result.prompt_token_ids) == (wanted.prompt_text, wanted.prompt_token_ids)
-        until(lambda: is_idle(client.stats()))
+        eventually(lambda: is_idle(client.stats()))
 
 
 @pytest.mark.parametrize("feature", ["echo", "adapter", "drafts", "all"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.service import is_idle
 from support.toy_service import ToyService, answer, text_of, toy_service
-from support.waiting import until
+from support.waiting import eventually
 from typer.testing import CliRunner
 
 from lineclear.cli.app import app
@@ -33,7 +33,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyService]:
     with toy_service(tmp_path_factory.mktemp("toy"), "--max-batch-size", "6", **SLOW) as service:
         yield service
         with Client(service.target) as client:
-            until(lambda: is_idle(client.stats()))
+            eventually(lambda: is_idle(client.stats()))
 
 
 STOP_IDS = [number for number in range(512) if number % 32 == 3]
@@ -177,8 +177,8 @@ def test_cancel_ends_all_outputs(service: ToyService, sessions: bool) -> None:
             assert client.cancel("all-of-it")
             with pytest.raises(Cancelled):
                 list(stream)
-        until(lambda: client.stats().counters.requests_cancelled - before == 1)
-        until(lambda: is_idle(client.stats()))
+        eventually(lambda: client.stats().counters.requests_cancelled - before == 1)
+        eventually(lambda: is_idle(client.stats()))
 
 
 def test_deadline_ends_all_outputs(service: ToyService) -> None:
@@ -194,16 +194,16 @@ def test_a_full_queue_rejects_all_outputs_or_none(tmp_path: Path, route: str) ->
         Client(service.target, max_attempts=1, sessions=route == "session") as client,
     ):
         running = client.submit([1], max_tokens=500, ignore_eos=True)
-        until(lambda: client.stats().gauges.num_requests_running == 1)
+        eventually(lambda: client.stats().gauges.num_requests_running == 1)
         waiting = client.submit(PROMPT, n=3, **PARAMS)  # one place, the prompt once
         both = client.submit(PROMPT, n=2, **PARAMS)
-        until(lambda: client.stats().counters.requests_admitted == 3)
+        eventually(lambda: client.stats().counters.requests_admitted == 3)
         with pytest.raises(QueueFull):
             client.submit(PROMPT, n=4, **PARAMS) if route == "submit" else client.generate(PROMPT, n=4, **PARAMS)
         running.cancel()
         check(waiting.result(), SEEDS[:3])
         check(both.result(), SEEDS[:2])
-        until(lambda: client.stats().counters.requests_finished == 2)
+        eventually(lambda: client.stats().counters.requests_finished == 2)
         counters = client.stats().counters
         assert (counters.requests_admitted, counters.requests_cancelled) == (3, 1)
 
@@ -234,4 +234,4 @@ def test_clients_that_leave_do_not_keep_outputs(service: ToyService) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        until(lambda: is_idle(client.stats()))
+        eventually(lambda: is_idle(client.stats()))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_service import ToyService, answer, text_of, toy_service
-from support.waiting import until
+from support.waiting import eventually
 
 from lineclear.client import AsyncClient, Client, Generation, RetryPolicy
 from lineclear.client.retry import RetryState
@@ -128,9 +128,9 @@ def test_requests_that_waited_outlive_the_scheduler(
     with toy_service(tmp_path, "--max-batch-size", "1", **STEP) as service, Client(service.target) as watching:
         everybody = threading.Thread(target=run, args=(service.target,))
         everybody.start()
-        until(lambda: watching.stats().gauges.num_requests_waiting == 3)
+        eventually(lambda: watching.stats().gauges.num_requests_waiting == 3)
         service.kill()
-        until(lambda: len([1 for count in failed.values() if count > policy.max_attempts]) >= 3)
+        eventually(lambda: len([1 for count in failed.values() if count > policy.max_attempts]) >= 3)
         service.start()
         everybody.join(PATIENCE_SECONDS)
     check([results[number] for number in range(4)])

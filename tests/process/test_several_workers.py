@@ -8,7 +8,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from support.engine_harness import ENVIRONMENT, EngineHarness, eventually, kill, request, supervised
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
+from support.waiting import until
 
 from lineclear.errors import WorkerRestartFailed
 from lineclear.scheduler.core.limits import CoreLimits
@@ -53,9 +53,8 @@ def test_workers_share_the_requests() -> None:
 
 def test_requests_of_a_killed_worker_continue_on_the_others() -> None:
     """Nothing replaces the killed worker here."""
-    with EngineHarness(options=OPTIONS) as harness:
-        killed, _ = harness.start_worker(), harness.start_worker()
-        harness.wait_joined(2)
+    with EngineHarness(options=OPTIONS, num_workers=2) as harness:
+        killed = harness.workers[0]
         streams = [harness.submit(request(number, max_tokens=200)) for number in range(12)]
         both_at_work(harness)
         killed.kill()
@@ -84,9 +83,8 @@ def test_no_second_plan_for_a_worker_that_a_plan_cannot_reach(monkeypatch: pytes
 
 def test_a_hung_worker_delays_no_stream_of_the_other() -> None:
     timeouts = WorkerTimeouts(heartbeat_timeout_seconds=3.0)
-    with EngineHarness(options=OPTIONS, timeouts=timeouts) as harness:
-        hung, _ = harness.start_worker(), harness.start_worker()
-        harness.wait_joined(2)
+    with EngineHarness(options=OPTIONS, timeouts=timeouts, num_workers=2) as harness:
+        hung = harness.workers[0]
         streams = [harness.submit(request(number, max_tokens=400)) for number in range(12)]
         both_at_work(harness)
         hung.send_signal(signal.SIGSTOP)
@@ -97,9 +95,8 @@ def test_a_hung_worker_delays_no_stream_of_the_other() -> None:
 
 
 def test_a_stopped_worker_hands_its_requests_over_at_once() -> None:
-    with EngineHarness(options=replace(OPTIONS, drain_timeout_seconds=600.0)) as harness:
-        stopped, _ = harness.start_worker(), harness.start_worker()
-        harness.wait_joined(2)
+    with EngineHarness(options=replace(OPTIONS, drain_timeout_seconds=600.0), num_workers=2) as harness:
+        stopped = harness.workers[0]
         streams = [harness.submit(request(number, max_tokens=450)) for number in range(12)]
         both_at_work(harness)
         stopped.send_signal(signal.SIGTERM)
@@ -109,9 +106,8 @@ def test_a_stopped_worker_hands_its_requests_over_at_once() -> None:
 
 
 def test_workers_that_stop_together_finish_the_requests() -> None:
-    with EngineHarness(options=replace(OPTIONS, drain_timeout_seconds=600.0)) as harness:
-        workers = [harness.start_worker(), harness.start_worker()]
-        harness.wait_joined(2)
+    with EngineHarness(options=replace(OPTIONS, drain_timeout_seconds=600.0), num_workers=2) as harness:
+        workers = list(harness.workers)
         streams = [harness.submit(request(number, max_tokens=200)) for number in range(12)]
         both_at_work(harness)
         for worker in workers:
@@ -121,9 +117,8 @@ def test_workers_that_stop_together_finish_the_requests() -> None:
 
 
 def test_draining_server_leaves_requests_where_they_run() -> None:
-    with EngineHarness(options=replace(OPTIONS, drain_timeout_seconds=600.0)) as harness:
-        workers = [harness.start_worker(), harness.start_worker()]
-        harness.wait_joined(2)
+    with EngineHarness(options=replace(OPTIONS, drain_timeout_seconds=600.0), num_workers=2) as harness:
+        workers = list(harness.workers)
         streams = [harness.submit(request(number, max_tokens=200)) for number in range(12)]
         both_at_work(harness)
         harness.engine.drain()
@@ -133,9 +128,8 @@ def test_draining_server_leaves_requests_where_they_run() -> None:
 
 
 def test_another_model_waits_for_all_workers() -> None:
-    with EngineHarness(options=OPTIONS) as harness:
-        workers = [harness.start_worker(), harness.start_worker()]
-        harness.wait_joined(2)
+    with EngineHarness(options=OPTIONS, num_workers=2) as harness:
+        workers = list(harness.workers)
         harness.start_worker(replace(OPTIONS, model="other"))
         eventually(lambda: len(harness.engine.snapshot().workers) == 3)
         assert [figure.state for figure in harness.snapshot().workers] == ["joined", "joined", "waiting"]
@@ -170,12 +164,6 @@ def test_killed_workers_are_replaced_in_their_slots() -> None:
         )
         assert supervisor.num_starts == 12
         assert harness.snapshot().worker.num_joins == 12
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 (nothing else tells)
-            await asyncio.sleep(0.001)
 
 
 FLAGGED = "import signal, sys; sys.exit(1) if sys.argv[1:] == ['bad'] else signal.pause()"

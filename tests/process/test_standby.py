@@ -8,13 +8,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from support.engine_harness import EngineHarness, eventually, kill, request, supervised
-from support.time_limits import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
+from support.waiting import until
 
 from lineclear.process.standby import PROMOTED, READY, Standby, StandbyLine
 from lineclear.scheduler.engine import worker_process, worker_slot
@@ -37,13 +36,6 @@ def ready_standby(supervisor: WorkerSupervisor) -> int:
     pid = supervisor.standby_pid
     assert pid is not None
     return pid
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait on the event loop."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 (nothing else tells)
-            await asyncio.sleep(0.001)
 
 
 def hello(pid: int) -> Hello:

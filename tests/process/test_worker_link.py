@@ -388,9 +388,7 @@ def test_waiting_worker_takes_over_at_once() -> None:
 
 def test_waiting_worker_asks_again_by_itself() -> None:
     """Where the scheduler that refused it has forgotten it."""
-    with EngineHarness(options=ToyOptions(standby_seconds=0.2), max_workers=1) as harness:
-        harness.start_worker()
-        harness.wait_joined()
+    with EngineHarness(options=ToyOptions(standby_seconds=0.2), max_workers=1, num_workers=1) as harness:
         harness.start_worker()
         eventually(lambda: harness.engine.snapshot().membership.refused_joins >= 3, what="asking again")
 

@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 from support.engine_harness import EngineHarness, eventually, kill, request, supervised
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
+from support.waiting import until
 
 from lineclear.errors import WorkerRestartFailed
 from lineclear.scheduler.core.limits import CoreLimits
@@ -49,21 +50,17 @@ class Calls:
         self.exits.append((time.monotonic(), pid))
 
 
-async def until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
-    """Like eventually(), on the event loop."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.001)
-
-
-def make(command: list[str], calls: Calls, **limits: float | int) -> WorkerSupervisor:
-    return WorkerSupervisor(
+def started(command: list[str], **limits: float | int) -> tuple[WorkerSupervisor, Calls]:
+    """Start a supervisor; return its callbacks too."""
+    calls = Calls()
+    supervisor = WorkerSupervisor(
         command,
         limits=SupervisorLimits(**limits),  # type: ignore[arg-type]
         on_exit=calls.exited,
         on_give_up=calls.give_ups.append,
     )
+    supervisor.start()
+    return supervisor, calls
 
 
 def hello(pid: int) -> Hello:
@@ -75,9 +72,7 @@ Scenario = Callable[[], Coroutine[object, object, None]]
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 async def test_crash_starts_a_new_worker_at_once(run: Callable[..., None]) -> None:
-    calls = Calls()
-    supervisor = make(FOR_EVER, calls)
-    supervisor.start()
+    supervisor, calls = started(FOR_EVER)
     first = supervisor.pid
     assert first is not None
     killed_at = time.monotonic()
@@ -91,10 +86,7 @@ async def test_crash_starts_a_new_worker_at_once(run: Callable[..., None]) -> No
 
 
 async def test_crashing_worker_is_restarted_until_the_budget_is_spent() -> None:
-    calls = Calls()
-
-    supervisor = make(["/bin/false"], calls, max_worker_crashes=4, min_backoff_seconds=0.05, max_backoff_seconds=0.2)
-    supervisor.start()
+    supervisor, calls = started(["/bin/false"], max_worker_crashes=4, min_backoff_seconds=0.05, max_backoff_seconds=0.2)
     await until(lambda: bool(calls.give_ups))
     await asyncio.sleep(0.3)  # longer than any back-off: nothing more may start
     assert supervisor.num_starts == 5
@@ -108,20 +100,16 @@ async def test_crashing_worker_is_restarted_until_the_budget_is_spent() -> None:
 
 
 async def test_crashes_outside_the_window_are_forgotten() -> None:
-    calls = Calls()
-
-    supervisor = make(["/bin/false"], calls, max_worker_crashes=1, crash_window_seconds=0.05, min_backoff_seconds=0.1)
-    supervisor.start()
+    supervisor, calls = started(
+        ["/bin/false"], max_worker_crashes=1, crash_window_seconds=0.05, min_backoff_seconds=0.1
+    )
     await until(lambda: len(calls.exits) == 4)
     await supervisor.stop()
     assert calls.give_ups == []
 
 
 async def test_any_number_of_crashes_with_progress_is_survived() -> None:
-    calls = Calls()
-
-    supervisor = make(FOR_EVER, calls, max_worker_crashes=1, min_backoff_seconds=0.001)
-    supervisor.start()
+    supervisor, calls = started(FOR_EVER, max_worker_crashes=1, min_backoff_seconds=0.001)
     for number in range(1, 21):
         await until(lambda number=number: supervisor.num_starts == number)
         pid = supervisor.pid
@@ -137,11 +125,10 @@ async def test_any_number_of_crashes_with_progress_is_survived() -> None:
 
 async def test_configuration_that_has_served_is_tried_again(tmp_path: Path) -> None:
     """As when the volume with the model is away for a while: every start ends with 78, which alone is no reason."""
-    calls, away = Calls(), tmp_path / "away"
+    away = tmp_path / "away"
     command = ["/bin/sh", "-c", f"test -e {away} && exit 78; exec sleep 1000"]
 
-    supervisor = make(command, calls, min_backoff_seconds=0.01, max_backoff_seconds=0.02)
-    supervisor.start()
+    supervisor, calls = started(command, min_backoff_seconds=0.01, max_backoff_seconds=0.02)
     assert supervisor.pid is not None
     supervisor.worker_joined(hello(supervisor.pid))
     await asyncio.sleep(0)
@@ -157,11 +144,10 @@ async def test_configuration_that_has_served_is_tried_again(tmp_path: Path) -> N
 
 
 async def test_configuration_that_stays_broken_spends_the_budget(tmp_path: Path) -> None:
-    calls, away = Calls(), tmp_path / "away"
+    away = tmp_path / "away"
     command = ["/bin/sh", "-c", f"test -e {away} && exit 78; exec sleep 1000"]
 
-    supervisor = make(command, calls, max_worker_crashes=3, min_backoff_seconds=0.001, max_backoff_seconds=0.002)
-    supervisor.start()
+    supervisor, calls = started(command, max_worker_crashes=3, min_backoff_seconds=0.001, max_backoff_seconds=0.002)
     assert supervisor.pid is not None
     supervisor.worker_joined(hello(supervisor.pid))
     await asyncio.sleep(0)
@@ -178,7 +164,7 @@ async def test_configuration_that_stays_broken_spends_the_budget(tmp_path: Path)
 async def test_lack_of_processes_memory_or_descriptors_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, what: str, number: int
 ) -> None:
-    calls, asked = Calls(), []
+    asked = []
     module, name = (subprocess, "Popen") if what == "subprocess.Popen" else (os, "pidfd_open")
     real = getattr(module, name)
 
@@ -190,8 +176,7 @@ async def test_lack_of_processes_memory_or_descriptors_is_tried_again(
 
     monkeypatch.setattr(module, name, short)
 
-    supervisor = make(FOR_EVER, calls, min_backoff_seconds=0.001)
-    supervisor.start()
+    supervisor, calls = started(FOR_EVER, min_backoff_seconds=0.001)
     await until(lambda: supervisor.pid is not None)
     assert len(asked) == 4
     await supervisor.stop()
@@ -200,10 +185,7 @@ async def test_lack_of_processes_memory_or_descriptors_is_tried_again(
 
 
 async def test_a_worker_that_joined_resets_the_back_off() -> None:
-    calls = Calls()
-
-    supervisor = make(FOR_EVER, calls, max_worker_crashes=20, min_backoff_seconds=0.05, max_backoff_seconds=3600.0)
-    supervisor.start()
+    supervisor, _ = started(FOR_EVER, max_worker_crashes=20, min_backoff_seconds=0.05, max_backoff_seconds=3600.0)
     for number in range(1, 14):  # without a reset the last pause would be 102 s
         await until(lambda number=number: supervisor.num_starts == number, SOON_SECONDS)
         pid = supervisor.pid
@@ -222,10 +204,7 @@ async def test_a_worker_that_joined_resets_the_back_off() -> None:
     ],
 )
 async def test_wrong_configuration_is_not_tried_again(command: list[str], reason: str) -> None:
-    calls = Calls()
-
-    supervisor = make(command, calls)
-    supervisor.start()
+    supervisor, calls = started(command)
     await until(lambda: bool(calls.give_ups))
     assert supervisor.num_starts <= 1
     await supervisor.stop()
@@ -234,19 +213,14 @@ async def test_wrong_configuration_is_not_tried_again(command: list[str], reason
 
 
 async def test_a_worker_that_never_joins_is_killed_and_started_again() -> None:
-    calls = Calls()
-
-    supervisor = make(FOR_EVER, calls, start_timeout_seconds=0.1)
-    supervisor.start()
+    supervisor, calls = started(FOR_EVER, start_timeout_seconds=0.1)
     await until(lambda: len(calls.exits) == 2)
     await supervisor.stop()
+    assert supervisor.num_starts >= 2
 
 
 async def test_joined_worker_has_no_start_timeout() -> None:
-    calls = Calls()
-
-    supervisor = make(FOR_EVER, calls, start_timeout_seconds=0.1)
-    supervisor.start()
+    supervisor, calls = started(FOR_EVER, start_timeout_seconds=0.1)
     assert supervisor.pid is not None
     supervisor.worker_joined(hello(supervisor.pid))
     await asyncio.sleep(0.3)  # three times the limit
@@ -255,10 +229,7 @@ async def test_joined_worker_has_no_start_timeout() -> None:
 
 
 async def test_engine_kills_only_the_supervised_worker() -> None:
-    calls = Calls()
-
-    supervisor = make(FOR_EVER, calls)
-    supervisor.start()
+    supervisor, calls = started(FOR_EVER)
     pid = supervisor.pid
     assert pid is not None
     assert not supervisor.worker_broken(hello(pid + 1), "somebody else")
@@ -275,9 +246,7 @@ async def test_a_killed_process_is_given_up_once_the_kernel_holds_it(
 ) -> None:
     """On a busy machine, a killed process with much memory exits late. Its state is R then."""
     looked: list[int] = []
-    calls = Calls()
-    supervisor = make(FOR_EVER, calls, reap_timeout_seconds=0.05)
-    supervisor.start()
+    supervisor, calls = started(FOR_EVER, reap_timeout_seconds=0.05)
     pid = supervisor.pid
     assert pid is not None
     with monkeypatch.context() as patch:
@@ -296,9 +265,7 @@ async def test_a_killed_process_is_given_up_once_the_kernel_holds_it(
 
 
 async def test_a_killed_process_is_waited_for_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = Calls()
-    supervisor = make(FOR_EVER, calls, reap_timeout_seconds=0.05)
-    supervisor.start()
+    supervisor, calls = started(FOR_EVER, reap_timeout_seconds=0.05)
     pid = supervisor.pid
     assert pid is not None
     with monkeypatch.context() as patch:
@@ -311,11 +278,9 @@ async def test_a_killed_process_is_waited_for_within_a_bound(monkeypatch: pytest
 
 
 async def test_stop_sends_sigterm_then_sigkill(tmp_path: Path) -> None:
-    calls = Calls()
     armed = tmp_path / "armed"
 
-    supervisor = make([sys.executable, "-c", STUBBORN, str(armed)], calls, stop_timeout_seconds=0.3)
-    supervisor.start()
+    supervisor, calls = started([sys.executable, "-c", STUBBORN, str(armed)], stop_timeout_seconds=0.3)
     await until(armed.exists)
     begin = time.monotonic()
     assert await supervisor.stop()
@@ -324,10 +289,7 @@ async def test_stop_sends_sigterm_then_sigkill(tmp_path: Path) -> None:
 
 
 async def test_stop_during_a_back_off_starts_nothing() -> None:
-    calls = Calls()
-
-    supervisor = make(["/bin/false"], calls, min_backoff_seconds=0.3)
-    supervisor.start()
+    supervisor, calls = started(["/bin/false"], min_backoff_seconds=0.3)
     await until(lambda: bool(calls.exits))
     assert await supervisor.stop()
     num_starts = supervisor.num_starts  # 1, unless the machine stalled
@@ -369,8 +331,7 @@ async def test_failing_callback_ends_the_supervisor() -> None:
 
 
 async def test_a_worker_does_not_get_the_terminals_interrupt() -> None:
-    supervisor = make(FOR_EVER, Calls())
-    supervisor.start()
+    supervisor, _ = started(FOR_EVER)
     assert supervisor.pid is not None
     assert os.getpgid(supervisor.pid) != os.getpgid(0)
     await supervisor.stop()

@@ -21,6 +21,7 @@ from support.events import flat
 from support.time_limits import PATIENCE_SECONDS
 from support.toy import expected, expected_logprobs
 from support.toy_worker import ToyOptions
+from support.waiting import eventually as eventually
 
 from lineclear.scheduler.core.events import Event, Failed, Finished, TokensReady, WorkerJoined, WorkerLost
 from lineclear.scheduler.core.limits import CoreLimits
@@ -38,15 +39,6 @@ from lineclear.wire.messages import Hello, Logprobs, Sampling
 TESTS = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
 """The environment of child processes, with the paths of the tests and of this process's sources."""
-
-
-def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS, what: str = "the condition") -> float:
-    """Wait until `condition()` holds and return the seconds that took; AssertionError after `seconds`."""
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < seconds, f"{what} did not come true in {seconds} s"
-        time.sleep(0.001)
-    return time.monotonic() - begin
 
 
 def kill(pid: int | None, number: signal.Signals = signal.SIGKILL) -> int:
@@ -101,7 +93,9 @@ class Stream:
 
 
 class EngineHarness:
-    """An engine over real sockets. A context manager: its exit stops all that the engine started."""
+    """An engine over real sockets. A context manager: it starts `num_workers` and waits until they have joined; its
+    exit stops all that the engine started.
+    """
 
     def __init__(
         self,
@@ -113,6 +107,7 @@ class EngineHarness:
         max_inbox: int = 4096,
         check_every_steps: int = 1,
         step_history: StepHistory | None = None,
+        num_workers: int = 0,
         options: ToyOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_anomaly: Callable[[str], object] = lambda what: None,
@@ -136,6 +131,7 @@ class EngineHarness:
         self.core = limits if isinstance(limits, Scheduler) else Scheduler(limits)
         self.on_publish: Callable[[Sequence[Event]], None] = lambda events: None
         self._changed = threading.Condition()
+        self._num_workers = num_workers
 
         self.link = WorkerLink(self.directory, clock=clock)
         self.num_explained = 0
@@ -157,6 +153,9 @@ class EngineHarness:
 
     def __enter__(self) -> EngineHarness:
         self.engine.start()
+        for _ in range(self._num_workers):
+            self.start_worker()
+        self.wait_joined(self._num_workers)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.engine_harness import ENVIRONMENT
 from support.small_tokenizers import byte_level, definition
 from support.time_limits import PATIENCE_SECONDS
+from support.waiting import eventually
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.text.tokenizer import Tokenizer
@@ -147,11 +147,7 @@ class Running(Process):
         super().end()
 
 
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + BOUND_SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+until = eventually
 
 
 @contextmanager

@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from support.time_limits import PATIENCE_SECONDS
+from support.waiting import eventually
 
 from lineclear.client import Client, HealthStatus, Stats
 from lineclear.errors import LineclearError
@@ -22,10 +22,7 @@ DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait until `condition()` holds. Raises AssertionError with `what` after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
+    eventually(condition, seconds, what)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ import grpc
 import grpc.aio
 from support.events import step_tokens
 from support.small_tokenizers import byte_level, definition
+from support.waiting import until
 
 from lineclear.errors import Cancelled, LineclearError, ServerDraining
 from lineclear.scheduler.core.events import (
@@ -78,13 +78,6 @@ SMILE = "Hello, how are you? 😀"
 """Tokens of a text whose last character has several tokens."""
 SMILE_IDS = TOKENIZER.encode_sealed(SMILE)
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until `condition()` holds."""
-    async with asyncio.timeout(BOUND_SECONDS):
-        while not condition():  # noqa: ASYNC110  # conditions of many kinds, some in other threads
-            await asyncio.sleep(0.001)
 
 
 class FakeEngine:
