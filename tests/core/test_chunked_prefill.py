@@ -9,30 +9,6 @@ from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 
 
-def test_prompt_is_prefilled_once_then_decoded() -> None:
-    harness = CoreHarness()
-    request = harness.submit("a", 5, max_tokens=3)
-    harness.run()
-    # The third output is sampled from position 6 and never computed.
-    assert [harness.rows(plan) for plan in harness.plans] == [[(0, 0, 5)], [(0, 5, 6)], [(0, 6, 7)]]
-    assert harness.outputs("a") == answer(request)
-
-
-def test_long_prompt_is_chunked_beside_decodes() -> None:
-    harness = CoreHarness(target_batch_tokens=8)
-    harness.submit("short", 3, max_tokens=9)
-    harness.step()
-    long = harness.submit("long", 20, max_tokens=2)
-    plans = [harness.step() for _ in range(4)]
-    assert [harness.rows(plan) for plan in plans] == [
-        [(0, 3, 4), (1, 0, 7)],
-        [(0, 4, 5), (1, 7, 14)],
-        [(0, 5, 6), (1, 14, 20)],
-        [(0, 6, 7), (1, 20, 21)],
-    ]
-    assert harness.outputs("long") == answer(long)
-
-
 def test_prefill_first_plans_prompts_before_decodes() -> None:
     harness = CoreHarness(target_batch_tokens=8, scheduling_policy="prefill_first")
     harness.submit("short", 3, max_tokens=9)

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from core.harness import CoreHarness, answer, make_request
 
-from lineclear.errors import DeadlineExceeded
-from lineclear.scheduler.core.events import Failed, Finished, FinishReason
+from lineclear.scheduler.core.events import Finished, FinishReason
 
 
 def test_eos_ends_answer_and_is_part_of_it() -> None:
@@ -81,27 +80,6 @@ def test_cancel_in_flight_releases_slot_and_blocks() -> None:
     assert harness.core.plan(harness.epoch, 0.0) is None
     harness.apply()
     assert harness.outputs("a") == []
-
-
-def test_deadline_ends_waiting_and_running_requests() -> None:
-    harness = CoreHarness(max_batch_size=1)
-    harness.submit("runs", 5, max_tokens=50, deadline=2.0)
-    harness.submit("waits", 5, deadline=1.0)
-    harness.step()
-    assert harness.core.next_deadline() == 1.0
-    assert harness.core.expire(0.999) == []
-    (first,) = harness.core.expire(1.0)
-    assert isinstance(first, Failed)
-    assert (first.request_id, type(first.error), str(first.error)) == (
-        "waits",
-        DeadlineExceeded,
-        "the deadline passed in the queue",
-    )
-    (second,) = harness.core.expire(2.0)
-    assert isinstance(second, Failed)
-    assert str(second.error) == "the deadline passed while running"
-    assert harness.core.next_deadline() is None
-    assert harness.counters.requests_expired == 2
 
 
 def test_steps_count_positions_computed_and_held() -> None:

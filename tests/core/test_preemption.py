@@ -7,19 +7,6 @@ from core.harness import CoreHarness, answer
 from lineclear.scheduler.core.events import Preempted
 
 
-def test_cheapest_younger_sequence_is_preempted_and_recovers() -> None:
-    # Twelve blocks of one position. "large" has computed most, so "small" is cheaper to preempt.
-    harness = CoreHarness(worker_num_blocks=12, worker_block_size=1, prefix_cache=False)
-    requests = [harness.submit("oldest", 2, max_tokens=8), harness.submit("large", 4, 6), harness.submit("small", 1, 6)]
-    harness.run()
-    preempted = [e.request_id for e in harness.events if isinstance(e, Preempted)]
-    assert preempted
-    assert preempted[0] == "small"
-    assert "oldest" not in preempted
-    for request in requests:
-        assert harness.outputs(request.request_id) == answer(request)
-
-
 def test_newest_policy_preempts_youngest() -> None:
     harness = CoreHarness(worker_num_blocks=12, worker_block_size=1, prefix_cache=False, preemption_policy="newest")
     harness.submit("oldest", 2, max_tokens=8)

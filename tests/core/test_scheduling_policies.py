@@ -66,23 +66,6 @@ def test_idle_engine_waits_for_min_batch_size_or_timeout() -> None:
     assert len(harness.rows(harness.step())) == 2
 
 
-def test_fixed_size_waits_for_full_batch_and_admits_none_later() -> None:
-    harness = CoreHarness(batching_strategy="fixed_size", max_batch_size=3)
-    for request_id in "ab":
-        harness.submit(request_id, 2, max_tokens=2)
-    assert harness.step() is None
-    harness.submit("c", 2, max_tokens=5)
-    harness.submit("d", 2)
-    assert len(harness.rows(harness.step())) == 3
-    for request_id in "ef":
-        harness.submit(request_id, 2)
-    while harness.core.num_live > 3:
-        harness.step()
-    assert harness.started() == ["a", "b", "c"]
-    harness.run()
-    assert harness.started() == ["a", "b", "c", "d", "e", "f"]
-
-
 def test_fixed_batch_is_admitted_whole() -> None:
     harness = CoreHarness(batching_strategy="fixed_size", max_batch_size=3, target_batch_tokens=4)
     for request_id in "abc":

@@ -141,18 +141,6 @@ def test_scores_and_vectors_are_those_of_the_adapter(s: Served) -> None:
             call()
 
 
-def test_prefix_is_shared_within_an_adapter_only(tmp_path: Path) -> None:
-    with served(tmp_path) as s:
-        write_adapter(s.folder / "a", 1)
-        s.admin.load_adapter("a", "a")
-        cached = [
-            s.client.generate(PROMPT, adapter=adapter, max_tokens=2, seed=0).usage.cached_tokens
-            for adapter in (None, "a", "a", None)
-        ]
-        assert cached[:2] == [0, 0]
-        assert min(cached[2:]) > 0
-
-
 def test_streams_of_killed_workers_continue_with_their_adapter(tmp_path: Path) -> None:
     with served(tmp_path, "--num-workers", "2", min_step_seconds=0.005, max_step_seconds=0.005) as s:
         paths: list[Path | None] = [None, *(write_adapter(s.folder / name, n) for n, name in enumerate("ab"))]
@@ -350,20 +338,6 @@ def test_metrics_name_the_adapters_in_use(tmp_path: Path) -> None:
         assert list(waiting.result().token_ids) == right(s.folder / "b")
         s.admin.unload_adapter("a")
         assert s.operator.stats().gauges.num_lora_adapters == 1
-
-
-@pytest.mark.parametrize("flags", [(), ("--speculative-method", "prompt_lookup")], ids=["plain", "drafts"])
-def test_outputs_of_a_request_share_its_adapter(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    with served(tmp_path, *flags, "--num-workers", "2") as s:
-        paths = [write_adapter(s.folder / name, number) for number, name in enumerate("ab")]
-        for path in paths:
-            s.admin.load_adapter(path.name, path.name)
-        for path in (*paths, None):
-            name = None if path is None else path.name
-            options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.0, "seed": 5}
-            several = s.client.generate(PROMPT, adapter=name, n=3, **options)
-            expected = [right(path, 20, temperature=1.0, seed=5 + index) for index in range(3)]
-            assert [list(output.token_ids) for output in several.outputs] == expected
 
 
 def test_adapters_change_places_under_load(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_streams_stay_exact_when_workers_are_killed_at_random(seed: int) -> None
                 assert harness.losses[-1][0] - killed_at < SOON_SECONDS
                 harness.wait_joined(number + 1)
             harness.check(streams)
+            assert max(gap for stream in streams for gap in stream.gaps) < SOON_SECONDS
 
         supervised(harness, body)
         assert len({epoch for _, epoch in harness.joins}) == num_kills + 1
@@ -191,14 +192,6 @@ def test_out_of_memory_ends_the_epoch_and_not_the_process() -> None:
         assert harness.broken == []
 
 
-def test_requests_wait_for_the_first_worker() -> None:
-    with EngineHarness() as harness:
-        streams = [harness.submit(request(i)) for i in range(5)]
-        eventually(lambda: harness.engine.snapshot().core.num_requests_waiting == 5)
-        harness.start_worker()
-        harness.check(streams)
-
-
 def test_stopping_worker_finishes_its_step_and_sends_goodbye() -> None:
     """With a drain timeout of 0; else it would finish what its scheduler runs."""
     anomalies: list[str] = []
@@ -234,18 +227,3 @@ def test_pipeline_depth_does_not_change_answers(depth: int) -> None:
         assert deepest == depth
         assert len(harness.joins) == 1, "right answers, but of several workers"
         assert harness.losses == []
-
-
-def test_streams_pause_and_continue_after_a_kill() -> None:
-    """The longest silence of a stream is the restart, and nothing is sent twice while it catches up."""
-    with EngineHarness(options=SLOW) as harness:
-
-        def body(supervisor: WorkerSupervisor) -> None:
-            harness.wait_joined()
-            stream = harness.submit(request(0, max_tokens=200))
-            harness.wait(lambda: len(stream.tokens) > 50)
-            kill(supervisor.pid)
-            harness.check([stream])
-            assert max(stream.gaps) < SOON_SECONDS
-
-        supervised(harness, body)

@@ -15,8 +15,6 @@ from lineclear.scheduler.engine.worker_events import (
     Disconnected,
     EpochEnded,
     Event,
-    Joined,
-    JoinRefused,
     Lost,
     PlaceFreed,
     ProcessExited,
@@ -160,12 +158,6 @@ def test_transition(state: SessionState, kind: type[Event]) -> None:
         assert session.state is state
 
 
-def test_unknown_epoch_is_over_from_the_start() -> None:
-    session = WorkerSession(3, None, 90.0, TIMEOUTS, lambda num_tokens: 0.0)
-    assert session.receive(HEARTBEAT, 91.0) == [Send(Rejoin(3))]
-    assert session.state is S.ENDED
-
-
 # --- outputs --------------------------------------------------------------------------------------------------------
 
 
@@ -175,16 +167,6 @@ def test_retired_worker_is_a_clean_loss() -> None:
         HELLO, "it was stopped, and its requests continue on other workers", WorkerLoss.CLEAN, False, False
     )
     assert goodbye == Send(Goodbye(3, "its requests continue on other workers"))
-
-
-def test_join_outputs() -> None:
-    assert new_session().handle(Accepted(), 91.0) == [Joined(HELLO)]
-    refusal = Send(Goodbye(3, "full"))
-    assert new_session().handle(Refused("full"), 91.0) == [refusal, JoinRefused(HELLO, "full")]
-    again = new_session()
-    again.was_refused = True
-    assert again.handle(Refused("full"), 91.0) == [refusal]
-    assert session_in(S.WAITING).handle(PlaceFreed(), 91.0) == [Send(Rejoin(3))]
 
 
 @pytest.mark.parametrize("state", [S.JOINED, S.CUT_OFF])
