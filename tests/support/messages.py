@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 import struct
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from hypothesis import strategies as st
 
+from lineclear.wire import messages
 from lineclear.wire.messages import (
-    AdapterLoaded,
     BlockCopy,
     Decodes,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    LoadAdapter,
-    LogLevel,
     Logprobs,
-    Message,
     Pooling,
-    PoolingKind,
-    PrepareGrammar,
-    Rejoin,
     Row,
-    RowOutput,
     Sampling,
     Scores,
-    SetLogLevel,
     SlotInit,
-    StepError,
-    StepErrorKind,
     StepPlan,
     StepResult,
-    Stopping,
-    UnloadAdapter,
 )
 from lineclear.wire.sampling import LISTS, SCALARS
 
@@ -57,6 +43,33 @@ BY_TYPE_OF_LIST: dict[Any, st.SearchStrategy[Any]] = {
     tuple[tuple[int, ...], ...]: tuples(tuples(naturals)),
     str: st.text(),
 }
+POSITIVE = frozenset(
+    {
+        *("num_blocks", "block_size", "num_slots", "max_model_len", "vocab_size", "max_step_tokens"),
+        *("num_tokens", "num_positions", "index"),
+    }
+)
+"""Fields that the decoder refuses at 0."""
+
+
+def field(name: str, kind: Any) -> st.SearchStrategy[Any]:
+    """Return the values of a field of a message, by its name and type."""
+    if kind is int:
+        return positives if name in POSITIVE else uint64 if name in ("epoch", "step", "instance") else naturals
+    if kind is float:
+        return seconds if name.endswith("seconds") else floats
+    if isinstance(kind, enum.EnumType):
+        return st.sampled_from(kind)
+    return {bool: st.booleans(), str: st.text(max_size=20), bytes: st.binary(max_size=40)}.get(
+        kind, BY_TYPE_OF_LIST.get(kind, st.nothing())
+    )
+
+
+def built(kind: Any) -> st.SearchStrategy[Any]:
+    """Return instances of a message or a part of one, with any value in each field."""
+    return st.builds(kind, **{name: field(name, hint) for name, hint in get_type_hints(kind).items()})
+
+
 HINTS = get_type_hints(Sampling)
 samplings = st.builds(
     Sampling,
@@ -68,7 +81,7 @@ samplings = st.builds(
 @st.composite
 def slot_inits(draw: st.DrawFn) -> SlotInit:
     tokens = tuple(draw(st.lists(naturals, min_size=1, max_size=40)))
-    pooling = st.none() | st.builds(Pooling, st.sampled_from(PoolingKind), naturals, st.booleans())
+    pooling = st.none() | built(Pooling)
     prompt_len, blocks = draw(st.integers(1, len(tokens))), draw(tuples(naturals))
     counts = draw(naturals), draw(naturals)
     return SlotInit(draw(naturals), tokens, prompt_len, blocks, draw(samplings), *counts, draw(pooling))
@@ -82,10 +95,9 @@ def decodes(draw: st.DrawFn) -> Decodes:
     return Decodes(slots, starts, tuple((slot, draw(naturals)) for slot in grown))
 
 
-rows = st.builds(Row, naturals, naturals, positives, st.sampled_from(RowOutput), tuples(naturals), naturals)
-copies = st.builds(BlockCopy, naturals, naturals, positives)
+copies = tuples(built(BlockCopy))
 plans = st.builds(
-    StepPlan, uint64, uint64, tuples(rows), tuples(slot_inits(), 3), tuples(naturals), decodes(), tuples(copies)
+    StepPlan, uint64, uint64, tuples(built(Row)), tuples(slot_inits(), 3), tuples(naturals), decodes(), copies
 )
 logprobs = st.none() | st.builds(Logprobs, floats, tuples(st.tuples(naturals, floats), 4))
 
@@ -130,45 +142,8 @@ def results(draw: st.DrawFn) -> StepResult:
     )
 
 
-hellos = st.builds(
-    Hello,
-    epoch=uint64,
-    num_blocks=positives,
-    block_size=positives,
-    num_slots=positives,
-    max_model_len=positives,
-    vocab_size=positives,
-    eos_token_ids=tuples(naturals),
-    max_step_tokens=positives,
-    model_id=st.text(),
-    family=st.text(),
-    dtype=st.text(),
-    device=st.text(),
-    attention_backend=st.text(),
-    pid=naturals,
-    torch_version=st.text(),
-    transformers_version=st.text(),
-    draft_model=st.text(),
-    instance=uint64,
-)
-heartbeats = st.builds(Heartbeat, uint64, uint64, seconds, tuples(naturals))
-errors = st.builds(StepError, uint64, uint64, st.sampled_from(StepErrorKind), st.text())
-rejoins = st.builds(Rejoin, uint64)
-goodbyes = st.builds(Goodbye, uint64, st.text())
-log_levels = st.builds(SetLogLevel, uint64, st.sampled_from(LogLevel))
-
-BY_TYPE: dict[type, st.SearchStrategy[Message]] = {
-    StepPlan: plans,
-    StepResult: results(),
-    Hello: hellos,
-    Heartbeat: heartbeats,
-    StepError: errors,
-    Rejoin: rejoins,
-    Goodbye: goodbyes,
-    SetLogLevel: log_levels,
-    Stopping: st.builds(Stopping, uint64),
-    LoadAdapter: st.builds(LoadAdapter, uint64, positives, st.binary(max_size=40), st.text(max_size=20)),
-    UnloadAdapter: st.builds(UnloadAdapter, uint64, positives),
-    AdapterLoaded: st.builds(AdapterLoaded, uint64, positives, st.binary(max_size=40), st.text(max_size=20)),
-    PrepareGrammar: st.builds(PrepareGrammar, uint64, naturals, st.text()),
+CONSTRAINED: dict[type, st.SearchStrategy[Any]] = {StepPlan: plans, StepResult: results()}
+"""Messages whose fields must agree with each other."""
+BY_TYPE: dict[type, st.SearchStrategy[Any]] = {
+    kind: CONSTRAINED[kind] if kind in CONSTRAINED else built(kind) for kind in get_args(messages.Message)
 }
