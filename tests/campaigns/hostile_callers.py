@@ -12,58 +12,39 @@ import sys
 import time
 from collections.abc import Callable
 
-from campaigns import hostile_frames, hostile_requests, hostile_services, hostile_texts
+from campaigns import hostile_frames, hostile_requests, hostile_services
 from campaigns.hostile_target import Target, outcomes
 
-SERVED = (
-    "ambiguous_grammars",
-    "lexer_heavy_forms",
-    "slow_forms",
-    "embed_flood",
-    "score_flood",
-    "template_flood",
-    "detokenize_flood",
-    "tokenize_flood",
-    "resume_flood",
-    "unread_answers",
-    "stats_flood",
-    "beam_searches",
-    "repetition_penalties",
-    "stop_regexes",
-    "tool_lists",
+SERVED = frozenset(
+    {
+        *("ambiguous_grammars", "lexer_heavy_forms", "slow_forms", "embed_flood"),
+        *("score_flood", "template_flood", "detokenize_flood", "tokenize_flood"),
+        *("resume_flood", "unread_answers", "stats_flood", "beam_searches"),
+        *("repetition_penalties", "stop_regexes", "tool_lists"),
+    }
 )
 """Kinds that prove nothing unless some of their calls succeed."""
 
-KINDS: dict[str, Callable[[Target], int]] = {
+KINDS: dict[str, Callable[[Target], int]] = hostile_requests.REPEATED | {
     kind.__name__: kind
     for kind in (
         hostile_services.busy_neighbours,
         hostile_services.ordinary_streams,
-        hostile_frames.unfinished_requests,
-        hostile_requests.cancel_storm,
-        hostile_texts.template_flood,
-        hostile_texts.slow_template,
-        hostile_texts.detokenize_flood,
-        hostile_texts.tokenize_flood,
-        hostile_texts.resume_flood,
-        hostile_texts.form_flood,
-        hostile_texts.slow_forms,
-        hostile_texts.embed_flood,
-        hostile_texts.score_flood,
-        hostile_requests.heavy_requests,
-        hostile_requests.oversized_requests,
-        hostile_requests.beam_searches,
-        hostile_requests.ambiguous_grammars,
-        hostile_requests.lexer_heavy_forms,
-        hostile_requests.repetition_penalties,
-        hostile_requests.stop_regexes,
-        hostile_texts.tool_lists,
-        hostile_requests.unread_answers,
         hostile_services.unread_status_streams,
         hostile_services.stats_flood,
         hostile_services.watch_flood,
         hostile_services.idle_sessions,
         hostile_services.slow_scrapers,
+        hostile_requests.cancel_storm,
+        hostile_requests.resume_flood,
+        hostile_requests.form_flood,
+        hostile_requests.slow_forms,
+        hostile_requests.embed_flood,
+        hostile_requests.score_flood,
+        hostile_requests.heavy_requests,
+        hostile_requests.oversized_requests,
+        hostile_requests.repetition_penalties,
+        hostile_frames.unfinished_requests,
         hostile_frames.frames_of_pings,
         hostile_frames.frames_of_settings,
         hostile_frames.frames_of_empty_data,

