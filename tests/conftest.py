@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,13 @@ def pytest_runtest_protocol() -> Iterator[None]:
     finally:
         if torch is not None:
             torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A directory whose sockets have short paths, unlike those of tmp_path."""
+    with tempfile.TemporaryDirectory(prefix="lc") as path:
+        yield Path(path)
 
 
 _kill = os.kill

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from support.figures import IDLE_GAUGES, Page, check_page, fetch
+from support.processes import is_running
 
 TESTS = Path(__file__).parents[1]
 BOUND_SECONDS = 120.0
@@ -148,14 +149,6 @@ class Server:
         code = self.process.wait(BOUND_SECONDS)
         self._reader.join(BOUND_SECONDS)
         return code
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process runs and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def is_orphan(pid: int) -> bool:

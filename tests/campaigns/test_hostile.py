@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from campaigns import hostile
-from support.engine_harness import short_directory
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    path = short_directory()
-    yield path
-    shutil.rmtree(path)
 
 
 def test_canary_reads_beside_hostile_callers(folder: Path) -> None:

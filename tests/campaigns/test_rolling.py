@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from campaigns import rolling
-from support.engine_harness import short_directory
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    path = short_directory()
-    yield path
-    shutil.rmtree(path)
 
 
 def test_answers_are_of_one_model(folder: Path) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +15,9 @@ from campaigns import chaos, growth, privacy, questions, server, soak
 from campaigns.answers import differences
 from campaigns.questions import Answer
 from campaigns.server import is_orphan
-from support.engine_harness import short_directory
 from support.service import DEMO_MODEL
 
 from lineclear.client import FinishReason, Sampling
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    path = short_directory()
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.mark.parametrize(("of", "kills"), [("worker", 4), ("scheduler", 2)])

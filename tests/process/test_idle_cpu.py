@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from support.engine_harness import ENVIRONMENT, ToyScheduler, eventually, short_directory
+from support.engine_harness import ENVIRONMENT, ToyScheduler, eventually
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 
 IDLE = ToyOptions(heartbeat_seconds=0.5)
 """With the heartbeat of the real worker."""
 _TICKS = os.sysconf("SC_CLK_TCK")
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = short_directory()
-    yield path
-    shutil.rmtree(path)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -40,15 +30,15 @@ def cpu_percent(pids: list[int], seconds: float) -> list[float]:
     return [100 * seconds / (time.monotonic() - begin) for seconds in used]
 
 
-def test_two_idle_processes_use_no_processor(directory: Path) -> None:
-    with ToyScheduler(directory, 0, IDLE) as scheduler:
+def test_two_idle_processes_use_no_processor(folder: Path) -> None:
+    with ToyScheduler(folder, 0, IDLE) as scheduler:
         worker = scheduler.read_pid("joined")
         percent = cpu_percent([scheduler.process.pid, worker], 5.0)
         assert max(percent) < 2.0, percent
 
 
-def test_a_worker_without_a_scheduler_uses_no_processor(directory: Path) -> None:
-    worker = subprocess.Popen(IDLE.arguments(directory), env=ENVIRONMENT, stderr=subprocess.PIPE)
+def test_a_worker_without_a_scheduler_uses_no_processor(folder: Path) -> None:
+    worker = subprocess.Popen(IDLE.arguments(folder), env=ENVIRONMENT, stderr=subprocess.PIPE)
     assert worker.stderr is not None
     assert b"waiting_for_scheduler" in worker.stderr.readline()
     percent = cpu_percent([worker.pid], 3.0)
@@ -58,8 +48,8 @@ def test_a_worker_without_a_scheduler_uses_no_processor(directory: Path) -> None
     assert percent[0] < 2.0
 
 
-def test_idle_measure_detects_work(directory: Path) -> None:
+def test_idle_measure_detects_work(folder: Path) -> None:
     """The measure is not blind: with streams running it exceeds the bound of the other tests."""
-    with ToyScheduler(directory, 16, IDLE) as scheduler:
+    with ToyScheduler(folder, 16, IDLE) as scheduler:
         worker = scheduler.read_pid("joined")
         eventually(lambda: min(cpu_percent([scheduler.process.pid, worker], 0.5)) > 2.0)

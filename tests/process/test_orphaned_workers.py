@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.engine_harness import ENVIRONMENT, EngineHarness, ToyScheduler, eventually, request, short_directory
+from support.engine_harness import ENVIRONMENT, EngineHarness, ToyScheduler, eventually, request
+from support.processes import is_running
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 from support.toy_worker import ToyOptions
 
@@ -22,24 +21,9 @@ from lineclear.process.parent_death import ParentDeathPipe, die_with_parent
 STEPPING = ToyOptions(min_step_seconds=0.003, max_step_seconds=0.003)
 
 
-def is_running(pid: int) -> bool:
-    """Alive, and no zombie: an orphan is reaped by whoever inherits it, in its own time."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = short_directory()
-    yield path
-    shutil.rmtree(path)
-
-
 @pytest.mark.parametrize("num_streams", [0, 8], ids=["idle", "busy"])
-def test_worker_ends_with_a_killed_scheduler(directory: Path, num_streams: int) -> None:
-    with ToyScheduler(directory, num_streams, STEPPING) as scheduler:
+def test_worker_ends_with_a_killed_scheduler(folder: Path, num_streams: int) -> None:
+    with ToyScheduler(folder, num_streams, STEPPING) as scheduler:
         pid = scheduler.read_pid("joined")
         scheduler.end(signal.SIGKILL)
         assert eventually(lambda: not is_running(pid)) < SOON_SECONDS
@@ -47,19 +31,19 @@ def test_worker_ends_with_a_killed_scheduler(directory: Path, num_streams: int) 
 
 # The moment itself is the point here: between fork and Hello lie the interpreter's start, imports, arming and the load.
 @pytest.mark.parametrize("delay_seconds", [0.0, 0.01, 0.02, 0.04, 0.06, 0.08, 0.12, 0.5])
-def test_worker_ends_with_its_scheduler_while_it_loads(directory: Path, delay_seconds: float) -> None:
-    with ToyScheduler(directory, 0, ToyOptions(load_seconds=3600)) as scheduler:
+def test_worker_ends_with_its_scheduler_while_it_loads(folder: Path, delay_seconds: float) -> None:
+    with ToyScheduler(folder, 0, ToyOptions(load_seconds=3600)) as scheduler:
         pid = scheduler.read_pid("started")
         time.sleep(delay_seconds)
         scheduler.end(signal.SIGKILL)
         assert eventually(lambda: not is_running(pid)) < SOON_SECONDS
 
 
-def test_death_pipe_alone_ends_the_worker(directory: Path) -> None:
+def test_death_pipe_alone_ends_the_worker(folder: Path) -> None:
     """The scheduler lives on and only lets go of the pipe, so the kernel sends no signal."""
     lifeline = ParentDeathPipe()
     worker = subprocess.Popen(
-        ToyOptions(load_seconds=3600).arguments(directory),
+        ToyOptions(load_seconds=3600).arguments(folder),
         env=ENVIRONMENT | lifeline.environment(),
         pass_fds=lifeline.inherited,
     )
@@ -82,18 +66,18 @@ def test_no_death_pipe_without_a_parent() -> None:
     assert die_with_parent() is False
 
 
-def test_a_stopped_scheduler_stops_its_worker_and_cleans_up(directory: Path) -> None:
-    with ToyScheduler(directory, 4, STEPPING) as scheduler:
+def test_a_stopped_scheduler_stops_its_worker_and_cleans_up(folder: Path) -> None:
+    with ToyScheduler(folder, 4, STEPPING) as scheduler:
         pid = scheduler.read_pid("joined")
         assert scheduler.end(signal.SIGTERM) == 0
         assert not is_running(pid)
-        assert not (directory / "plan.sock").exists()
+        assert not (folder / "plan.sock").exists()
 
 
-def test_unsupervised_worker_joins_the_next_scheduler(directory: Path) -> None:
-    worker = subprocess.Popen(STEPPING.arguments(directory), env=ENVIRONMENT)  # before any scheduler
+def test_unsupervised_worker_joins_the_next_scheduler(folder: Path) -> None:
+    worker = subprocess.Popen(STEPPING.arguments(folder), env=ENVIRONMENT)  # before any scheduler
     for _ in range(3):
-        with ToyScheduler(directory, 4) as scheduler:
+        with ToyScheduler(folder, 4) as scheduler:
             assert scheduler.read_pid("joined") == worker.pid
             scheduler.end(signal.SIGKILL)  # leaves its socket files behind
     assert worker.poll() is None
@@ -101,12 +85,12 @@ def test_unsupervised_worker_joins_the_next_scheduler(directory: Path) -> None:
     assert worker.wait(PATIENCE_SECONDS) == 0
 
 
-def test_answers_are_exact_on_a_reused_worker(directory: Path) -> None:
-    with ToyScheduler(directory, 8) as scheduler:
-        worker = subprocess.Popen(STEPPING.arguments(directory), env=ENVIRONMENT)
+def test_answers_are_exact_on_a_reused_worker(folder: Path) -> None:
+    with ToyScheduler(folder, 8) as scheduler:
+        worker = subprocess.Popen(STEPPING.arguments(folder), env=ENVIRONMENT)
         assert scheduler.read_pid("joined") == worker.pid
         scheduler.end(signal.SIGKILL)
-    with EngineHarness(directory=directory, options=STEPPING) as harness:
+    with EngineHarness(directory=folder, options=STEPPING) as harness:
         harness.workers.append(worker)
         streams = [harness.submit(request(i)) for i in range(10)]
         harness.wait_ended(streams)

@@ -150,6 +150,14 @@ class Running(Process):
 until = eventually
 
 
+def is_running(pid: int) -> bool:
+    """Whether the process runs and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 @contextmanager
 def starting(model: Path, *flags: str) -> Iterator[Callable[..., Running]]:
     """Yield a function that starts schedulers with these flags and more. Kills all at the end of the block."""
