@@ -52,7 +52,7 @@ test: ready ## Run ruff, import-linter, mypy, and pytest without the slow tests
 	echo "--- $$(( $$(date +%s) - start )) s"; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed"; exit 1; fi; echo "all passed"
 
-test-slow: ready ## Run the slow tests: campaigns, fuzzing, all model families, other processors
+test-slow: ready ## Run the slow tests: campaigns, fuzzing, wire faults, other processors
 	@start=$$(date +%s); failed=; $(TEST_ENVIRONMENT); $(BIN)/$(PYTEST) -m slow || failed=1; \
 	echo "--- $$(( $$(date +%s) - start )) s"; test -z "$$failed"
 

@@ -7,7 +7,11 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 SLOW = (
     *("campaigns", "fuzz", "simulation/test_mutations.py", "test_faults.py::test_mutant_turns_row_red"),
-    *("process/test_wire_faults.py", "e2e/test_drafts.py", "worker/test_other_machines.py"),
+    *("process/test_wire_faults.py", "worker/test_other_machines.py"),
+    "worker/test_lora.py::test_batch_of_two_adapters_and_the_model_equals_peft",
+    "e2e/test_drafts.py::test_answers_survive_killed_workers",
+    "e2e/test_service.py::test_strategies_and_depths_do_not_change_tokens",
+    "e2e/test_sampling_parameters.py::test_batch_mates_change_no_token",
 )
 """Folders, files and functions that `make test` leaves to `make test-slow`. Each explores more of what a quicker test
-holds: more seeds, more combinations, more kinds of drafts, other processors, or planted errors."""
+holds: more seeds and combinations, all model families with adapters, other processors, or planted errors."""
