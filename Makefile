@@ -89,9 +89,9 @@ fuzz: ready ## Send 100,000 damaged frames to decoder and link, and as many dama
 	@cd tests && ../$(BIN)/python -m fuzz.requests --cancels 20000
 
 chaos: ready ## Kill workers and schedulers under load, and update the model
-	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),3000) --parallel 2 --seed $(or $(SEED),1)
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),3000) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),500) --num-workers 2 --streams 32 --seed $(or $(SEED),1)
-	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),300) --parallel 2 --seed $(or $(SEED),1)
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),300) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),100) --model ../demo/model --streams 8 --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model --streams 8 --standby
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),30) --model ../demo/model --streams 8

@@ -1,8 +1,8 @@
 """Kill processes under load and check that clients see a pause and nothing else: `python -m campaigns.chaos --help`.
 
-    python -m campaigns.chaos --of worker --kills 3000 --parallel 2       the toy worker over the real wire
+    python -m campaigns.chaos --of worker --kills 3000                    the toy worker over the real wire
     python -m campaigns.chaos --of worker --kills 500 --num-workers 2 --streams 32    random ones of two workers
-    python -m campaigns.chaos --of scheduler --kills 300 --parallel 2     with the client library resuming answers
+    python -m campaigns.chaos --of scheduler --kills 300                  with the client library resuming answers
     python -m campaigns.chaos --kills 100 --model ../demo/model           the torch worker: constraints, beams ...
 
 Three tenants use Generate, Session, and Submit with Attach, with every sampling parameter, stop strings and log
@@ -34,7 +34,6 @@ import math
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -338,33 +337,6 @@ def campaign(
     return chosen
 
 
-def run_parallel(arguments: Sequence[str], parallel: int, seed: int, kills: int) -> tuple[dict[str, Any], bool]:
-    """Run `parallel` campaigns as processes at the same time and add up their figures."""
-    running = []
-    for number in range(parallel):
-        share = kills // parallel + (number < kills % parallel)
-        command = [sys.executable, "-m", "campaigns.chaos", *arguments, "--parallel", "1"]
-        command += ["--seed", str(seed + 1000 * number), "--kills", str(share)]
-        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-    total: dict[str, Any] = {}
-    for process in running:
-        output, _ = process.communicate()
-        for name, value in (json.loads(output) if output else {"clean": False}).items():
-            total[name] = _sum(total.get(name), value)
-    return total, all(process.returncode == 0 for process in running)
-
-
-def _sum(a: Any, b: Any) -> Any:
-    """Combine two figures: add counts, take the larger of quantiles and times."""
-    if a is None or isinstance(b, str):
-        return b
-    if isinstance(b, bool):
-        return a and b
-    if isinstance(b, dict):
-        return {name: _sum(a.get(name), b.get(name, 0)) for name in {**a, **b}}
-    return max(a, b) if isinstance(b, float) else a + b
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign and print its figures; return 1 if it is not clean."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -377,20 +349,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server-flags", default="", help="more flags of the server of --model")
     parser.add_argument("--max-seconds", type=float, default=math.inf, help="kill no process after so long")
     parser.add_argument("--standby", action="store_true", help="run a standby worker")
-    parser.add_argument(
-        "--parallel", type=int, default=1, help="number of campaigns at the same time; they share the kills"
-    )
     chosen = parser.parse_args(argv)
     started_at = time.monotonic()
-    if chosen.parallel > 1:
-        arguments = [f"--{n}={getattr(chosen, n)}" for n in ("of", "streams", "model")]
-        arguments += [f"--num-workers={chosen.num_workers}", f"--max-seconds={chosen.max_seconds}"]
-        arguments += ["--standby"] * chosen.standby
-        arguments += [f"--server-flags={chosen.server_flags}"]
-        figures, clean = run_parallel(arguments, chosen.parallel, chosen.seed, chosen.kills)
-        print(json.dumps({**figures, "clean": clean, "seconds": round(time.monotonic() - started_at, 1)}))
-        return 0 if clean else 1
-    options = {name: value for name, value in vars(chosen).items() if name != "parallel"}
+    options = vars(chosen)
     with tempfile.TemporaryDirectory(prefix="lc") as folder:
         done = campaign(Path(folder), **options)
     seconds = round(time.monotonic() - started_at, 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from campaigns.hostile_target import METHODS, NUM_THREADS, SLOW, Target, counted, in_threads
+from campaigns.hostile_target import METHODS, NUM_THREADS, SLOW, Target, counted, in_loop, in_threads
 from google.protobuf.message import Message
 
 from lineclear.v1 import inference_pb2 as pb
@@ -134,12 +134,9 @@ def repetition_penalties(target: Target) -> int:
     return _after_long_prompt(target, make)
 
 
-def cancel_storm(target: Target) -> int:
+@in_loop
+async def cancel_storm(target: Target) -> int:
     """Cancel requests right after sending them, by Generate and over a Session."""
-    return asyncio.run(_cancel_storm(target))
-
-
-async def _cancel_storm(target: Target) -> int:
     count = 0
     data = pb.GenerateRequest(text="quick brown " * 20, sampling={"max_tokens": 400}).SerializeToString()
 

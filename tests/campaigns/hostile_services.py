@@ -10,7 +10,7 @@ import time
 
 import grpc
 import grpc.aio
-from campaigns.hostile_target import Target, counted, in_threads
+from campaigns.hostile_target import Target, counted, in_loop, in_threads
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lineclear.v1 import inference_pb2 as pb
@@ -28,12 +28,9 @@ def busy_neighbours(target: Target) -> int:
     return count
 
 
-def ordinary_streams(target: Target) -> int:
+@in_loop
+async def ordinary_streams(target: Target) -> int:
     """Read ordinary answers, as many at a time as other kinds have requests in flight."""
-    return asyncio.run(_ordinary_streams(target))
-
-
-async def _ordinary_streams(target: Target) -> int:
     count = 0
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6]), sampling={"max_tokens": 100, "ignore_eos": True})
     async with target.channel(aio=True) as channel:
@@ -56,12 +53,9 @@ def stats_flood(target: Target) -> int:
     return in_threads(target, lambda stub: (stub.GetStats(pb.GetStatsRequest()), stub.GetModel(pb.GetModelRequest())))
 
 
-def watch_flood(target: Target) -> int:
+@in_loop
+async def watch_flood(target: Target) -> int:
     """Open and hold health watches at both ports."""
-    return asyncio.run(_watch_flood(target))
-
-
-async def _watch_flood(target: Target) -> int:
     count = 0
 
     async def watch(port: int) -> None:
@@ -82,12 +76,9 @@ async def _watch_flood(target: Target) -> int:
     return count
 
 
-def idle_sessions(target: Target) -> int:
+@in_loop
+async def idle_sessions(target: Target) -> int:
     """Open sessions that send no commands."""
-    return asyncio.run(_idle_sessions(target))
-
-
-async def _idle_sessions(target: Target) -> int:
     opened = 0
     channels = [target.channel(aio=True) for _ in range(8)]
     calls = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +55,16 @@ class Target:
         make = grpc.aio.insecure_channel if aio else grpc.insecure_channel
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
         return make(f"127.0.0.1:{self.data}", options=options)
+
+
+def in_loop(kind: Callable[[Target], Coroutine[Any, Any, int]]) -> Callable[[Target], int]:
+    """Return a kind that runs a coroutine function on an event loop."""
+
+    @functools.wraps(kind)
+    def run(target: Target) -> int:
+        return asyncio.run(kind(target))
+
+    return run
 
 
 def in_threads(target: Target, call: Callable[[Any], object], num_threads: int = NUM_THREADS) -> int:
