@@ -82,8 +82,8 @@ async def test_drain_returns_remaining_requests_and_time(tmp_path: Path) -> None
         assert (answer.requests_in_progress, answer.time_remaining.ToSeconds()) == (3, 77)
         calls[0].cancel()
         await until(lambda: len(s.service.streams) == 2)
-        s.service.refuse(lambda: AssertionError("nobody asks"))  # type: ignore[arg-type, return-value]
-        s.service._drain_ends_at = monotonic() + 2000
+        s.manager.refuse(lambda: AssertionError("nobody asks"))  # type: ignore[arg-type, return-value]
+        s.manager._drain_ends_at = monotonic() + 2000
         answer = await stub.Drain(pb.DrainRequest())
         assert answer.requests_in_progress == 2
         assert 1000 < answer.time_remaining.ToMilliseconds() / 1000 <= 2000

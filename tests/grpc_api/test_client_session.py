@@ -88,10 +88,10 @@ async def finish(s: Serving, first: asyncio.Task[Any]) -> None:
 async def test_concurrent_requests_share_a_session(tmp_path: Path, connect: Open) -> None:
     async with serving(tmp_path) as s, connect(s) as client:
         first = await occupied(s, client)
-        assert len(s.service._sessions) == 0
+        assert len(s.manager.sessions) == 0
         tasks = [asyncio.ensure_future(client.generate(f"p{n}", seed=n)) for n in range(COUNT)]
         await s.engine.next_request(1 + COUNT)
-        assert len(s.service._sessions) == 1
+        assert len(s.manager.sessions) == 1
         keys = [r.request_id for r in s.engine.submitted[1:]]
         for key in keys:
             s.engine.start(key)
@@ -124,7 +124,7 @@ async def test_session_requests_behave_like_direct_calls(tmp_path: Path, connect
         s.engine.fail(key, NonFiniteLogits("nan"))
         with pytest.raises(NonFiniteLogits, match="nan"):
             await failing
-        assert len(s.service._sessions) == 1
+        assert len(s.manager.sessions) == 1
         assert not first.done()
         await finish(s, first)
 
@@ -154,7 +154,7 @@ async def test_closing_the_client_ends_all(s: Serving, connect: Open) -> None:
         with pytest.raises(Cancelled):
             await call
     await s.idle()
-    await until(lambda: not s.service._sessions)
+    await until(lambda: not s.manager.sessions)
 
 
 async def test_ended_session_resumes_its_answers(tmp_path: Path, connect: Open) -> None:
@@ -170,10 +170,10 @@ async def test_ended_session_resumes_its_answers(tmp_path: Path, connect: Open) 
         for request in s.engine.submitted:
             s.engine.start(request.request_id)
             s.engine.tokens(request.request_id, SMILE_IDS[:3])
-        await until(lambda: [r.outputs[0].num_received for r in s.service.requests] == [3] * 5)
+        await until(lambda: [r.outputs[0].num_received for r in s.manager.requests] == [3] * 5)
         s.engine.answer = whole
-        s.service.fail_all(lambda request: ShutdownInterrupted("gone", retry_after_seconds=0.0))
-        for session in list(s.service._sessions):
+        s.manager.fail_all(lambda request: ShutdownInterrupted("gone", retry_after_seconds=0.0))
+        for session in list(s.manager.sessions):
             session.drain(ShutdownInterrupted("gone", retry_after_seconds=0.0))
         for result in await asyncio.gather(first, *tasks):
             assert list(result.token_ids) == SMILE_IDS
@@ -208,12 +208,12 @@ async def test_multiplexing_can_be_disabled(tmp_path: Path, sessions: bool | Non
             await s.engine.next_request(2)
             alone = asyncio.ensure_future(client.generate("x", metadata=metadata[1:]))
             await s.engine.next_request(3)
-            assert sum(len(session) for session in s.service._sessions) == 1
+            assert sum(len(session) for session in s.manager.sessions) == 1
             alone.cancel()
         else:
             shared = asyncio.ensure_future(client.generate("x"))
             await s.engine.next_request(2)
-            assert not s.service._sessions
+            assert not s.manager.sessions
         shared.cancel()
         first.cancel()
 
@@ -254,7 +254,7 @@ async def test_requests_survive_connection_and_session_age(tmp_path: Path, conne
             while len(opened) < 4:
                 answer = await client.generate("more", request_id=f"r{number}-{count}")
                 assert answer.text == SMILE
-                opened.update(s.service._sessions)
+                opened.update(s.manager.sessions)
                 count += 1
                 await asyncio.sleep(0.005)
 
@@ -287,7 +287,7 @@ async def test_too_large_request_fails_alone(tmp_path: Path, connect: Open) -> N
         s.engine.tokens(key, SMILE_IDS)
         s.engine.finish_by(key, FinishReason.LENGTH)
         assert list((await neighbour).token_ids) == SMILE_IDS
-        assert len(s.service._sessions) == 1
+        assert len(s.manager.sessions) == 1
         await finish(s, first)
 
 
@@ -323,7 +323,7 @@ async def test_requests_of_a_session_have_their_own_tenant(tmp_path: Path, conne
         assert [request.tenant for request in s.engine.submitted] == [
             share_of(tenant or "default") for tenant in tenants
         ]
-        assert len(s.service._sessions) == 1
+        assert len(s.manager.sessions) == 1
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)

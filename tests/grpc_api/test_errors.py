@@ -41,7 +41,7 @@ async def test_before_a_worker_joined(tmp_path: Path) -> None:
 
 
 async def test_while_draining(s: Serving) -> None:
-    await s.service.drain(timeout_seconds=0)
+    await s.manager.drain(timeout_seconds=0)
     error = await error_of(s.generate())
     assert (error.code, error.reason) == ("UNAVAILABLE", "SERVER_DRAINING")
     assert error.retry_after_seconds is not None
@@ -49,7 +49,7 @@ async def test_while_draining(s: Serving) -> None:
 
 
 async def test_without_any_further_worker(s: Serving) -> None:
-    s.service.refuse(lambda: WorkerUnavailable("gave up"))
+    s.manager.refuse(lambda: WorkerUnavailable("gave up"))
     assert (await error_of(s.generate())).reason == "WORKER_UNAVAILABLE"
 
 

@@ -233,7 +233,7 @@ async def test_drain_completes_or_interrupts_requests(s: Serving) -> None:
     for name in ("r0", "r1", "r2"):
         s.engine.start(keys[name])
         s.engine.tokens(keys[name], ids[:2])
-    drain = asyncio.create_task(s.service.drain(timeout_seconds=2.0))
+    drain = asyncio.create_task(s.manager.drain(timeout_seconds=2.0))
     s.server.health.close()
     await until(lambda: s.engine.is_draining)
     assert (await error_of(s.generate())).reason == "SERVER_DRAINING"
@@ -258,14 +258,14 @@ async def test_drain_completes_or_interrupts_requests(s: Serving) -> None:
 
 async def test_drain_without_requests_returns_at_once(s: Serving) -> None:
     async with asyncio.timeout(BOUND_SECONDS):
-        await s.service.drain(timeout_seconds=2 * BOUND_SECONDS)
+        await s.manager.drain(timeout_seconds=2 * BOUND_SECONDS)
         await s.server.stop(2 * BOUND_SECONDS)
 
 
 async def test_last_status_arrives_before_an_immediate_stop(s: Serving) -> None:
     call, key = await s.start_call()
     s.engine.finish_by(key, FinishReason.LENGTH)
-    await s.service.drain(timeout_seconds=5.0)
+    await s.manager.drain(timeout_seconds=5.0)
     await s.server.stop(2.0)
     assert (await read_all(call))[-1].finished.finish_reason == pb.FINISH_REASON_LENGTH
     assert await call.code() is grpc.StatusCode.OK

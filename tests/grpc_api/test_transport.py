@@ -371,7 +371,7 @@ async def test_sessions_of_a_connection_are_limited(tmp_path: Path) -> None:
         assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
         assert error.metadata == {"limit": "2"}
         callers[0].call.cancel()
-        await until(lambda: len(s.service._sessions) == 1)
+        await until(lambda: len(s.manager.sessions) == 1)
         await Caller(s).call.initial_metadata()
 
 
@@ -400,7 +400,7 @@ async def test_session_at_maximum_age_takes_no_new_requests(tmp_path: Path) -> N
         caller = Caller(s)
         await caller.send(submit(1))
         key = await s.engine.next_request()
-        session = next(iter(s.service._sessions))
+        session = next(iter(s.manager.sessions))
         await until(lambda: session._drain_error)
         await caller.send(submit(2))
         await caller.until(lambda: caller.failed)
@@ -420,7 +420,7 @@ async def test_unix_socket_clients_share_no_session_limit(tmp_path: Path) -> Non
         callers = [Caller(s) for _ in range(3)]  # a call without a reference is cancelled
         for caller in callers:
             await caller.call.initial_metadata()
-        assert len(s.service._sessions) == 3
+        assert len(s.manager.sessions) == 3
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"\x00" * 4096])

@@ -361,7 +361,7 @@ async def test_every_rejected_request_is_counted_once(tmp_path: Path) -> None:
         # Admitted, then rejected as too long after tokenizing.
         await call(s.stub.Generate, text_request("a b " * 200))
         await s.idle()
-        rejected, ended = s.service._stats.rejected, s.service._stats.ended
+        rejected, ended = s.service.stats.rejected, s.service.stats.ended
         assert dict(rejected) == {
             "invalid_request": 5,  # Generate, Submit, Tokenize, a command, the Session
             "token_out_of_vocabulary": 1,

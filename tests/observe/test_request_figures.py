@@ -43,8 +43,9 @@ from lineclear.errors import (
     ServerDraining,
     ShutdownInterrupted,
 )
+from lineclear.scheduler import metrics
 from lineclear.scheduler.core.events import FinishReason
-from lineclear.scheduler.grpc_api.inference_service import shutdown_interrupted
+from lineclear.scheduler.requests.request_manager import shutdown_interrupted
 from lineclear.v1 import inference_pb2 as pb
 
 Way = Callable[[Serving], Awaitable[Any]]
@@ -149,7 +150,7 @@ async def cancel_by_name(s: Serving) -> None:
 
 def move_to_the_end(s: Serving, left: float) -> None:
     """Let the only live request have `left` seconds of its 100."""
-    (live,) = s.service.requests
+    (live,) = s.manager.requests
     live.deadline = live._services.clock() + left
     live.call = live.call._replace(arrival=live.deadline - 100.0)
 
@@ -176,14 +177,14 @@ async def shutdown(s: Serving) -> None:
     call, key = await next_key(s, s.generate)
     s.engine.start(key)
     await call.read()
-    s.service.fail_all(shutdown_interrupted)
+    s.manager.fail_all(shutdown_interrupted)
     assert (await error_of(call)).reason == "SHUTDOWN_INTERRUPTED"
 
 
 @way("slow_consumer")
 async def slow_consumer(s: Serving) -> None:
     call, key = await next_key(s, s.generate)
-    await until(lambda: len(s.service.requests) == 1)
+    await until(lambda: len(s.manager.requests) == 1)
     s.engine.start(key)
     s.engine.tokens(key, HELLO_IDS[:1] * 20_000)
     assert (await error_of(call)).reason == "SLOW_CONSUMER"
@@ -214,7 +215,7 @@ async def one_output_cancelled(s: Serving) -> None:
         s.engine.start(key)
     s.engine.tokens(keys[1], HELLO_IDS)
     s.engine.finish_by(keys[1], FinishReason.LENGTH)
-    await until(lambda: next(iter(s.service.requests)).outputs[1].has_ended)
+    await until(lambda: next(iter(s.manager.requests)).outputs[1].has_ended)
     assert (await s.stub.Cancel(pb.CancelRequest(request_id="two", index=0))).found
     while await call.read() is not grpc.aio.EOF:
         pass
@@ -313,7 +314,7 @@ async def quota_full(s: Serving) -> None:
 async def hang_up_while_tokenizing(s: Serving) -> None:
     async with held_tokenizer(s):
         call = s.generate()
-        await until(lambda: len(s.service.requests) == 1)
+        await until(lambda: len(s.manager.requests) == 1)
         call.cancel()
         await s.idle()
 
@@ -334,11 +335,11 @@ async def hang_up_while_paced(s: Serving) -> None:
         await asyncio.Event().wait()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(s.service._pacer, "wait", wait)
+        patch.setattr(s.service.pacer, "wait", wait)
         call = s.generate(text_request("a " * 50_000))
         await is_waiting.wait()
         call.cancel()
-        await until(lambda: s.service._stats.rejected["cancelled"])
+        await until(lambda: s.service.stats.rejected["cancelled"])
 
 
 @contextlib.asynccontextmanager
@@ -358,7 +359,7 @@ async def held_tokenizer(s: Serving) -> Any:
 async def session(s: Serving) -> None:
     caller = Caller(s)
     await caller.send(submit(1))
-    key = await s.engine.next_request(len(s.engine.submitted) + (not s.service.requests))
+    key = await s.engine.next_request(len(s.engine.submitted) + (not s.manager.requests))
     s.engine.start(key)
     s.engine.tokens(key, HELLO_IDS[:1])
     s.engine.finish_by(key, FinishReason.LENGTH)
@@ -366,9 +367,9 @@ async def session(s: Serving) -> None:
     await caller.send(submit(2, text_request(sampling={"top_p": 7.0})), submit(3, text_request("a b " * 200)))
     await caller.until(lambda: len(caller.failed) == 2)
     await caller.send(submit(4))
-    await until(lambda: len(s.service.requests) == 1)
+    await until(lambda: len(s.manager.requests) == 1)
     await s.engine.next_request(len(s.engine.submitted) or 1)
-    await until(lambda: any(r._queue_place.was_admitted for r in s.service.requests))
+    await until(lambda: any(r._queue_place.was_admitted for r in s.manager.requests))
     await caller.send(cancel(4))
     await caller.until(lambda: 4 in caller.failed)
     await caller.call.done_writing()
@@ -379,7 +380,7 @@ async def session(s: Serving) -> None:
 async def session_ends_with_its_call(s: Serving) -> None:
     caller = Caller(s)
     await caller.send(submit(1), submit(2))
-    await until(lambda: [r._queue_place.was_admitted for r in s.service.requests] == [True, True])
+    await until(lambda: [r._queue_place.was_admitted for r in s.manager.requests] == [True, True])
     caller.call.cancel()
     await s.idle()
 
@@ -460,7 +461,7 @@ async def hang_up_of_another_call(s: Serving) -> None:
     call = s.stub.Session()
     await call.initial_metadata()
     call.cancel()
-    await until(lambda: not s.service._sessions)
+    await until(lambda: not s.manager.sessions)
 
 
 async def awaited(call: Any) -> Any:
@@ -477,7 +478,7 @@ class _Collected(Collector):
 
 async def page_of(s: Serving) -> Page:
     registry = CollectorRegistry()
-    registry.register(_Collected(await s.service.metrics()))
+    registry.register(_Collected(await metrics.current(s.manager, s.server.certificates)))
     return check_page(Page(generate_latest(registry).decode()), idle=True)
 
 
@@ -493,7 +494,7 @@ async def test_each_end_is_in_one_figure(tmp_path: Path, name: str) -> None:
         with capture_logs() as lines:
             async with asyncio.timeout(BOUND_SECONDS):
                 await function(s)
-            await until(lambda: len(s.service.requests) == 0)
+            await until(lambda: len(s.manager.requests) == 0)
         page = await page_of(s)
         assert (page.ended, page.rejected) == (Counter(ended), Counter(rejected))
         logged = Counter(line["outcome"] for line in lines if line["event"] == "request_ended")

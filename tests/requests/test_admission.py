@@ -240,7 +240,7 @@ async def test_small_invalid_request_is_rejected_before_the_quota(tmp_path: Path
         assert from_status((await session.read()).events[0].error).reason == "INVALID_REQUEST"
         session.cancel()
         assert (await error_of(s.generate(text_request()))).reason == "QUEUE_FULL"
-        assert s.service._stats.rejected == {"invalid_request": 3, "queue_full": 1}
+        assert s.service.stats.rejected == {"invalid_request": 3, "queue_full": 1}
         first.cancel()
 
 

@@ -167,12 +167,12 @@ async def test_stats_have_the_index_without_names(tmp_path: Path) -> None:
             for _ in range(3):
                 calls.append(s.generate(text_request(), metadata=(("x-tenant-id", tenant),)))
                 await s.engine.next_request(len(calls))
-        fairness = s.service.requests.fairness
+        fairness = s.manager.requests.fairness
         fairness.tick()
         for key, tokens in ((s.engine.submitted[0].request_id, 37), (s.engine.submitted[3].request_id, 7)):
             s.engine.start(key)
             s.engine.tokens(key, [5] * tokens)
-        await until(lambda: [request.outputs[0].num_received for request in s.service.requests].count(0) == 4)
+        await until(lambda: [request.outputs[0].num_received for request in s.manager.requests].count(0) == 4)
         fairness.tick()
         stats = await s.stub.GetStats(pb.GetStatsRequest())
         prompt = len(s.engine.submitted[0].prompt)

@@ -66,7 +66,7 @@ async def test_bug_in_one_answer_ends_that_request_only(tmp_path: Path, monkeypa
     break_at_a_token(monkeypatch)
     async with serving(tmp_path) as s:
         fatal: list[BaseException] = []
-        s.service.on_fatal = fatal.append
+        s.manager.on_fatal = fatal.append
         calls = []
         for number in (1, 2, 3):
             call = s.generate()

@@ -71,13 +71,13 @@ async def test_large_tokenize_inputs_are_paced(tmp_path: Path, monkeypatch: pyte
     waits: list[None] = []
 
     async with serving(tmp_path) as s:
-        original = s.service._pacer.wait
+        original = s.service.pacer.wait
 
         async def wait() -> None:
             waits.append(None)
             await original()
 
-        monkeypatch.setattr(s.service._pacer, "wait", wait)
+        monkeypatch.setattr(s.service.pacer, "wait", wait)
         await s.stub.Tokenize(pb.TokenizeRequest(text="a"))
         assert not waits
         await s.stub.Tokenize(pb.TokenizeRequest(text="a" * 5000))

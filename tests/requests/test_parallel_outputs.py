@@ -72,7 +72,7 @@ async def test_unread_tokens_of_all_outputs_count_together(tmp_path: Path) -> No
         for key in keys:
             s.engine.start(key)
             s.engine.tokens(key, HELLO_IDS[:1] * 30)
-        request = next(iter(s.service.requests))
+        request = next(iter(s.manager.requests))
         await until(lambda: all(output.num_received == 30 for output in request.outputs))
         request.outputs[0].subscribe(lambda: None)
         request.outputs[1].subscribe(lambda: None)

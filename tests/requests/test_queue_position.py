@@ -109,7 +109,7 @@ async def test_result_of_a_waiting_request_has_its_place(s: Serving) -> None:
     result = await s.stub.GetResult(pb.GetResultRequest(request_id=name))
     assert (result.state, result.response.queued) == (pb.RESULT_STATE_WAITING, QUEUED)
     s.engine.start(await s.engine.next_request())
-    await until(lambda: s.service.requests)
+    await until(lambda: s.manager.requests)
     result = await s.stub.GetResult(pb.GetResultRequest(request_id=name))
     assert not result.response.HasField("queued")
     await s.stub.Cancel(pb.CancelRequest(request_id=name))

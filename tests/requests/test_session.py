@@ -190,10 +190,10 @@ async def test_drain_completes_answers_then_ends_the_session(s: Serving) -> None
     await caller.send(submit(1), submit(2))
     await idler.send(cancel(1))
     await s.engine.next_request(2)
-    await until(lambda: len(s.service._sessions) == 2)
+    await until(lambda: len(s.manager.sessions) == 2)
     keys = [r.request_id for r in s.engine.submitted]
     s.engine.start(keys[0])
-    drain = asyncio.create_task(s.service.drain(timeout_seconds=1.0))
+    drain = asyncio.create_task(s.manager.drain(timeout_seconds=1.0))
     await until(lambda: s.engine.is_draining)
     assert (await error_of(idler.call)).reason == "SERVER_DRAINING"
     await caller.send(submit(3))

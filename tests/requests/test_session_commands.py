@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from support.serving import (
 )
 from support.session_driver import Caller, command, submit
 
-from lineclear.errors import InternalError
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.requests.admission import Admission
 from lineclear.scheduler.requests.session import Session
@@ -28,8 +26,7 @@ from lineclear.v1 import inference_pb2 as pb
 
 def new_session(s: Serving) -> Session:
     """Return a session whose output is read by calling `next_response`."""
-    arguments = s.service.requests, ANONYMOUS, "", s.service._model.require, InternalError, monotonic
-    return Session(*arguments, deadline=None)
+    return Session(s.manager.requests, ANONYMOUS, "", lambda: None, deadline=None)
 
 
 async def test_message_without_commands_ends_the_session(s: Serving) -> None:

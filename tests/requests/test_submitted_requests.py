@@ -74,7 +74,7 @@ async def test_answer_is_read_from_any_index(s: Serving) -> None:
     early = asyncio.ensure_future(attached(s, name))
     s.engine.start(key)
     s.engine.tokens(key, SMILE_IDS[:4])
-    await until(lambda: s.service._submitted.find(ANONYMOUS, name).outputs[0].next_index == 4)
+    await until(lambda: s.manager.submitted.find(ANONYMOUS, name).outputs[0].next_index == 4)
     now = await result(s, name)
     assert (now.state, list(now.response.token_ids)) == (pb.RESULT_STATE_RUNNING, SMILE_IDS[:4])
     late = asyncio.ensure_future(attached(s, name, 2))
@@ -179,8 +179,8 @@ async def test_longest_ended_answer_is_evicted(tmp_path: Path) -> None:
         # 30 tokens are kept; 45 more need the space of two of the three.
         s.engine.answer = None
         await submit(s, text_request(sampling={"max_tokens": 45}))
-        assert len(s.service._submitted) == 2
-        assert s.service._submitted.num_tokens == 55
+        assert len(s.manager.submitted) == 2
+        assert s.manager.submitted.num_tokens == 55
         # Answers in progress are never evicted.
         error = await error_of(submit(s, text_request(sampling={"max_tokens": 20})))
         assert (error.reason, error.metadata["limit_tokens"]) == ("QUEUE_FULL", "60")
@@ -196,21 +196,21 @@ async def test_answer_expires_and_is_freed(tmp_path: Path) -> None:
         loop = asyncio.get_running_loop()
         name = await submit(s)
         key = await s.engine.next_request()
-        reference = weakref.ref(s.service._submitted.find(ANONYMOUS, name))
+        reference = weakref.ref(s.manager.submitted.find(ANONYMOUS, name))
         ended_at = loop.time()
         s.engine.start(key)
         s.engine.tokens(key, SMILE_IDS)
         s.engine.finish_by(key, FinishReason.LENGTH)
-        await until(lambda: len(s.service._submitted) == 0)
+        await until(lambda: len(s.manager.submitted) == 0)
         assert loop.time() - ended_at > 0.9 * lifetime_seconds  # uvloop counts whole milliseconds
-        assert s.service._submitted.num_tokens == 0
+        assert s.manager.submitted.num_tokens == 0
         gc.collect()
         assert reference() is None
 
 
 async def test_removed_answer_is_not_kept_by_its_timer(s: Serving) -> None:
     name = await submit_to_the_end(s)
-    reference = weakref.ref(s.service._submitted.find(ANONYMOUS, name))
+    reference = weakref.ref(s.manager.submitted.find(ANONYMOUS, name))
     await cancel(s, name)
     gc.collect()
     assert reference() is None
@@ -260,7 +260,7 @@ async def test_concurrent_submits_of_one_request_id_admit_one(s: Serving) -> Non
     ends = await asyncio.gather(*calls, return_exceptions=True)
     refused = [end.reason for end in ends if isinstance(end, LineclearError)]
     assert refused == ["DUPLICATE_REQUEST"] * 3
-    assert len(s.engine.submitted) == len(s.service._submitted) == 1
+    assert len(s.engine.submitted) == len(s.manager.submitted) == 1
 
 
 async def test_drain_error_has_resume_metadata(s: Serving) -> None:
@@ -270,8 +270,8 @@ async def test_drain_error_has_resume_metadata(s: Serving) -> None:
     s.engine.tokens(key, SMILE_IDS[:2])
     call = attach(s, name)
     assert (await call.read()).response.HasField("started")
-    await until(lambda: s.service._submitted.find(ANONYMOUS, name).outputs[0].next_index == 2)
-    await s.service.drain(timeout_seconds=0)
+    await until(lambda: s.manager.submitted.find(ANONYMOUS, name).outputs[0].next_index == 2)
+    await s.manager.drain(timeout_seconds=0)
     error = await error_of(call)
     assert (error.reason, error.metadata["next_index"]) == ("SHUTDOWN_INTERRUPTED", "2")
     assert from_status((await result(s, name)).error).reason == "SHUTDOWN_INTERRUPTED"

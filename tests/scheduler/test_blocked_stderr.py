@@ -52,15 +52,15 @@ def fill(descriptor: int) -> None:
 
 # Libraries, warnings and threads that end with an exception write to standard error.
 NOTES = """
-from lineclear.scheduler.grpc_api.inference_service import InferenceService
-drain = InferenceService.drain
+from lineclear.scheduler.requests.request_manager import RequestManager
+drain = RequestManager.drain
 def noted(self, seconds):
     try:
         print("note " * 5000, file=sys.stderr)
     except OSError:
         pass
     return drain(self, seconds)
-InferenceService.drain = noted
+RequestManager.drain = noted
 """
 
 

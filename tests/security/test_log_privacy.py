@@ -134,16 +134,16 @@ def note(text):
 """,
     "metrics": """
 from prometheus_client.core import GaugeMetricFamily
-from lineclear.scheduler.grpc_api import inference_service as service
+from lineclear.scheduler import metrics
 texts = {}
-figures = service.families
+figures = metrics.families
 def families(*arguments, **named):
     yield from figures(*arguments, **named)
     family = GaugeMetricFamily("lineclear_asked", "How often.", labels=["prompt"])
     for text, count in texts.items():
         family.add_metric([text], count)
     yield family
-service.families = families
+metrics.families = families
 def note(text):
     texts[text] = texts.get(text, 0) + 1
 """,

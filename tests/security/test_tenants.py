@@ -183,15 +183,15 @@ async def test_counted_bytes_match_memory(tmp_path: Path) -> None:
         await submit_and_feed(s, options, top, 10)  # one-time allocations
         gc.collect()
         tracemalloc.start()
-        before = s.service._submitted.num_bytes
+        before = s.manager.submitted.num_bytes
         await submit_and_feed(s, options, top, 1000)
         gc.collect()
         memory, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        counted = s.service._submitted.num_bytes - before
+        counted = s.manager.submitted.num_bytes - before
         assert memory < 1.3 * counted
         assert counted < 600 * 1000
-        answer = list(s.service._submitted)[-1]
+        answer = list(s.manager.submitted)[-1]
         message = answer.outputs[0].message(999, 1000)
         assert [(c.token_id, c.logprob) for c in message.logprobs[0].top_logprobs] == list(top)
         assert message.logprobs[0].logprob == -999.0

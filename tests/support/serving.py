@@ -35,12 +35,12 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerStatus
-from lineclear.scheduler.grpc_api.admin_service import AdminService
-from lineclear.scheduler.grpc_api.inference_service import InferenceService
 from lineclear.scheduler.grpc_api.server import Server
 from lineclear.scheduler.observe.scheduler_state import TakenState
 from lineclear.scheduler.observe.step_feed import StepFeed
 from lineclear.scheduler.observe.step_history import StepHistory
+from lineclear.scheduler.requests.request_manager import RequestManager
+from lineclear.scheduler.requests.services import RequestServices
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.template_renderer import ChatTemplate
 from lineclear.scheduler.text.tokenizer import Tokenizer
@@ -265,9 +265,10 @@ class Serving:
     """A server that listens, its engine and a client."""
 
     def __init__(
-        self, service: InferenceService, server: Server, engine: FakeEngine, operations: FakeOperations, channel: Any
+        self, manager: RequestManager, server: Server, engine: FakeEngine, operations: FakeOperations, channel: Any
     ) -> None:
-        self.service, self.server, self.engine, self.channel = service, server, engine, channel
+        self.manager, self.service = manager, manager.services
+        self.server, self.engine, self.channel = server, engine, channel
         self.operations = operations
         self.stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
 
@@ -311,22 +312,23 @@ async def serving(
     """Run a server with a joined worker on a Unix socket below `path`, with a channel to it if that is `plaintext`."""
     chosen = SchedulerSettings(**{"model": "m", "listen": f"unix:{path}/s", **settings})
     chat = None if template is None else ChatTemplate(template, tokenizer.seal, {})
-    engine = FakeEngine(lambda events: service.publish(events))
-    service = InferenceService(chosen, engine, tokenizer, chat, model_defaults, model)
+    engine = FakeEngine(lambda events: manager.publish(events))
+    services = RequestServices(chosen, engine, tokenizer, chat, model_defaults, model)
+    manager = RequestManager(services)
     operations = FakeOperations()
-    server = Server(chosen, service, AdminService(chosen, service, operations))
-    service.on_worker = server.set_worker
+    server = Server(manager, operations)
+    services.on_worker = server.set_worker
     await server.start()
     if joined:
         engine.join()
         await until(lambda: server.health.is_serving("readiness"))
     channel = grpc.aio.insecure_channel(server.address if plaintext else f"unix:{path}/nobody")
     try:
-        yield Serving(service, server, engine, operations, channel)
+        yield Serving(manager, server, engine, operations, channel)
     finally:
         await channel.close()
         await server.stop(0)
-        service.close()
+        manager.close()
 
 
 async def error_of(call: Any) -> LineclearError:

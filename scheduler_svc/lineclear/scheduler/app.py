@@ -22,6 +22,7 @@ from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
 from lineclear.exit_codes import ExitCode
 from lineclear.process.exception_location import exception_fields
 from lineclear.process.settings_base import ConfigurationError
+from lineclear.scheduler import metrics
 from lineclear.scheduler.addresses import is_local
 from lineclear.scheduler.admin_operations import AdminOperations
 from lineclear.scheduler.core.limits import CoreLimits
@@ -32,13 +33,13 @@ from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
-from lineclear.scheduler.grpc_api.admin_service import AdminService
-from lineclear.scheduler.grpc_api.error_interceptor import incident
-from lineclear.scheduler.grpc_api.inference_service import InferenceService, shutdown_interrupted
 from lineclear.scheduler.grpc_api.server import Server
 from lineclear.scheduler.metrics_server import MetricsServer
 from lineclear.scheduler.observe.step_feed import StepFeed
 from lineclear.scheduler.observe.step_history import StepHistory
+from lineclear.scheduler.requests.adapters import Adapters
+from lineclear.scheduler.requests.request_manager import RequestManager, shutdown_interrupted
+from lineclear.scheduler.requests.services import RequestServices, incident
 from lineclear.scheduler.security.reloading_file import ReloadingFile
 from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.scheduler.security.token_file import read_tokens
@@ -75,7 +76,7 @@ async def serve(
     engine = Engine(
         core,
         link,
-        lambda events: service.publish(events),
+        lambda events: manager.publish(events),
         supervisor,
         max_workers=settings.max_workers,
         max_inbox=_max_inbox(settings),
@@ -83,23 +84,23 @@ async def serve(
         text_fingerprint=files.fingerprint,
         step_history=history,
         on_rejected=_on_rejected(files.fingerprint, shutdown),
-        on_adapter_failed=lambda key, problem: service.adapter_failed(key, problem),
+        on_adapter_failed=lambda key, problem: manager.adapter_failed(key, problem),
         on_anomaly=recordings.dump,
         on_fatal=shutdown.on_fatal,
     )
     supervisor.on_exit = engine.worker_exited
-    service = InferenceService(settings, engine, files.tokenizer, files.chat, files.generation_config, model)
-    stack.callback(service.close)
+    services = RequestServices(settings, engine, files.tokenizer, files.chat, files.generation_config, model)
+    manager = RequestManager(services, supervisor.wanted)
+    stack.callback(manager.close)
     steps = StepFeed(history, engine.call_on_engine_thread, engine.take_state, settings.max_step_watchers)
     operations = AdminOperations(shutdown, engine, recordings, supervisor, steps)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.start_recording, "SIGUSR2")
-    server = Server(settings, service, AdminService(settings, service, operations))
-    service.wanted_workers = supervisor.wanted
-    service.on_worker = server.set_worker
-    service.on_fatal = shutdown.on_fatal
+    server = Server(manager, operations)
+    manager.on_fatal = shutdown.on_fatal
+    services.on_worker = server.set_worker
     engine.start()
     stack.callback(_stop, engine, shutdown)
-    await _load_adapters(service)
+    await _load_adapters(services.adapters)
     watchdog = Watchdog(
         engine.busy_seconds,
         server.set_live,
@@ -108,16 +109,16 @@ async def serve(
     )
     watchdog.start()
     stack.callback(watchdog.stop)
-    async with _metrics_server(settings, service), _status_server(settings, steps, server.certificates):
+    async with _metrics_server(manager, server.certificates), _status_server(settings, steps, server.certificates):
         try:
-            await _run(settings, shutdown, service, server, supervisor, steps)
+            await _run(manager, shutdown, server, supervisor, steps)
         finally:
             engine.release_worker()
 
 
-async def _load_adapters(service: InferenceService) -> None:
+async def _load_adapters(adapters: Adapters) -> None:
     try:
-        await service.adapters.load_at_start()
+        await adapters.load_at_start()
     except LineclearError as error:
         raise ConfigurationError(str(error)) from None
 
@@ -148,17 +149,18 @@ def _on_rejected(fingerprint: str, shutdown: ShutdownController) -> Callable[[He
 
 
 @contextlib.asynccontextmanager
-async def _metrics_server(settings: SchedulerSettings, service: InferenceService) -> AsyncIterator[None]:
+async def _metrics_server(manager: RequestManager, certificates: ServerCertificates | None) -> AsyncIterator[None]:
     """Serve metrics for Prometheus, also during the shutdown, if an address is set."""
-    if not settings.metrics_listen:
+    address = manager.services.settings.metrics_listen
+    if not address:
         yield
         return
     loop = asyncio.get_running_loop()
 
     def collect() -> list[Metric]:
-        return asyncio.run_coroutine_threadsafe(service.metrics(), loop).result(_METRICS_SECONDS)
+        return asyncio.run_coroutine_threadsafe(metrics.current(manager, certificates), loop).result(_METRICS_SECONDS)
 
-    server = MetricsServer(settings.metrics_listen, collect)
+    server = MetricsServer(address, collect)
     log.info("metrics_listening", address=server.address)
     try:
         yield
@@ -198,16 +200,16 @@ async def _status_server(
 
 
 async def _run(
-    settings: SchedulerSettings,
+    manager: RequestManager,
     shutdown: ShutdownController,
-    service: InferenceService,
     server: Server,
     supervisor: WorkerSupervisor,
     steps: StepFeed,
 ) -> None:
     """Serve until the shutdown starts, then drain, or stop at once if it is forced."""
     await server.start()
-    await service.prepare()
+    await manager.services.tokenizers.prepare()
+    settings = manager.services.settings
     if settings.batching_strategy == "fixed_size":
         log.warning(
             "fixed_size_waits",
@@ -226,34 +228,28 @@ async def _run(
     gc.freeze()
     await shutdown.started.wait()
     supervisor.drain()
-    if not await shutdown.run_unless_forced(_shut_down(shutdown, settings, service, server, steps)):
-        service.fail_all(shutdown_interrupted)
+    if not await shutdown.run_unless_forced(_shut_down(manager, shutdown, server, steps)):
+        manager.fail_all(shutdown_interrupted)
         await server.stop(0)
 
 
-async def _shut_down(
-    shutdown: ShutdownController,
-    settings: SchedulerSettings,
-    service: InferenceService,
-    server: Server,
-    steps: StepFeed,
-) -> None:
+async def _shut_down(manager: RequestManager, shutdown: ShutdownController, server: Server, steps: StepFeed) -> None:
     """End readiness, refuse new requests, finish running ones within the drain timeout, close the listeners last.
 
     Until then, new calls get the reason of the refusal.
     """
-    exit_code = shutdown.exit_code
+    exit_code, settings = shutdown.exit_code, manager.services.settings
     server.set_draining()
     linger = asyncio.ensure_future(asyncio.sleep(settings.drain_linger_seconds))
     if exit_code == ExitCode.OK:
-        await service.drain(settings.drain_timeout_seconds)
+        await manager.drain(settings.drain_timeout_seconds)
     else:
         error = _engine_failed(shutdown.failure) if exit_code == ExitCode.INTERNAL else _no_worker
-        service.refuse(error)
-        service.fail_all(lambda request: error())
+        manager.refuse(error)
+        manager.fail_all(lambda request: error())
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_STATUS_SECONDS):
-            await service.streams.wait_until_idle()
+            await manager.services.streams.wait_until_idle()
     await linger
     steps.close()  # only now: operators watch how a server drains
     await server.stop(_STATUS_SECONDS)

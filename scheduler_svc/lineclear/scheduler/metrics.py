@@ -22,9 +22,11 @@ from prometheus_client.core import (
     Metric,
 )
 
-from lineclear.scheduler.requests.adapter_use import AdapterUse
+from lineclear.scheduler.requests.adapters import AdapterUse
+from lineclear.scheduler.requests.request_manager import RequestManager
 from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, ServerStats
 from lineclear.scheduler.requests.status_messages import SERVING
+from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1.stats_help import HELP
 
@@ -58,6 +60,13 @@ _VLLM_FINISH_REASONS = {
     "cancelled": "abort",
     "deadline_exceeded": "abort",
 }
+
+
+async def current(manager: RequestManager, certificates: ServerCertificates | None) -> list[Metric]:
+    """Return the figures of GetStats as metrics. On the event loop."""
+    expires_at = certificates.expires_at.timestamp() if certificates is not None else None
+    stats, adapters = await manager.status(), manager.requests.adapter_use()
+    return list(families(stats, manager.services.stats, certificate_expires_at=expires_at, adapters=adapters))
 
 
 def families(

@@ -10,10 +10,10 @@ import structlog
 
 from lineclear.errors import InvalidRequest
 from lineclear.scheduler.grpc_api import step_stream
-from lineclear.scheduler.grpc_api.inference_service import InferenceService
 from lineclear.scheduler.observe.step_feed import StepFeed
 from lineclear.scheduler.requests import scheduling
 from lineclear.scheduler.requests.adapters import LoadedAdapter
+from lineclear.scheduler.requests.request_manager import RequestManager
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import admin_pb2 as pb
@@ -72,17 +72,18 @@ class OperationsApi(Protocol):
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """The handlers. On one event loop."""
 
-    def __init__(self, settings: SchedulerSettings, service: InferenceService, operations: OperationsApi) -> None:
-        self._settings, self._service, self._operations = settings, service, operations
+    def __init__(self, manager: RequestManager, operations: OperationsApi) -> None:
+        self._manager, self._operations = manager, operations
+        self._services = manager.services
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Start a graceful shutdown. Return the remaining requests and time."""
         _log_call("drain", context)
         self._operations.shut_down()
-        remaining = self._service.drain_remaining_seconds
-        response = pb.DrainResponse(requests_in_progress=len(self._service.streams))
+        remaining = self._manager.drain_remaining_seconds
+        response = pb.DrainResponse(requests_in_progress=len(self._services.streams))
         # The first call is answered before the drain has started.
-        seconds = self._settings.drain_timeout_seconds if remaining is None else remaining
+        seconds = self._services.settings.drain_timeout_seconds if remaining is None else remaining
         response.time_remaining.FromNanoseconds(round(seconds * 1e9))
         return response
 
@@ -117,37 +118,38 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> None:
         """Stream the executed steps until the server stops."""
         _log_call("watch_steps", context)
-        await step_stream.serve(self._operations.steps, request, context, self._settings.stall_timeout_seconds)
+        await step_stream.serve(self._operations.steps, request, context, self._services.settings.stall_timeout_seconds)
 
     async def GetScheduling(self, request: pb.GetSchedulingRequest, context: Context) -> pb.GetSchedulingResponse:
         """Return the scheduling settings in force."""
-        return pb.GetSchedulingResponse(scheduling=pb.Scheduling(**scheduling.values(self._service.settings)))
+        return pb.GetSchedulingResponse(scheduling=pb.Scheduling(**scheduling.values(self._services.settings)))
 
     async def UpdateScheduling(
         self, request: pb.UpdateSchedulingRequest, context: Context
     ) -> pb.UpdateSchedulingResponse:
         """Change scheduling settings. Return those in force."""
         changes = {field.name: value for field, value in request.changes.ListFields()}
-        settings = scheduling.changed(self._service.settings, changes, self._service.num_slots)
+        hello = self._services.engine.worker_status.hello
+        settings = scheduling.changed(self._services.settings, changes, None if hello is None else hello.num_slots)
         _log_call("update_scheduling", context, **{name: str(value) for name, value in changes.items()})
         # No await in between: the event loop and the core follow changes in the same order.
-        self._service.follow(settings)
+        self._services.follow(settings)
         await self._operations.switch_scheduling(settings)
         return pb.UpdateSchedulingResponse(scheduling=pb.Scheduling(**scheduling.values(settings)))
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
         """Load an adapter on every joined worker."""
         _log_call("load_adapter", context, adapter=request.name)
-        return pb.LoadAdapterResponse(adapter=_adapter(await self._service.adapters.load(request.name, request.path)))
+        return pb.LoadAdapterResponse(adapter=_adapter(await self._services.adapters.load(request.name, request.path)))
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
         """Unload an adapter; requests that use it run to their end."""
         _log_call("unload_adapter", context, adapter=request.name)
-        return pb.UnloadAdapterResponse(requests_in_progress=await self._service.adapters.unload(request.name))
+        return pb.UnloadAdapterResponse(requests_in_progress=await self._services.adapters.unload(request.name))
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         """Return the loaded adapters."""
-        return pb.ListAdaptersResponse(adapters=map(_adapter, self._service.adapters.all()))
+        return pb.ListAdaptersResponse(adapters=map(_adapter, self._services.adapters.all()))
 
 
 def _adapter(adapter: LoadedAdapter) -> pb.LoadedAdapter:

@@ -8,7 +8,6 @@ would answer UNKNOWN and print a traceback.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
@@ -20,11 +19,11 @@ from google.protobuf.message import DecodeError, Message
 from grpc_status import rpc_status
 
 from lineclear.api_limits import MAX_MESSAGE_BYTES
-from lineclear.errors import Cancelled, DeadlineExceeded, InternalError, LineclearError, ResponseTooLarge
-from lineclear.process.exception_location import exception_fields
+from lineclear.errors import Cancelled, DeadlineExceeded, LineclearError, ResponseTooLarge
 from lineclear.scheduler.grpc_api.request_reader import LONG, MALFORMED, RequestReader, checked
 from lineclear.scheduler.grpc_api.response_writer import write_only
 from lineclear.scheduler.requests.admission import has_request
+from lineclear.scheduler.requests.services import incident
 from lineclear.status_codec import to_status
 
 log = structlog.get_logger()
@@ -185,14 +184,6 @@ def _check_size(response: Message | bytes) -> None:
             " answer can be read in parts with Attach)",
             metadata={"response_bytes": str(size), "limit": str(MAX_MESSAGE_BYTES)},
         )
-
-
-def incident(where: str, error: BaseException) -> InternalError:
-    """Log a bug and return the error for the client, with the same incident number."""
-    incident_id = secrets.token_hex(8)
-    log.error("internal_error", incident_id=incident_id, where=where, **exception_fields(error))
-    message = f"internal error; the server's log has it as incident {incident_id}"
-    return InternalError(message, metadata={"incident_id": incident_id})
 
 
 async def abort(context: Context, error: LineclearError) -> None:

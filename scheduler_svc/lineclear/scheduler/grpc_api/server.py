@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,17 @@ from lineclear.scheduler.grpc_api import admin_service as admin_module
 from lineclear.scheduler.grpc_api import health_service as health_module
 from lineclear.scheduler.grpc_api import inference_service as service_module
 from lineclear.scheduler.grpc_api import reflection as reflection_module
-from lineclear.scheduler.grpc_api.admin_service import AdminService
+from lineclear.scheduler.grpc_api.admin_service import AdminService, OperationsApi
 from lineclear.scheduler.grpc_api.error_interceptor import ErrorInterceptor, abort
 from lineclear.scheduler.grpc_api.health_service import HealthService
 from lineclear.scheduler.grpc_api.inference_service import InferenceService
 from lineclear.scheduler.grpc_api.listener import bind, data_options, probe_options
 from lineclear.scheduler.grpc_api.request_reader import RequestReader
 from lineclear.scheduler.grpc_api.token_interceptor import AuthenticationInterceptor
+from lineclear.scheduler.requests.request_manager import RequestManager
 from lineclear.scheduler.security.reloading_file import ReloadingFile
 from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.scheduler.security.token_file import read_tokens
-from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import admin_pb2_grpc, inference_pb2_grpc
 
 log = structlog.get_logger()
@@ -68,68 +68,67 @@ _PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 0.5
 class Server:
     """The listeners, from `start` to `stop`. Created on the running event loop."""
 
-    def __init__(self, settings: SchedulerSettings, service: InferenceService, admin: AdminService) -> None:
+    def __init__(self, manager: RequestManager, operations: OperationsApi) -> None:
         """Bind the addresses. Raises ConfigurationError."""
         self.health = HealthService((*READY, *LIVE, WORKER))
+        self._settings = settings = manager.services.settings
+        self._count_error = manager.requests.count_error
         self._errors: list[ErrorInterceptor] = []
         self._servers: list[grpc.aio.Server] = []
         if not is_local(settings.listen) and (lack := settings.lacks()):
             log.warning("insecure_listener", address=settings.listen, there_is=lack)
-        # With an admin address, statistics are offered there and not on the data address.
-        withheld = admin_module.METHODS | ADMIN_ONLY if settings.admin_listen else admin_module.METHODS
-        offered = admin_module.METHODS | ADMIN_ONLY | EVERYWHERE
         self.certificates = ServerCertificates(settings) if settings.tls_cert_file else None
         credentials = self.certificates.credentials if self.certificates else None
-        if self.certificates is not None:
-            service.certificate = self.certificates
         self._expiry_task: asyncio.Task[None] | None = None
-        data = self._offer(settings, service, settings.token_file, lambda method: method not in withheld)
-        if settings.reflection:
-            public = (service_module.NAME, health_module.SERVICE)
-            reflection_module.add(data, public, lambda method: method not in withheld)
+        service = InferenceService(manager)
+        # With an admin address, statistics are offered there and not on the data address.
+        withheld = admin_module.METHODS | ADMIN_ONLY if settings.admin_listen else admin_module.METHODS
+        public = (service_module.NAME, health_module.SERVICE)
+        data = self._offer(service, settings.token_file, lambda method: method not in withheld, public)
         self.address = bind(data, settings.listen, credentials)
         self.admin_address = self.health_address = ""
         if settings.admin_listen:
-            admin_server = self._offer(settings, service, settings.admin_token_file, lambda method: method in offered)
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, admin_server)
+            offered = admin_module.METHODS | ADMIN_ONLY | EVERYWHERE
+            names = (*NAMES, health_module.SERVICE, *(CHANNELZ,) * settings.channelz)
+            admin = self._offer(service, settings.admin_token_file, lambda method: method in offered, names)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(manager, operations), admin)
             if settings.channelz:
-                add_channelz_servicer(admin_server)
-            if settings.reflection:
-                names = (*NAMES, health_module.SERVICE, *(CHANNELZ,) * settings.channelz)
-                reflection_module.add(admin_server, names, lambda m: m in offered or not m.startswith(_PREFIXES))
-            self.admin_address = bind(admin_server, settings.admin_listen, credentials)
+                add_channelz_servicer(admin)
+            self.admin_address = bind(admin, settings.admin_listen, credentials)
         if settings.health_listen:
-            guard = self._guard(settings, service.count_rejected)
-            probes = grpc.aio.server(interceptors=(guard,), options=probe_options(settings))
+            probes = grpc.aio.server(interceptors=(self._guard(),), options=probe_options(settings))
             self.health.add_to(probes)
             self.health_address = bind(probes, settings.health_listen)
             self._servers.append(probes)
 
     def _offer(
-        self, settings: SchedulerSettings, service: InferenceService, token_file: str, has: Callable[[str], bool]
+        self, service: InferenceService, token_file: str, has: Callable[[str], bool], names: Sequence[str]
     ) -> grpc.aio.Server:
-        """Create a server with health and the inference methods for which `has` is true, with tokens if given."""
-        count = service.count_rejected
+        """Create a server with health and the lineclear methods for which `has` is true, with tokens if given.
+
+        Reflection describes the services `names`.
+        """
         interceptors: list[grpc.aio.ServerInterceptor] = [
-            MethodFilterInterceptor(has, count),
-            self._guard(settings, count),
+            MethodFilterInterceptor(has, self._count_error),
+            self._guard(),
         ]
         if token_file:
             path = Path(token_file)
+            tokens = ReloadingFile([path], lambda: read_tokens(path))
             # First: a client without a token must not learn which methods exist.
-            interceptors.insert(
-                0, AuthenticationInterceptor(ReloadingFile([path], lambda: read_tokens(path)), service.count_rejected)
-            )
-        server = grpc.aio.server(interceptors=interceptors, options=data_options(settings))
+            interceptors.insert(0, AuthenticationInterceptor(tokens, self._count_error))
+        server = grpc.aio.server(interceptors=interceptors, options=data_options(self._settings))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         self.health.add_to(server)
+        if self._settings.reflection:
+            reflection_module.add(server, names, lambda method: has(method) or not method.startswith(_PREFIXES))
         self._servers.append(server)
         return server
 
-    def _guard(self, settings: SchedulerSettings, on_error: Callable[[str], None]) -> ErrorInterceptor:
+    def _guard(self) -> ErrorInterceptor:
         """Create the error interceptor of one listener. It caches handlers, so listeners cannot share one."""
         services = (*NAMES, health_module.SERVICE, CHANNELZ, *reflection_module.SERVICES)
-        guard = ErrorInterceptor(*services, reading=RequestReader(settings), on_error=on_error)
+        guard = ErrorInterceptor(*services, reading=RequestReader(self._settings), on_error=self._count_error)
         self._errors.append(guard)
         return guard
 

@@ -5,33 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import structlog
 
 from lineclear.errors import AdapterLimitReached, AdapterNotFound, AdapterRefused, InvalidRequest, Unsupported
 from lineclear.model_files import adapter_files, fingerprint, model_directory
 from lineclear.model_files.adapter_files import AdapterFiles, AdapterFilesRefused
+from lineclear.scheduler.requests.engine_api import EngineApi
 from lineclear.scheduler.settings import SchedulerSettings
 
 log = structlog.get_logger()
 
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-
-
-class AdapterEngine(Protocol):
-    """The engine methods that load adapters on the workers."""
-
-    def load_adapter(self, key: bytes, path: str) -> Future[None]:
-        """Load an adapter on every joined worker. The future raises AdapterRefused or AdapterLimitReached."""
-        ...
-
-    def unload_adapter(self, key: bytes) -> Future[int]:
-        """Take no further requests for an adapter. The future has the number of those that use it."""
-        ...
 
 
 @dataclass(slots=True)
@@ -52,11 +40,19 @@ class LoadedAdapter:
         return fingerprint.combined((model_fingerprint, self.files.key.hex()))
 
 
+class AdapterUse(NamedTuple):
+    """The names of adapters with requests that run, and with requests that wait, sorted, and the limit of adapters."""
+
+    max_loras: int
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+
+
 class Adapters:
     """The loaded adapters by name, at most `max_loras` of different content."""
 
     def __init__(
-        self, settings: SchedulerSettings, engine: AdapterEngine, clock: Callable[[], float], model: Path | None
+        self, settings: SchedulerSettings, engine: EngineApi, clock: Callable[[], float], model: Path | None
     ) -> None:
         """`model` is the directory of the served model."""
         self._settings, self._engine, self._clock, self._model = settings, engine, clock, model

@@ -11,13 +11,13 @@ from contextvars import ContextVar
 from google.protobuf.message import Message
 
 from lineclear.errors import DuplicateRequest, ModelChanged, ModelNotFound, RequestTooLarge
-from lineclear.scheduler.requests.adapters import Adapters, LoadedAdapter
+from lineclear.scheduler.requests.adapters import AdapterUse, LoadedAdapter
 from lineclear.scheduler.requests.answer.answer import Answer
 from lineclear.scheduler.requests.answer.beams import Beams
 from lineclear.scheduler.requests.answer.best_of import BestOf
 from lineclear.scheduler.requests.fairness import FairnessWindow
-from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
-from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueuePlace
+from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES
+from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.services import Call, RequestServices
 from lineclear.scheduler.requests.validate import request as validation
@@ -41,15 +41,11 @@ def note_request() -> None:
 class Admission:
     """Admits requests, and finds live ones by caller and request_id. On one event loop."""
 
-    def __init__(self, services: RequestServices, quota: QueueLimiter, pacer: LoopPacer, adapters: Adapters) -> None:
-        self._services = services
-        self._quota = quota
-        self.pacer = pacer
-        """Spaces large pieces of work on the event loop."""
-        self._adapters = adapters
+    def __init__(self, services: RequestServices) -> None:
+        self.services = services
         self._live: dict[tuple[Identity, str], RequestContext] = {}
         weights = services.settings.weights
-        self.fairness = FairnessWindow(quota.tenants, self._live.values, weights, services.clock)
+        self.fairness = FairnessWindow(services.quota.tenants, self._live.values, weights, services.clock)
         """How equally tenants are served."""
 
     def __len__(self) -> int:
@@ -62,22 +58,22 @@ class Admission:
 
     def admit(self, message: pb.GenerateRequest, call: Call) -> RequestContext:
         """Admit a request. Raises why it is rejected."""
-        settings, bounds, num_bytes = self._services.settings, call.bounds, message.ByteSize()
-        if num_bytes > settings.max_request_bytes:
-            raise _too_large(num_bytes, settings.max_request_bytes)
+        services, bounds, num_bytes = self.services, call.bounds, message.ByteSize()
+        if num_bytes > services.settings.max_request_bytes:
+            raise _too_large(num_bytes, services.settings.max_request_bytes)
         validated = validation.check(message, bounds) if num_bytes <= SMALL_BYTES else None
-        place, adapter = self._quota.reserve(call.tenant), None
+        place, adapter = services.quota.reserve(call.tenant), None
         try:
             if validated is None:
-                with self.pacer.measured():
+                with services.pacer.measured():
                     validated = validation.check(message, bounds)
             if message.HasField("adapter"):
-                adapter = self._adapters.acquire(message.adapter)
+                adapter = services.adapters.acquire(message.adapter)
             _check_model(message, validated, bounds, adapter)
             request = self._open(validated, call, place, adapter)
         except BaseException:
             if adapter is not None:
-                self._adapters.release(adapter)
+                services.adapters.release(adapter)
             place.release(started=False)
             raise
         note_request()
@@ -85,11 +81,11 @@ class Admission:
 
     async def pace(self, message: Message) -> float:
         """Wait until a large request may be validated. Return its arrival. Await it first, and right before `admit`."""
-        arrival = self._services.clock()
+        arrival = self.services.clock()
         if not _has_request.get():
             _has_request.set(False)
         if message.ByteSize() > SMALL_BYTES:
-            await self.pacer.wait()
+            await self.services.pacer.wait()
         return arrival
 
     def cancel(self, caller: Identity, request_id: str, index: int | None = None) -> bool:
@@ -104,16 +100,25 @@ class Admission:
 
     def count_rejected(self, reason: str) -> None:
         """Count a call or command that failed before it had a request. `RequestContext.close` counts the others."""
-        self._services.stats.add_rejected(reason)
+        self.services.stats.add_rejected(reason)
 
-    def retry_after_seconds(self) -> float:
-        """Return the retry hint for a full queue."""
-        return self._quota.retry_after_seconds()
+    def count_error(self, reason: str) -> None:
+        """Count the error of this task's call, unless it has had a request: the end of that is counted."""
+        if not _has_request.get():
+            self.count_rejected(reason)
+
+    def adapter_use(self) -> AdapterUse:
+        """Return the use of adapters by the live requests."""
+        running, waiting = (
+            {r.adapter.name for r in self if r.adapter is not None and r.has_started == has_started}
+            for has_started in (True, False)
+        )
+        return AdapterUse(self.services.settings.max_loras, tuple(sorted(running)), tuple(sorted(waiting)))
 
     def _open(
         self, validated: ValidatedRequest, call: Call, place: QueuePlace, adapter: LoadedAdapter | None
     ) -> RequestContext:
-        services, key = self._services, (call.caller, validated.request_id)
+        services, key = self.services, (call.caller, validated.request_id)
         if key in self._live:
             raise DuplicateRequest("a request with this request_id is in progress")
         seconds = services.settings.default_deadline_seconds if call.seconds is None else call.seconds
@@ -130,7 +135,7 @@ class Admission:
         del self._live[request.call.caller, request.request_id]
         self.fairness.ended(request)
         if request.adapter is not None:
-            self._adapters.release(request.adapter)
+            self.services.adapters.release(request.adapter)
 
 
 def _check_model(

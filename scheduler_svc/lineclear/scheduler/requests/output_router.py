@@ -23,7 +23,8 @@ from lineclear.scheduler.core.events import (
     WorkerLost,
 )
 from lineclear.scheduler.requests import output_stream
-from lineclear.scheduler.requests.output_stream import Canceller, OutputLimits, OutputStream
+from lineclear.scheduler.requests.engine_api import EngineApi
+from lineclear.scheduler.requests.output_stream import OutputLimits, OutputStream
 from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.wire.messages import Scores
@@ -37,7 +38,7 @@ class OutputRouter:
 
     def __init__(
         self,
-        engine: Canceller,
+        engine: EngineApi,
         max_unread_tokens: int,
         on_worker: Callable[[bool], None],
         incident: Callable[[BaseException], LineclearError],

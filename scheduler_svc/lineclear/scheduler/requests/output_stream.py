@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import LineclearError, SlowConsumer
@@ -23,6 +23,7 @@ from lineclear.scheduler.core.events import (
     Scored,
     Started,
 )
+from lineclear.scheduler.requests.engine_api import EngineApi
 from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText, StopMatch
 from lineclear.scheduler.text.parsed_answer import ParsedAnswerText, ParsedText
@@ -35,18 +36,6 @@ _LOGPROB_BYTES = 16  # of the token, and of each entry of `top`
 MAX_UNREAD_BYTES = 4 * 1024 * 1024  # of log probabilities: 1,500 tokens with 20 each, a minute of a fast stream
 # Memory of log probabilities: of the token, and of each entry of `top`.
 _LOGPROBS_MEMORY, _TOP_MEMORY = 192, 128
-
-
-class Canceller(Protocol):
-    """The engine methods that end a request."""
-
-    def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
-        """End a request with `error`."""
-        ...
-
-    def finish(self, request_id: str, num_tokens: int) -> None:
-        """Complete a request after its first `num_tokens` output tokens."""
-        ...
 
 
 class Completion(NamedTuple):
@@ -113,7 +102,7 @@ class OutputStream:
 
     engine_id: str
     text: AnswerText | None
-    _engine: Canceller
+    _engine: EngineApi
     _queue_place: QueuePlace | None
     _limits: OutputLimits
     _wants_times: bool

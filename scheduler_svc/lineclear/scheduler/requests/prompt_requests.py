@@ -18,7 +18,6 @@ from lineclear.scheduler.requests.logprob_messages import encoded_score
 from lineclear.scheduler.requests.output_stream import OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.services import Call
-from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
 from lineclear.scheduler.requests.validate import request as validation
 from lineclear.scheduler.requests.validate.request import MAX_TOP_LOGPROBS, ModelBounds, check_truncation
 from lineclear.scheduler.requests.validate.tools import is_forced
@@ -45,8 +44,9 @@ class _Part(NamedTuple):
     path: str
 
 
-async def score(request: pb.ScoreRequest, admission: Admission, tokenizers: TokenizerPool, call: Call) -> bytes:
+async def score(request: pb.ScoreRequest, admission: Admission, call: Call) -> bytes:
     """Return the scores of the continuations of a prompt, as an encoded ScoreResponse."""
+    tokenizers = admission.services.tokenizers
     _check_score(request, call.bounds)
     prompt = _truncated(list(await tokenizers.ids(_prompt_of(request))), request)
     if not prompt:
@@ -62,23 +62,21 @@ async def score(request: pb.ScoreRequest, admission: Admission, tokenizers: Toke
     response = pb.ScoreResponse(prompt_tokens=len(prompt))
     scores = []
     for part, (output, model) in zip(parts, await _run(parts, request, admission, call), strict=True):
-        scores.append(await encoded_score(part.tokens[len(prompt) :], output.scores, admission.pacer))
+        scores.append(await encoded_score(part.tokens[len(prompt) :], output.scores, admission.services.pacer))
         assert output.started is not None
         response.cached_tokens += output.started.cached_tokens
         response.model_fingerprint = model
     return b"".join((*scores, response.SerializeToString()))
 
 
-async def embed(
-    request: pb.EmbedRequest, admission: Admission, tokenizers: TokenizerPool, call: Call
-) -> pb.EmbedResponse:
+async def embed(request: pb.EmbedRequest, admission: Admission, call: Call) -> pb.EmbedResponse:
     """Return the vectors of inputs."""
     _check_embed(request, call.bounds)
     normalize = request.normalize if request.HasField("normalize") else True
     asks = {**_NO_OUTPUT, "pooling": Pooling(_POOLING[request.pooling], request.dimensions, normalize)}
     parts = []
     for index, entry in enumerate(request.inputs):
-        tokens = _truncated(await tokens_of(entry, tokenizers.encode), request)
+        tokens = _truncated(await tokens_of(entry, admission.services.tokenizers.encode), request)
         parts.append(_Part(tokens, asks, f"inputs[{index}]"))
         if not tokens:
             raise InvalidRequest.at(f"inputs[{index}]", "has no tokens")

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import structlog
 
 from lineclear.errors import LineclearError, ServerStarting
-from lineclear.scheduler.engine.engine_stats import WorkerStatus
-from lineclear.scheduler.requests import status_messages
+from lineclear.scheduler.requests.engine_api import EngineApi
 from lineclear.scheduler.requests.validate.request import ModelBounds
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.wire.messages import Hello
 
 log = structlog.get_logger()
 
-
-class WorkerStatusSource(Protocol):
-    """The engine property that describes the worker."""
-
-    @property
-    def worker_status(self) -> WorkerStatus:
-        """Which worker is joined."""
-        ...
+DEMO_NAME = "lineclear-demo"
 
 
 class ServedModel:
@@ -32,7 +23,7 @@ class ServedModel:
     def __init__(
         self,
         settings: SchedulerSettings,
-        engine: WorkerStatusSource,
+        engine: EngineApi,
         defaults: Mapping[str, float],
         num_tokenizer_ids: int,
     ) -> None:
@@ -88,12 +79,17 @@ class ServedModel:
             max_grammar_bytes=self._settings.max_grammar_bytes,
             eos_ids=frozenset(hello.eos_token_ids),
             defaults=self._defaults,
-            model=status_messages.served_model_name(self._settings, hello),
+            model=served_model_name(self._settings, hello),
             model_fingerprint=hello.model_fingerprint,
             max_outputs=self._settings.max_outputs,
             max_held_tokens=self._settings.max_held_tokens,
             vocabulary=(hello.vocab_size, hello.eos_token_ids),
         )
+
+
+def served_model_name(settings: SchedulerSettings, hello: Hello) -> str:
+    """Return the model name that requests may use."""
+    return settings.served_model_name or (DEMO_NAME if settings.demo else hello.model_id)
 
 
 def _no_worker_yet() -> ServerStarting:

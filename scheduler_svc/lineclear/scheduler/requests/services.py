@@ -1,51 +1,95 @@
-"""What the requests of a server share, and what is known of the call of one of them."""
+"""What the requests of a server share, composed here, and what is known of the call of one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from lineclear.errors import LineclearError
-from lineclear.scheduler.core.sequence import Request
+import structlog
+
+from lineclear.errors import InternalError
+from lineclear.process.exception_location import exception_fields
+from lineclear.scheduler.engine.engine_stats import WorkerStatus
+from lineclear.scheduler.requests.adapters import Adapters
+from lineclear.scheduler.requests.engine_api import EngineApi
 from lineclear.scheduler.requests.grammar_pool import GrammarPool
-from lineclear.scheduler.requests.output_length import OutputLengths
+from lineclear.scheduler.requests.loop_pacer import LoopPacer
+from lineclear.scheduler.requests.output_length import OutputLengths, load_estimator
 from lineclear.scheduler.requests.output_router import OutputRouter
+from lineclear.scheduler.requests.queue_limits import QueueLimiter
 from lineclear.scheduler.requests.request_stats import ServerStats
+from lineclear.scheduler.requests.served_model import ServedModel
 from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
 from lineclear.scheduler.requests.validate.request import ModelBounds
+from lineclear.scheduler.requests.validate.sampling import model_defaults
 from lineclear.scheduler.security.identity import Identity
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.scheduler.text.parsed_answer import AnswerParsers
+from lineclear.scheduler.text.parser_choice import choose_parsers
+from lineclear.scheduler.text.template_renderer import ChatTemplate
+from lineclear.scheduler.text.tokenizer import Tokenizer
+
+log = structlog.get_logger()
 
 
-class Submitter(Protocol):
-    """The engine methods that queue a request."""
-
-    def submit(self, request: Request, *siblings: Request) -> None:
-        """Queue a request and its siblings, all or none; the outcome is an event of each."""
-        ...
-
-    def prepare_grammar(self, grammar: str, done: Callable[[], None]) -> None:
-        """Have the workers compile a grammar, then call `done()` from another thread."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
 class RequestServices:
-    """The services that all requests of a server use."""
+    """The services that all requests of a server use. On the event loop that runs when it is created."""
 
-    settings: SchedulerSettings
-    """Those at the start: scheduling settings may have changed."""
-    tokenizers: TokenizerPool
-    grammars: GrammarPool
-    parsers: AnswerParsers
-    streams: OutputRouter
-    engine: Submitter
-    lengths: OutputLengths
-    stats: ServerStats
-    incident: Callable[[BaseException], LineclearError]
-    clock: Callable[[], float]
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        engine: EngineApi,
+        tokenizer: Tokenizer,
+        chat: ChatTemplate | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+        model: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`model` is the directory with the tokenizer."""
+        self.settings = settings
+        """Those in force."""
+        self.engine = engine
+        self.clock = clock
+        self.on_worker: Callable[[WorkerStatus], None] = lambda status: None
+        """Called when a worker joins or is lost."""
+        self.pacer = LoopPacer(clock)
+        """Spaces large pieces of work on the event loop."""
+        self.stats = ServerStats(clock())
+        self.lengths = OutputLengths(load_estimator(settings.output_length_estimator))
+        self.tokenizers = TokenizerPool(tokenizer, chat, settings, self.pacer)
+        self.grammars = GrammarPool(model if tokenizer.has_byte_tokens else None, settings)
+        source = None if chat is None else chat.source
+        self.parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, source)
+        """Parsers of the answers to conversations."""
+        if chat is not None:
+            names = {"tool_calls": self.parsers.tool_calls, "reasoning": self.parsers.reasoning}
+            log.info("answer_parsers", **{kind: name or "none" for kind, name in names.items()})
+        defaults = model_defaults(generation_config or {}) if settings.use_generation_config else {}
+        self.model = ServedModel(settings, engine, defaults, tokenizer.vocab_size)
+        self.quota = QueueLimiter(settings, clock)
+        self.quota.predicted_wait = lambda: engine.snapshot().core.predicted_wait_seconds
+        self.streams = OutputRouter(engine, settings.max_unread_tokens, self._on_worker_change, self.incident)
+        self.adapters = Adapters(settings, engine, clock, model)
+
+    def follow(self, settings: SchedulerSettings) -> None:
+        """Follow changed scheduling settings."""
+        self.settings = self.quota.settings = settings
+
+    def incident(self, error: BaseException) -> InternalError:
+        """Log a bug in the work on a request, and return the error that the client gets for it."""
+        return incident("/lineclear.v1.InferenceService: a request", error)
+
+    def close(self) -> None:
+        """Stop threads and processes. No call may be in progress."""
+        self.tokenizers.close()
+        self.grammars.close()
+
+    def _on_worker_change(self, joined: bool) -> None:
+        if joined:
+            self.model.bounds()
+        self.on_worker(self.engine.worker_status)
 
 
 class Call(NamedTuple):
@@ -56,3 +100,11 @@ class Call(NamedTuple):
     tenant: str
     arrival: float
     seconds: float | None
+
+
+def incident(where: str, error: BaseException) -> InternalError:
+    """Log a bug and return the error for the client, with the same incident number."""
+    incident_id = secrets.token_hex(8)
+    log.error("internal_error", incident_id=incident_id, where=where, **exception_fields(error))
+    message = f"internal error; the server's log has it as incident {incident_id}"
+    return InternalError(message, metadata={"incident_id": incident_id})

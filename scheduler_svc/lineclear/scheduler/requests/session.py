@@ -23,7 +23,6 @@ from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.responses import read_output
 from lineclear.scheduler.requests.services import Call
 from lineclear.scheduler.requests.validate import request as validation
-from lineclear.scheduler.requests.validate.request import ModelBounds
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.identity import Identity
 from lineclear.status_codec import to_status
@@ -42,8 +41,8 @@ def session_headers(max_request_bytes: int) -> list[tuple[str, str]]:
 class Session:
     """The requests of one Session call: `run` processes commands, `next_response` returns output. On one event loop.
 
-    `require` returns the bounds of new requests, or raises the reason for rejecting all of them. `incident` maps a bug
-    to the error that clients get. `deadline` is the call's own on `clock`, or None.
+    `check_access` raises Unauthenticated once the credentials of the call are no longer valid. `deadline` is the call's
+    own, on the clock of the services, or None.
     """
 
     def __init__(
@@ -51,18 +50,13 @@ class Session:
         admission: Admission,
         caller: Identity,
         tenant: str,
-        require: Callable[[], ModelBounds],
-        incident: Callable[[BaseException], LineclearError],
-        clock: Callable[[], float],
-        *,
+        check_access: Callable[[], None],
         deadline: float | None,
     ) -> None:
         self._admission = admission
-        self._caller = caller
-        self._tenant = tenant
-        self._require = require
-        self._incident = incident
-        self._clock = clock
+        self._services = admission.services
+        self._caller, self._tenant = caller, tenant
+        self._check_access = check_access
         self._deadline = deadline
         self._live: dict[int, RequestContext] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,7 +82,7 @@ class Session:
         except LineclearError as error:
             self._stream_error = error
         except Exception as error:
-            self._stream_error = self._incident(error)
+            self._stream_error = self._services.incident(error)
         self._input_closed = True
         self._wakeup.set()
 
@@ -125,7 +119,7 @@ class Session:
         except LineclearError as error:
             self._reject(handle, error)
         except Exception as error:
-            self._reject(handle, self._incident(error))
+            self._reject(handle, self._services.incident(error))
         await self._has_space.wait()
 
     def _cancel(self, command: pb.CancelCommand) -> None:
@@ -138,7 +132,12 @@ class Session:
     def _start(self, handle: int, command: pb.SubmitCommand, arrival: float) -> None:
         if self._drain_error is not None:
             raise self._drain_error
-        bounds = self._require()
+        try:
+            self._check_access()
+        except LineclearError as error:
+            self.drain(error)
+            raise
+        bounds = self._services.model.require()
         if len(self._live) >= MAX_REQUESTS:
             raise QueueFull(
                 f"the session has {len(self._live)} requests in progress, the limit is "

@@ -4,73 +4,52 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from lineclear.scheduler.core.stats import CoreSnapshot, WorkerSnapshot
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WantedWorker, WorkerFigures
-from lineclear.scheduler.requests.adapters import LoadedAdapter
-from lineclear.scheduler.requests.fairness import Shares
 from lineclear.scheduler.requests.request_stats import HISTOGRAMS, Quantiles, ServerStats, quantiles
 from lineclear.scheduler.requests.responses import duration
+from lineclear.scheduler.requests.served_model import served_model_name
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.scheduler.text.parsed_answer import AnswerParsers
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Hello
 
 SERVING = frozenset(("joined", "stopping"))
 """States of workers that serve."""
-DEMO_NAME = "lineclear-demo"
+VERSION = version("lineclear")
+
+# Fields of messages that have the name of a setting, of a field of Hello, of the core's snapshot.
+_LIMITS = (
+    *("max_queue_size", "max_queue_tokens", "pipeline_depth", "default_max_tokens", "max_prompt_bytes"),
+    "max_outputs",
+)
+_MODEL_FIELDS = ("family", "vocab_size", "eos_token_ids", "dtype", "device", "attention_backend", "model_fingerprint")
+_GAUGES = (
+    *("num_tokens_waiting", "steps_in_flight", "num_blocks", "blocks_used", "blocks_cached", "draining"),
+    *("last_step_tokens", "last_step_positions"),
+)
 
 
-def served_model_name(settings: SchedulerSettings, hello: Hello) -> str:
-    """Return the model name that requests may use."""
-    return settings.served_model_name or (DEMO_NAME if settings.demo else hello.model_id)
-
-
-def model(
-    settings: SchedulerSettings,
-    hello: Hello,
-    *,
-    num_slots: int,
-    has_chat_template: bool,
-    has_structured_output: bool,
-    parsers: AnswerParsers,
-    version: str,
-    adapters: Sequence[LoadedAdapter] = (),
-) -> pb.GetModelResponse:
-    """Build the description of the model of a worker. `num_slots` are those of all workers."""
-    max_seconds = settings.max_deadline_seconds
+def model(settings: SchedulerSettings, hello: Hello, num_slots: int) -> pb.GetModelResponse:
+    """Build the description of the model of a worker. `num_slots` are those of all workers; 0 without one."""
+    max_batch_size, max_seconds = min(settings.max_batch_size, hello.num_slots), settings.max_deadline_seconds
     limits = pb.Limits(
-        max_batch_size=min(settings.max_batch_size, hello.num_slots),
+        max_batch_size=max_batch_size,
         target_batch_tokens=min(settings.target_batch_tokens or hello.max_step_tokens, hello.max_step_tokens),
-        max_queue_size=settings.max_queue_size,
-        max_queue_tokens=settings.max_queue_tokens,
         block_size_tokens=hello.block_size,
         num_blocks=hello.num_blocks,
-        pipeline_depth=settings.pipeline_depth,
-        default_max_tokens=settings.default_max_tokens,
-        max_prompt_bytes=settings.max_prompt_bytes,
-        num_slots=num_slots or min(settings.max_batch_size, hello.num_slots),
-        max_outputs=settings.max_outputs,
+        num_slots=num_slots or max_batch_size,
+        **{name: getattr(settings, name) for name in _LIMITS},
     )
     limits.default_deadline.FromMicroseconds(round(min(settings.default_deadline_seconds, max_seconds) * 1e6))
     limits.max_deadline.FromMicroseconds(round(max_seconds * 1e6))
     return pb.GetModelResponse(
         model_id=served_model_name(settings, hello),
-        family=hello.family,
         context_length=hello.max_model_len,
-        vocab_size=hello.vocab_size,
-        eos_token_ids=hello.eos_token_ids,
-        dtype=hello.dtype,
-        device=hello.device,
-        has_chat_template=has_chat_template,
-        has_structured_output=has_structured_output,
-        attention_backend=hello.attention_backend,
         limits=limits,
-        server_version=version,
-        model_fingerprint=hello.model_fingerprint,
-        adapters=[pb.Adapter(name=a.name, digest=a.files.key.hex(), rank=a.files.rank) for a in adapters],
-        tool_call_parser=parsers.tool_calls,
-        reasoning_parser=parsers.reasoning,
+        server_version=VERSION,
+        **{name: getattr(hello, name) for name in _MODEL_FIELDS},
     )
 
 
@@ -78,31 +57,27 @@ def stats(
     settings: SchedulerSettings,
     snapshot: EngineSnapshot,
     figures: ServerStats,
-    now: float,
-    *,
-    num_admitted: int,
     wanted: Sequence[WantedWorker],
-    shares: Shares,
-    num_beams_running: int,
-    open_streams: int,
-    asyncio_tasks: int,
-    num_adapters: int,
-    version: str,
+    now: float,
 ) -> pb.GetStatsResponse:
-    """Build GetStatsResponse. Requests are counted as their callers see them, tokens and steps as the core does."""
-    counters = snapshot.core.counters
-    gauges = _gauges(snapshot.core, shares, num_beams_running, open_streams, asyncio_tasks)
-    gauges.num_lora_adapters = num_adapters
-    workers = _workers(snapshot) + _absent_workers(snapshot, wanted)
-    gauges.num_workers_wanted = len(wanted)
-    gauges.num_workers_joined = sum(worker.state in SERVING for worker in workers)
-    gauges.num_workers_given_up = sum(worker.is_given_up for worker in wanted)
+    """Build GetStatsResponse from what engine, ended requests and supervisor count."""
+    core, counters = snapshot.core, snapshot.core.counters
+    workers = [*_workers(snapshot), *_absent_workers(snapshot, wanted)]
     joined = {worker.pid for worker in workers if worker.state in SERVING}
-    gauges.num_workers_starting = sum(not worker.is_given_up and worker.pid not in joined for worker in wanted)
     return pb.GetStatsResponse(
         uptime=duration(figures.uptime_seconds(now)),
-        counters=_counters(snapshot.core, figures, num_admitted),
-        gauges=gauges,
+        counters=_counters(core, figures),
+        gauges=pb.Gauges(
+            num_requests_waiting=core.num_requests_waiting - core.num_search_steps_waiting,
+            num_requests_running=core.num_requests_running - core.num_search_steps_running,
+            kv_cache_usage_ratio=core.blocks_used / max(1, core.num_blocks),
+            predicted_wait_seconds=core.predicted_wait_seconds or 0.0,
+            num_workers_wanted=len(wanted),
+            num_workers_joined=sum(worker.state in SERVING for worker in workers),
+            num_workers_given_up=sum(worker.is_given_up for worker in wanted),
+            num_workers_starting=sum(not worker.is_given_up and worker.pid not in joined for worker in wanted),
+            **{name: getattr(core, name) for name in _GAUGES},
+        ),
         **{f"{name}_seconds": _quantiles(figures.window(timing)) for name, timing in HISTOGRAMS.items()},
         step_seconds=_quantiles(quantiles(seconds for _, seconds in snapshot.step_seconds)),
         generation_tokens_per_second=figures.tokens_per_second(now),
@@ -110,7 +85,7 @@ def stats(
         workers=workers,
         batching_strategy=settings.batching_strategy,
         scheduling_policy=settings.scheduling_policy,
-        server_version=version,
+        server_version=VERSION,
         mean_batch_size=counters.rows / max(1, counters.steps),
         prefix_cache_hit_ratio=counters.prefix_cache_hits / max(1, counters.prefix_cache_queries),
     )
@@ -143,35 +118,10 @@ def for_tenant(stats: pb.GetStatsResponse) -> pb.GetStatsResponse:
     return shown
 
 
-def _counters(core: CoreSnapshot, figures: ServerStats, num_admitted: int) -> pb.Counters:
-    of_requests = {"requests_admitted": num_admitted} | figures.request_counters()
-    counters = pb.Counters(**(dataclasses.asdict(core.counters) | of_requests))
+def _counters(core: CoreSnapshot, figures: ServerStats) -> pb.Counters:
+    counters = pb.Counters(**(dataclasses.asdict(core.counters) | figures.request_counters()))
     counters.generation_tokens += figures.search_tokens
     return counters
-
-
-def _gauges(
-    core: CoreSnapshot, shares: Shares, num_beams_running: int, open_streams: int, asyncio_tasks: int
-) -> pb.Gauges:
-    # Between two steps a beam search has no request in the core, so its beams are counted where the search is.
-    return pb.Gauges(
-        num_requests_waiting=core.num_requests_waiting - core.num_search_steps_waiting,
-        num_tokens_waiting=core.num_tokens_waiting,
-        num_requests_running=core.num_requests_running - core.num_search_steps_running + num_beams_running,
-        steps_in_flight=core.steps_in_flight,
-        num_blocks=core.num_blocks,
-        blocks_used=core.blocks_used,
-        blocks_cached=core.blocks_cached,
-        kv_cache_usage_ratio=core.blocks_used / max(1, core.num_blocks),
-        open_streams=open_streams,
-        asyncio_tasks=asyncio_tasks,
-        draining=core.draining,
-        last_step_tokens=core.last_step_tokens,
-        last_step_positions=core.last_step_positions,
-        predicted_wait_seconds=core.predicted_wait_seconds or 0.0,
-        fairness_index=shares.index,
-        fairness_gap_tokens=shares.gap_tokens,
-    )
 
 
 def _worker_status(snapshot: EngineSnapshot) -> pb.WorkerStatus:
