@@ -180,7 +180,7 @@ async def test_too_many_unread_tokens_are_discarded() -> None:
     assert engine.calls == [("cancel", stream.engine_id)]
     router.dispatch([step_tokens(stream.engine_id, 5, (6,))], 0.0)  # computed before the cancellation
     chunk = await read(stream)
-    assert (chunk.token_ids, str(chunk.error)[:18]) == ((), "5 tokens are unrea")
+    assert (chunk.token_ids, str(chunk.error)[:18]) == ([], "5 tokens are unrea")
     assert chunk.error is not None
     assert chunk.error.reason == "SLOW_CONSUMER"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import LineclearError, SlowConsumer
@@ -28,6 +28,8 @@ from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText, StopMatch
 from lineclear.scheduler.text.parsed_answer import ParsedAnswerText, ParsedText
 from lineclear.wire.messages import Logprobs, Scores
+
+T = TypeVar("T")
 
 # Upper bounds of the encoded size in a message.
 TOKEN_BYTES = 24  # id, index, handle, time
@@ -50,7 +52,8 @@ class Completion(NamedTuple):
     """The answer has a complete tool call."""
 
 
-class OutputChunk(NamedTuple):
+@dataclass(slots=True)
+class OutputChunk:
     """Output taken from a stream. `texts`, `logprobs` and `times` are empty or have one entry for each token.
 
     At the end, `texts` has one more entry: the text that was held back. Texts of parsed answers are
@@ -58,21 +61,43 @@ class OutputChunk(NamedTuple):
     """
 
     first_index: int
-    token_ids: Sequence[int]
-    texts: Sequence[str]
-    logprobs: Sequence[Logprobs]
-    times: Sequence[float]
-    started: Started | None
-    end: Completion | None
+    token_ids: list[int]
+    texts: list[str]
+    # Few requests ask for these: made with the first entry.
+    logprobs: Sequence[Logprobs] = ()
+    times: Sequence[float] = ()
+    started: Started | None = None
+    end: Completion | None = None
     queued: QueuePosition | None = None
     error: LineclearError | None = None
-    prompt_logprobs: bytes = b""
+    prompt_logprobs: Sequence[bytes] = ()
     """By the stream's `encode_scores`."""
 
     @property
     def text(self) -> str:
         """The text of all tokens."""
         return "".join(self.texts)
+
+    def split(self, count: int) -> OutputChunk:
+        """Keep the first `count` tokens, and return a chunk with the others."""
+        tokens, texts, logprobs, times = self.token_ids, self.texts, self.logprobs, self.times
+        rest = OutputChunk(self.first_index + count, tokens[count:], texts[count:], logprobs[count:], times[count:])
+        self.token_ids, self.texts = tokens[:count], texts[:count]
+        self.logprobs, self.times = logprobs[:count], times[:count]
+        return rest
+
+    def num_fitting(self, max_bytes: int) -> int:
+        """Return the number of tokens that fit into `max_bytes`, at least 1."""
+        bytes_left = max_bytes
+        for i in range(len(self.token_ids)):
+            bytes_left -= TOKEN_BYTES
+            if self.texts:
+                bytes_left -= CHARACTER_BYTES * (len(self.texts[i]) + _num_extra(self.texts[i]))
+            if self.logprobs:
+                bytes_left -= _LOGPROB_BYTES * (1 + len(self.logprobs[i].top))
+            if bytes_left < 0:
+                return max(1, i)
+        return len(self.token_ids)
 
 
 def end_of(match: StopMatch) -> FinishReason:
@@ -130,15 +155,9 @@ class OutputStream:
     """Its end or its error was read."""
     _is_cancelled: bool = False
     _is_stopped: bool = False
-    _first_unread: int = field(init=False)
-    _tokens: list[int] = field(default_factory=list)
-    _texts: list[str] = field(default_factory=list)
-    _logprobs: list[Logprobs] = field(default_factory=list)
+    _unread: OutputChunk = field(init=False)
+    """Without the end, which `_end` and `_error` keep after the read, too."""
     _logprobs_bytes: int = 0
-    _prompt_logprobs: list[bytes] = field(default_factory=list)
-    _times: list[float] = field(default_factory=list)
-    _unsent_start: Started | None = None
-    _unsent_position: QueuePosition | None = None
     _end: Completion | None = None
     _error: LineclearError | None = None
     _waiter: asyncio.Future[None] | None = None
@@ -146,7 +165,8 @@ class OutputStream:
     _admission: asyncio.Future[None] | None = None
 
     def __post_init__(self) -> None:
-        self.num_resumed = self._first_unread = self.num_received
+        self.num_resumed = self.num_received
+        self._unread = OutputChunk(self.num_received, [], [])
         self.seed_index = self.index
         self._share = self._limits
         self.is_parsed = isinstance(self.text, ParsedAnswerText)
@@ -167,9 +187,18 @@ class OutputStream:
     @property
     def has_output(self) -> bool:
         """Whether `read_nowait` may be called."""
-        if self._tokens or self._unsent_position is not None:
+        unread = self._unread
+        if unread.token_ids or unread.queued is not None:
             return True
-        return not (self.is_read or (self._unsent_start is None and self._end is None and self._error is None))
+        return not (self.is_read or (unread.started is None and self._end is None and self._error is None))
+
+    @property
+    def has_only_tokens(self) -> bool:
+        """Whether the unread output is tokens, with or without plain text."""
+        unread = self._unread
+        if unread.started or self._end or self._error or not unread.token_ids or self.is_parsed:
+            return False
+        return not (unread.logprobs or unread.times or unread.prompt_logprobs)
 
     @property
     def has_ended(self) -> bool:
@@ -187,67 +216,22 @@ class OutputStream:
 
         The chunk with the `end` or the `error` is the last one. An error follows all tokens before it.
         """
-        if self._error is not None and not self._tokens:
-            return OutputChunk(self._first_unread, (), (), (), (), None, None, error=self._error)
-        tokens, count = self._tokens, self._num_fitting(max_bytes)
-        is_all = count == len(tokens)
-        chunk = OutputChunk(
-            self._first_unread,
-            tokens if is_all else tokens[:count],
-            self._texts if is_all else self._texts[:count],
-            self._logprobs[:count],
-            self._times[:count],
-            self._unsent_start,
-            self._end if is_all else None,
-            self._unsent_position,
-        )
-        if self._prompt_logprobs and (count or chunk.end is not None):
-            chunk = chunk._replace(prompt_logprobs=b"".join(self._prompt_logprobs))
-            self._prompt_logprobs = []
-        self._first_unread += count
-        self._tokens = [] if is_all else tokens[count:]
-        self._texts = [] if is_all else self._texts[count:]
-        self._logprobs, self._times = self._logprobs[count:], self._times[count:]
-        self._logprobs_bytes -= sum(map(_memory, chunk.logprobs))
-        self._unsent_start = self._unsent_position = None
+        chunk = self._unread
+        if self._error is not None and not chunk.token_ids:
+            return OutputChunk(chunk.first_index, [], [], error=self._error)
+        num_unread = len(chunk.token_ids)
+        count = num_unread if num_unread <= 1 else chunk.num_fitting(max_bytes)
+        is_all = count == num_unread
+        if is_all:
+            self._unread, chunk.end = OutputChunk(chunk.first_index + count, [], []), self._end
+        else:
+            self._unread = chunk.split(count)
+        if chunk.prompt_logprobs and not (count or chunk.end):  # they travel with the first token or the end
+            self._unread.prompt_logprobs, chunk.prompt_logprobs = chunk.prompt_logprobs, ()
+        if chunk.logprobs:
+            self._logprobs_bytes -= sum(map(_memory, chunk.logprobs))
         self.is_notified = not is_all or self._error is not None
         return chunk
-
-    def read_tokens_only(self, max_bytes: int = MAX_PIECE_BYTES) -> tuple[int, list[int], list[str]] | None:
-        """Take tokens of about `max_bytes` without building an OutputChunk.
-
-        Return the first index, the tokens and their texts, or None if other output needs `read_nowait`.
-        """
-        tokens = self._tokens
-        if self._unsent_start or self._end or self._error or self._logprobs or self._times or not tokens:
-            return None
-        if self._prompt_logprobs or self.is_parsed:  # log probabilities, reasoning and calls have no columns
-            return None
-        first_index, texts, count = self._first_unread, self._texts, self._num_fitting(max_bytes)
-        self._first_unread = first_index + count
-        if count == len(tokens):
-            self._tokens, self._texts, self.is_notified = [], [], False
-            return first_index, tokens, texts
-        self._tokens, self._texts, self.is_notified = tokens[count:], texts[count:], True
-        return first_index, tokens[:count], texts[:count]
-
-    def _num_fitting(self, max_bytes: int) -> int:
-        """Return the number of unread tokens that fit into `max_bytes`, at least 1 unless all are read."""
-        count = len(self._tokens)
-        if count <= 1:
-            return count
-        bytes_left = max_bytes
-        for i in range(count):
-            bytes_left -= TOKEN_BYTES
-            if self._texts:
-                bytes_left -= CHARACTER_BYTES * len(self._texts[i])
-                if self.is_parsed:
-                    bytes_left -= CHARACTER_BYTES * _num_extra(self._texts[i])
-            if self._logprobs:
-                bytes_left -= _LOGPROB_BYTES * (1 + len(self._logprobs[i].top))
-            if bytes_left < 0:
-                return max(1, i)
-        return count
 
     def cancel(self, error: LineclearError, *, discard_unread: bool = False) -> None:
         """Stop the engine's work on the request, and end the output with `error`.
@@ -255,17 +239,12 @@ class OutputStream:
         Unread output is delivered before the error unless `discard_unread`. No effect on output that has ended.
         """
         if discard_unread:
-            self._tokens, self._texts, self._logprobs, self._times = [], [], [], []
+            self._unread = OutputChunk(self._unread.first_index, [], [], started=self._unread.started)
             self._logprobs_bytes = 0
         if not (self.is_engine_done or self._is_cancelled):
             self._is_cancelled = True
             self._engine.cancel(self.engine_id, error)
         self._fail(error)
-
-    def discard(self, error: LineclearError) -> None:
-        """Cancel the output with `error`, and have nothing to read any more."""
-        self.cancel(error, discard_unread=True)
-        self._unsent_start = self._unsent_position = None
 
     def start_held(self, started: Started) -> None:
         """Record the start of an output that `deliver` delivers later."""
@@ -282,8 +261,8 @@ class OutputStream:
     ) -> None:
         """Take a complete output at once, of any length. `texts` has one more entry than `tokens`, or none."""
         if self._error is None:
-            self.started = self._unsent_start = started
-            self._tokens, self._texts, self._logprobs, self._times = tokens, texts, logprobs, times
+            unread, self.started = self._unread, started
+            self._unread = OutputChunk(unread.first_index, tokens, texts, logprobs, times, started, None, unread.queued)
             self.num_received = len(tokens)
             self.is_engine_done, self.stats, self._end = True, end.stats, end
             self._wake()
@@ -318,7 +297,7 @@ class OutputStream:
             self._queue_place.admit()
         self._resolve_admission()
         if position is not None:
-            self._unsent_position = position
+            self._unread.queued = position
             self._wake()
 
     def _resolve_admission(self) -> None:
@@ -329,26 +308,26 @@ class OutputStream:
         if self._queue_place is not None:
             self._queue_place.admit()
             self._leave_queue(started=True)
-        self.started = self._unsent_start = event
+        self.started = self._unread.started = event
         self._wake()
 
     def on_token(self, index: int, token_id: int, logprobs: Logprobs | None, at: float) -> None:
-        text = self.text
+        text, unread = self.text, self._unread
         if self._error is not None or (text is not None and text.match is not None):
             return  # computed before the engine processed the end
         assert index == self.num_received, "a gap in the tokens of a request"
         self.num_received = index + 1
-        self._tokens.append(token_id)
+        unread.token_ids.append(token_id)
         if text is not None:
-            self._texts.append(text.push(token_id))
+            unread.texts.append(text.push(token_id))
             if text.match is not None:
                 self._engine.finish(self.engine_id, self.num_received)
         if self._wants_times:
-            self._times.append(at)
+            unread.times = _appended(unread.times, at)
         if logprobs is not None:
-            self._logprobs.append(logprobs)
+            unread.logprobs = _appended(unread.logprobs, logprobs)
             self._logprobs_bytes += _memory(logprobs)
-        if len(self._tokens) > self._share.tokens or self._logprobs_bytes > self._share.num_bytes:
+        if len(unread.token_ids) > self._share.tokens or self._logprobs_bytes > self._share.num_bytes:
             self._check_unread()
         if not self.is_notified:
             self._wake()
@@ -359,7 +338,8 @@ class OutputStream:
         if self._encode_scores is None:
             self.scores.append(event.scores)
         else:
-            self._prompt_logprobs.append(self._encode_scores(event.scores))
+            encoded = self._encode_scores(event.scores)
+            self._unread.prompt_logprobs = _appended(self._unread.prompt_logprobs, encoded)
 
     def on_pooled(self, event: Pooled) -> None:
         self.vector = event.vector
@@ -370,7 +350,8 @@ class OutputStream:
 
     def on_failed(self, event: Failed) -> None:
         self.is_engine_done, self.stats = True, event.stats
-        if self._has_stopped():  # complete before the failure, by a stop string that the engine does not know
+        if self.text is not None and self.text.match is not None:
+            # Complete before the failure, by a stop string that the engine does not know.
             self._complete(FinishReason.STOP_STRING, None, event.stats)
         elif self._is_stopped:
             self._leave_queue(started=False)
@@ -378,15 +359,12 @@ class OutputStream:
         else:
             self._fail(event.error)
 
-    def _has_stopped(self) -> bool:
-        return self.text is not None and self.text.match is not None
-
     def _complete(self, reason: FinishReason, matched_token_id: int | None, stats: RequestStats) -> None:
         self._resolve_admission()
         if self._error is not None:
             return
         if self.text is not None and self.text.match is None:
-            self._texts.append(self.text.finish())
+            self._unread.texts.append(self.text.finish())
         match = self.text.match if self.text is not None else None
         if match is not None:
             # The stop string wins over a later end by the engine.
@@ -404,7 +382,7 @@ class OutputStream:
     def _check_unread(self) -> None:
         """Fail the output as a slow consumer if too much of all outputs of the request is unread."""
         siblings = self.siblings or (self,)
-        unread = sum(len(output._tokens) for output in siblings)
+        unread = sum(len(output._unread.token_ids) for output in siblings)
         num_bytes = sum(output._logprobs_bytes for output in siblings)
         max_tokens, max_bytes = self._limits
         if unread > max_tokens:
@@ -428,6 +406,14 @@ class OutputStream:
                 self._subscriber()
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _appended(column: Sequence[T], entry: T) -> list[T]:
+    """Return the column with one more entry. The empty one of a new chunk is shared; others grow in place."""
+    if not isinstance(column, list):
+        return [*column, entry]
+    column.append(entry)
+    return column
 
 
 def _num_extra(text: str) -> int:

@@ -54,7 +54,7 @@ def read_output(request: RequestContext, output: OutputStream, max_bytes: int | 
                 message = response(chunk, request, output, timings)
             except Exception as bug:
                 error = request.incident(bug)
-                output.discard(error)
+                output.cancel(error, discard_unread=True)
             else:
                 yield message, chunk.texts, None
         if error is not None or end is not None:
@@ -84,7 +84,7 @@ def response(
         num_ids = len(validated.sampling.logprob_ids)
         message.logprobs.extend(token_logprob(entry, num_ids) for entry in chunk.logprobs)
     if chunk.prompt_logprobs:
-        message.MergeFromString(chunk.prompt_logprobs)
+        message.MergeFromString(b"".join(chunk.prompt_logprobs))
     if validated.token_timings:
         message.token_times_us.extend(max(0, round((at - request.call.arrival) * 1e6)) for at in chunk.times)
     if chunk.queued is not None:

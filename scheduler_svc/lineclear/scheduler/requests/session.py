@@ -18,7 +18,7 @@ from lineclear.api_limits import (
 )
 from lineclear.errors import InvalidRequest, LineclearError, QueueFull
 from lineclear.scheduler.requests.admission import Admission
-from lineclear.scheduler.requests.output_stream import CHARACTER_BYTES, TOKEN_BYTES, OutputStream
+from lineclear.scheduler.requests.output_stream import CHARACTER_BYTES, TOKEN_BYTES, OutputChunk, OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.responses import read_output
 from lineclear.scheduler.requests.services import Call
@@ -203,35 +203,14 @@ class Session:
     def _collect(self) -> pb.SessionResponse:
         """Gather about MAX_PIECE_BYTES of output, oldest first. The rest stays in `_ready`."""
         ready, self._ready = self._ready, []
-        handles: list[int] = []
-        indexes: list[int] = []
-        token_ids: list[int] = []
-        texts: list[str] = []
-        outputs: list[int] = []
-        events: list[pb.SessionEvent] = []
+        columns, events = _Columns(), list[pb.SessionEvent]()
         bytes_left = MAX_PIECE_BYTES
         for i, (handle, request, output) in enumerate(ready):
-            columns = output.read_tokens_only(bytes_left)
-            if columns is None:
-                bytes_left -= self._read_events(handle, request, output, bytes_left, events)
+            if output.has_only_tokens:
+                chunk = output.read_nowait(bytes_left)
+                bytes_left -= columns.add(handle, output.index, chunk, wants_text=request.validated.wants_text)
             else:
-                if output.index:
-                    outputs += [0] * (len(handles) - len(outputs)) + [output.index] * len(columns[1])
-                first_index, tokens, parts = columns
-                wants_text = request.validated.wants_text
-                if len(tokens) == 1:
-                    handles.append(handle)
-                    indexes.append(first_index)
-                    token_ids.append(tokens[0])
-                    texts.append(parts[0] if wants_text else "")
-                    bytes_left -= TOKEN_BYTES + CHARACTER_BYTES * len(texts[-1])
-                else:
-                    count = len(tokens)
-                    handles += [handle] * count
-                    indexes += range(first_index, first_index + count)
-                    token_ids += tokens
-                    texts += parts if wants_text else [""] * count
-                    bytes_left -= TOKEN_BYTES * count + CHARACTER_BYTES * sum(map(len, parts))
+                bytes_left -= self._read_events(handle, request, output, bytes_left, events)
             is_cut = output.is_notified and not output.is_read
             if is_cut or bytes_left <= 0:
                 self._ready = ready[i if is_cut else i + 1 :] + self._ready
@@ -240,16 +219,7 @@ class Session:
             events.append(pb.SessionEvent(handle=handle, error=to_status(error)))
         self._failures.clear()
         self._has_space.set()
-        if outputs:
-            outputs += [0] * (len(handles) - len(outputs))
-        return pb.SessionResponse(
-            handles=handles,
-            indexes=indexes,
-            token_ids=token_ids,
-            texts=texts if any(texts) else (),
-            events=events,
-            outputs=outputs,
-        )
+        return columns.response(events)
 
     def _read_events(
         self,
@@ -271,6 +241,49 @@ class Session:
         if request.is_closed:
             del self._live[handle]
         return num_bytes
+
+
+class _Columns:
+    """The tokens of a response, one entry of each column for each."""
+
+    def __init__(self) -> None:
+        self._handles: list[int] = []
+        self._indexes: list[int] = []
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._outputs: list[int] = []  # shorter, or empty, if the last tokens are of first outputs
+
+    def add(self, handle: int, index: int, chunk: OutputChunk, *, wants_text: bool) -> int:
+        """Append the tokens of the output `index`. Return their bytes."""
+        tokens = chunk.token_ids
+        count = len(tokens)
+        if index:
+            self._outputs += [0] * (len(self._handles) - len(self._outputs)) + [index] * count
+        if count == 1:
+            text = chunk.texts[0] if wants_text else ""
+            self._handles.append(handle)
+            self._indexes.append(chunk.first_index)
+            self._token_ids.append(tokens[0])
+            self._texts.append(text)
+            return TOKEN_BYTES + CHARACTER_BYTES * len(text)
+        self._handles += [handle] * count
+        self._indexes += range(chunk.first_index, chunk.first_index + count)
+        self._token_ids += tokens
+        self._texts += chunk.texts if wants_text else [""] * count
+        return TOKEN_BYTES * count + CHARACTER_BYTES * sum(map(len, chunk.texts))
+
+    def response(self, events: list[pb.SessionEvent]) -> pb.SessionResponse:
+        """Return the response with the columns and `events`."""
+        if self._outputs:
+            self._outputs += [0] * (len(self._handles) - len(self._outputs))
+        return pb.SessionResponse(
+            handles=self._handles,
+            indexes=self._indexes,
+            token_ids=self._token_ids,
+            texts=self._texts if any(self._texts) else (),
+            events=events,
+            outputs=self._outputs,
+        )
 
 
 def _run_at_once(work: Coroutine[Any, Any, None]) -> None:
