@@ -151,7 +151,7 @@ async def cancel_by_name(s: Serving) -> None:
 def move_to_the_end(s: Serving, left: float) -> None:
     """Let the only live request have `left` seconds of its 100."""
     (live,) = s.manager.requests
-    live.deadline = live._services.clock() + left
+    live.deadline = live.services.clock() + left
     live.call = live.call._replace(arrival=live.deadline - 100.0)
 
 

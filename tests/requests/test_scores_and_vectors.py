@@ -248,9 +248,9 @@ def test_number_of_prompt_logprobs_is_bounded() -> None:
     bounds = ModelBounds(100_000, 1000, 1 << 20, 16)
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), output=pb.OutputOptions(prompt_logprobs=1))
     validated = validation.check(message, bounds)
-    assert validation.resolve(validated, [1] * 32768, "", validated.sampling, bounds)["scoring"] is not None
+    assert validation.resolve(validated, message, [1] * 32768, "", validated.sampling, bounds)["scoring"] is not None
     with pytest.raises(errors.InvalidRequest, match="65538 log-probabilities"):
-        validation.resolve(validated, [1] * 32769, "", validated.sampling, bounds)
+        validation.resolve(validated, message, [1] * 32769, "", validated.sampling, bounds)
 
 
 def test_logprob_token_ids_alone_ask_for_log_probabilities() -> None:

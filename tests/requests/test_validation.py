@@ -210,7 +210,7 @@ def _comment(name: str) -> str:
 
 
 def resolved(validated: ValidatedRequest, prompt: Sequence[int]) -> dict[str, Any]:
-    return resolve(validated, prompt, "", validated.sampling, BOUNDS)
+    return resolve(validated, request(), prompt, "", validated.sampling, BOUNDS)
 
 
 def test_prompt_and_output_share_the_context() -> None:

@@ -144,7 +144,7 @@ def _check_model(
     """Raises ModelNotFound or ModelChanged for a request that requires another model, or one with another adapter."""
     if message.HasField("model") and message.model != bounds.model:
         raise ModelNotFound(f"the served model is {bounds.model}, not the one that `model` names")
-    required, served = validated.model_fingerprint, bounds.model_fingerprint
+    required, served = validated.fields["model_fingerprint"], bounds.model_fingerprint
     if adapter is not None:
         served = adapter.fingerprint(served)
     if required and required != served:

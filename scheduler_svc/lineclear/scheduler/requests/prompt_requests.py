@@ -19,9 +19,9 @@ from lineclear.scheduler.requests.output_stream import OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.services import Call
 from lineclear.scheduler.requests.validate import request as validation
-from lineclear.scheduler.requests.validate.request import MAX_TOP_LOGPROBS, ModelBounds, check_truncation
+from lineclear.scheduler.requests.validate.request import AT_LEAST_ONE, TOP_LOGPROBS, ModelBounds
 from lineclear.scheduler.requests.validate.tools import is_forced
-from lineclear.scheduler.requests.validate.violations import Violations, check_vocabulary
+from lineclear.scheduler.requests.validate.violations import Violations, check_rules, check_vocabulary, given_fields
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Pooling, PoolingKind
 
@@ -32,6 +32,8 @@ _POOLING = {
     pb.POOLING_LAST_TOKEN: PoolingKind.LAST,
     pb.POOLING_MEAN: PoolingKind.MEAN,
 }
+
+_RULES = {"top_logprobs": TOP_LOGPROBS, "truncate_prompt_tokens": AT_LEAST_ONE, "dimensions": AT_LEAST_ONE}
 
 _NO_OUTPUT: Mapping[str, Any] = {"max_tokens": 0, "expected_tokens": 0, "max_drafts": 0}
 
@@ -177,9 +179,7 @@ async def tokens_of(
 def _check_score(request: pb.ScoreRequest, bounds: ModelBounds) -> None:
     violations = Violations()
     validation.check_prompt(_prompt_of(request), bounds, violations)
-    if request.top_logprobs > MAX_TOP_LOGPROBS:
-        violations.add("top_logprobs", f"must be in [0, {MAX_TOP_LOGPROBS}]")
-    check_truncation(request, violations)
+    check_rules(given_fields(request), _RULES, violations)
     if is_forced(request.chat):
         violations.add("chat.tool_choice", "must not force a call: Score generates no answer")
     if request.chat.HasField("parallel_tool_calls"):
@@ -192,11 +192,9 @@ def _check_embed(request: pb.EmbedRequest, bounds: ModelBounds) -> None:
     violations = Violations()
     if request.pooling not in _POOLING:
         violations.add("pooling", "is not one of the known values")
-    if request.HasField("dimensions") and request.dimensions == 0:
-        violations.add("dimensions", "must be at least 1")
+    check_rules(given_fields(request), _RULES, violations)
     if request.dimensions > 2**31 - 1:
         violations.add("dimensions", "is larger than any model's hidden size")
-    check_truncation(request, violations)
     _check_parts("inputs", request.inputs, "input", bounds, violations)
     violations.raise_if_any()
 

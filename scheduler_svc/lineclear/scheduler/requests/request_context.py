@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import structlog
 
 from lineclear.api_limits import output_seed
-from lineclear.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest, LineclearError
+from lineclear.errors import Cancelled, DeadlineExceeded, InternalError, LineclearError
 from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReason, RequestStats, Started
 from lineclear.scheduler.core.fair_share import share_of
+from lineclear.scheduler.requests import preparation
 from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.requests.answer.answer import Answer
 from lineclear.scheduler.requests.output_length import AnswerShape
-from lineclear.scheduler.requests.output_stream import Completion, OutputStream, end_of
+from lineclear.scheduler.requests.output_stream import Completion, OutputStream
 from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.requests.request_stats import EndedRequest, RequestTimings, request_timings
 from lineclear.scheduler.requests.services import Call, RequestServices
 from lineclear.scheduler.requests.validate import request as validation
-from lineclear.scheduler.requests.validate import sampling as sampling_validation
-from lineclear.scheduler.requests.validate import tools
 from lineclear.scheduler.requests.validate.request import ValidatedRequest
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.text.parsed_answer import ParsedAnswerText
@@ -47,7 +45,7 @@ class RequestContext:
     As a context manager it is closed if the block raises, by a hang-up too. `deadline` is monotonic.
     """
 
-    _services: RequestServices
+    services: RequestServices
     validated: ValidatedRequest
     call: Call
     answer: Answer
@@ -144,133 +142,77 @@ class RequestContext:
         if error is not None:
             self.close(error)
 
-    def submits_at_once(self, message: pb.GenerateRequest) -> bool:
-        """Whether `submit` does not wait: nothing is text, and nothing is compiled or computed again."""
-        validated = self.validated
-        return (
-            validated.prompt_path == "token_ids.ids"
-            and not (validated.bad_words or validated.sampling.dry_multiplier or validated.echoes_prompt)
-            and not any(validated.received)
-            and not message.sampling.HasField("structured_output")
-        )
-
     async def submit(self, message: pb.GenerateRequest, **asks: Any) -> None:
         """Tokenize the prompt and queue the request in the engine. Raises the reason for a rejection.
 
-        `asks` are fields of the core's request if it asks for something else than output.
+        Does not wait if `validated.is_prepared`. `asks` are fields of the core's request if it asks for something else
+        than output.
         """
-        services, validated, call, sampling = self._services, self.validated, self.call, self.validated.sampling
-        if self.submits_at_once(message):
-            prompt: Sequence[int] = _kept(message, message.token_ids.ids)
+        services, validated, call, sampling = self.services, self.validated, self.call, self.validated.sampling
+        if validated.is_prepared:
+            prompt: Sequence[int] = message.token_ids.ids
+            prompt = prompt[-message.truncate_prompt_tokens :] if message.truncate_prompt_tokens else prompt
         else:
             if message.WhichOneof("prompt") == "chat":
                 self.chat_time_us = message.resume.chat_time_us or wall_clock_us()
-            try:
-                async with asyncio.timeout(self.deadline - services.clock()):
-                    prompt = _kept(message, await services.tokenizers.ids(message, self.chat_time_us))
-                    sampling = await self._with_texts(sampling)
-                    sampling = await self._with_form(sampling, message, prompt)
-            except TimeoutError:
-                raise DeadlineExceeded("the deadline passed before the prompt was tokenized") from None
+            remaining = self.deadline - services.clock()
+            prompt, sampling = await preparation.prepare(
+                services, validated, message, call.bounds.vocab_size, self.chat_time_us, remaining
+            )
         if self.has_ended:  # cancelled in the meantime
             return
         self.prompt_digest = prompt_digest(prompt)
-        fields = validation.resolve(validated, prompt, self.prompt_digest, sampling, call.bounds)
+        fields = validation.resolve(validated, message, prompt, self.prompt_digest, sampling, call.bounds)
         if validated.echoes_prompt:
-            await self._resolve_echo(prompt)
+            self.prompt_echo = await preparation.echo(services, validated, prompt, call.bounds)
             if self.has_ended:
                 return
         self._queue_place.add_tokens(len(prompt))
         self.prompt_tokens, self.max_tokens = len(prompt), fields["max_tokens"]
         tenant = share_of(call.tenant)
-        self._shape = AnswerShape(tenant, self.prompt_tokens, self.max_tokens, validated.expected_tokens)
-        for stream in (*self.outputs, *self.answer.streams) if validated.tools is not None else ():
-            if isinstance(stream.text, ParsedAnswerText):
-                stream.text.begin(prompt)
-        if any(validated.received):
-            for output in self.outputs:
-                await self._replay(output)
+        self._shape = AnswerShape(tenant, self.prompt_tokens, self.max_tokens, message.expected_tokens)
+        if not validated.is_prepared:
+            await self._begin_outputs(prompt)
             if self.has_ended:
                 return
         fields["deadline"], fields["tenant"] = self.deadline, tenant
         fields["expected_tokens"] = services.lengths.expect(self._shape, 0)
-        fields["max_drafts"] = self._max_drafts(sampling)
+        fields["max_drafts"] = self._max_drafts(message, sampling)
         owner = identity.ANONYMOUS if services.settings.share_prefix_cache_across_tenants else call.caller
         fields["cache_salt"] = identity.cache_salt(owner, message.cache_salt)
         if self.adapter is not None:  # the core compares fingerprints of the model alone
             fields["adapter"] = self.adapter.files.key
-            fields["model_fingerprint"] = call.bounds.model_fingerprint if validated.model_fingerprint else ""
+            fields["model_fingerprint"] = fields["model_fingerprint"] and call.bounds.model_fingerprint
         self.answer.start(fields | asks if asks else fields)
+
+    async def _begin_outputs(self, prompt: Sequence[int]) -> None:
+        """Prepare the outputs for an answer in parts behind the prompt, and for one that another server has begun."""
+        for stream in (*self.outputs, *self.answer.streams) if self.validated.tools is not None else ():
+            if isinstance(stream.text, ParsedAnswerText):
+                stream.text.begin(prompt)
+        if any(self.validated.received):
+            for output in self.outputs:
+                await self._replay(output)
 
     async def _replay(self, output: OutputStream) -> None:
         """Compute the text of the tokens of a resumed output, and end it if only its end is missing."""
-        received, services = self.validated.received[output.index], self._services
+        received, services = self.validated.received[output.index], self.services
         if not received:
             return
         if output.text is not None:
             await services.tokenizers.replay(output.text, received)
-        end = None if output.has_ended else self._end_of_resumed(output, received)
+        end = None
+        if not output.has_ended:
+            end = preparation.end_of_resumed(self.validated, output.text, received, self.max_tokens)
         if end is not None:
             stats, engine_id = self._stats_of(output), output.engine_id
             started = Started(engine_id, 0, 0, 0, self.call.bounds.model_fingerprint)
             events: list[Event] = [started, Finished(engine_id, *end, stats)]
             services.streams.dispatch(events, services.clock())
 
-    def _end_of_resumed(self, output: OutputStream, received: Sequence[int]) -> tuple[FinishReason, int | None] | None:
-        """Return why the received tokens are a complete answer, and the stop token; None if they are not.
-
-        Raises InvalidRequest if the answer was complete before the last token.
-        """
-        validated, count, last = self.validated, len(received), received[-1]
-        if output.text is not None and (match := output.text.match) is not None:
-            if match.num_tokens < count:
-                message = "has tokens after a stop string, a repetition or the only call"
-                raise InvalidRequest.at("resume.token_ids", message)
-            return end_of(match), None
-        if last in validated.sampling.stop_ids and count > validated.sampling.min_tokens:
-            return (FinishReason.STOP_EOS if last in validated.eos_ids else FinishReason.STOP_TOKEN), last
-        return (FinishReason.LENGTH, None) if count == self.max_tokens else None
-
     def fingerprint(self, model_fingerprint: str) -> str:
         """Return the fingerprint of the answer's model: with an adapter, of both."""
         return model_fingerprint if self.adapter is None else self.adapter.fingerprint(model_fingerprint)
-
-    async def _with_form(self, sampling: Sampling, message: pb.GenerateRequest, prompt: Sequence[int]) -> Sampling:
-        """Compile the form of the answer, if it has one, here and on the workers."""
-        services = self._services
-        if self.validated.tools is not None and self.validated.tools.is_call_forced:
-            calls = tools.forced_calls(message.chat, services.parsers, services.tokenizers.tokenizer, prompt)
-            grammar = await services.grammars.grammar_of_calls(calls)
-        elif message.sampling.HasField("structured_output"):
-            grammar = await services.grammars.grammar(message.sampling.structured_output)
-        else:
-            return sampling
-        loop, prepared = asyncio.get_running_loop(), asyncio.Event()
-
-        def done() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(prepared.set)
-
-        services.engine.prepare_grammar(grammar, done)
-        await prepared.wait()
-        return replace(sampling, grammar=grammar)
-
-    async def _with_texts(self, sampling: Sampling) -> Sampling:
-        """Tokenize the texts in the sampling parameters."""
-        validated, tokenizers, vocab_size = self.validated, self._services.tokenizers, self.call.bounds.vocab_size
-        if validated.bad_words:
-            words = await tokenizers.bad_words(validated.bad_words)
-            sampling = sampling_validation.with_bad_words(sampling, words, vocab_size)
-        if sampling.dry_multiplier:
-            breakers = await tokenizers.breakers(validated.dry_breakers)
-            sampling = sampling_validation.with_breakers(sampling, *breakers, vocab_size)
-        return sampling
-
-    async def _resolve_echo(self, prompt: Sequence[int]) -> None:
-        keep_special, bounds = self.validated.keep_special, self.call.bounds
-        text = await self._services.tokenizers.decode(prompt, keep_special=keep_special, vocab_size=bounds.vocab_size)
-        validation.check_echo(text, bounds)
-        self.prompt_echo = pb.PromptEcho(text=text, token_ids=prompt)
 
     def cancel(self, error: LineclearError | None = None) -> None:
         """Stop the engine's work on the request, and end its answer with `error` (default: Cancelled).
@@ -286,13 +228,9 @@ class RequestContext:
                 output.stop()
                 if not self.answer.is_started and not output.has_ended:  # the engine does not have it
                     stats = self._stats_of(output)
-                    self._services.streams.dispatch([Failed(output.engine_id, self._cancelled(), stats)], stats.arrival)
+                    self.services.streams.dispatch([Failed(output.engine_id, self._cancelled(), stats)], stats.arrival)
                 return True
         return False
-
-    def fail(self, error: BaseException) -> None:
-        """Cancel the request with an error of its submission; a bug becomes an incident."""
-        self.cancel(error if isinstance(error, LineclearError) else self._services.incident(error))
 
     def close(self, error: BaseException | None = None) -> None:
         """Forget the request, count and log its end. `error` ended it; None: its outputs did, or a hang-up.
@@ -302,7 +240,7 @@ class RequestContext:
         if self.is_closed:
             return
         self.is_closed = True
-        services = self._services
+        services = self.services
         cancelled = self._cancelled(is_hang_up=True)
         if error is None and self._is_read:
             error = self.error
@@ -334,22 +272,20 @@ class RequestContext:
         num_made_here = end.completion_tokens - output.num_resumed
         assert self._shape is not None, "output of a request that was not submitted"
         if end.reason is not FinishReason.CANCELLED:
-            self._services.lengths.learn(self._shape, end.completion_tokens)
-        return request_timings(end.stats, self.call.arrival, num_made_here, self._services.clock())
+            self.services.lengths.learn(self._shape, end.completion_tokens)
+        return request_timings(end.stats, self.call.arrival, num_made_here, self.services.clock())
 
-    def incident(self, error: BaseException) -> LineclearError:
-        """Log a bug and return the error that the client gets for it."""
-        return self._services.incident(error)
-
-    def _max_drafts(self, sampling: Sampling) -> int:
-        settings, wanted = self._services.settings, self.validated.max_drafts
+    def _max_drafts(self, message: pb.GenerateRequest, sampling: Sampling) -> int:
+        settings = self.services.settings
         if settings.speculative_method == "none" or sampling.grammar:
             return 0  # a grammar follows the sampled tokens, one at a time
-        return settings.num_speculative_tokens if wanted is None else min(wanted, settings.num_speculative_tokens)
+        if not message.HasField("num_speculative_tokens"):
+            return settings.num_speculative_tokens
+        return min(message.num_speculative_tokens, settings.num_speculative_tokens)
 
     def _stats_of(self, output: OutputStream) -> RequestStats:
         """Return the statistics of an output that the engine does not compute."""
-        now = self._services.clock()
+        now = self.services.clock()
         return RequestStats(self.call.arrival, self.prompt_tokens, output.num_received, started_at=now, ended_at=now)
 
     def _cancelled(self, *, is_hang_up: bool = False) -> LineclearError:
@@ -360,13 +296,13 @@ class RequestContext:
         """
         seconds = self.deadline - self.call.arrival
         margin = min(seconds / 10, _TRAVEL_SECONDS) + (seconds / 100 if is_hang_up else 0.0)
-        if self._services.clock() >= self.deadline - margin:
+        if self.services.clock() >= self.deadline - margin:
             return DeadlineExceeded("the deadline passed before the answer was complete")
         return Cancelled("the caller cancelled the request")
 
     def _ended(self, outcome: str) -> EndedRequest:
         """Return the record of the end, from which counters, histograms and the log line are made."""
-        first, now = next((o for o in self.outputs if o.started is not None), self.outputs[0]), self._services.clock()
+        first, now = next((o for o in self.outputs if o.started is not None), self.outputs[0]), self.services.clock()
         timings = RequestTimings(None, None, None, now - self.call.arrival, None)
         if first.stats is not None:
             timings = request_timings(first.stats, self.call.arrival, first.num_received - first.num_resumed, now)
@@ -386,8 +322,3 @@ class RequestContext:
 def outcome_of(error: BaseException) -> str:
     """Return the `outcome` in the log and the metrics of a request that ended with `error`."""
     return error.reason if isinstance(error, LineclearError) else InternalError.reason
-
-
-def _kept(message: pb.GenerateRequest, prompt: Sequence[int]) -> Sequence[int]:
-    """Return the last tokens of a prompt that the request keeps."""
-    return prompt[-message.truncate_prompt_tokens :] if message.truncate_prompt_tokens else prompt

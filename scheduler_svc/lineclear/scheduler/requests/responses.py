@@ -53,7 +53,7 @@ def read_output(request: RequestContext, output: OutputStream, max_bytes: int | 
                 timings = None if end is None else request.record_completion(output, end)
                 message = response(chunk, request, output, timings)
             except Exception as bug:
-                error = request.incident(bug)
+                error = request.services.incident(bug)
                 output.cancel(error, discard_unread=True)
             else:
                 yield message, chunk.texts, None

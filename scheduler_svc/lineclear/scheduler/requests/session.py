@@ -153,7 +153,7 @@ class Session:
         self._live[handle] = request
         for output in request.outputs:
             output.subscribe(partial(self._on_output, handle, request, output))
-        if request.submits_at_once(command.request):
+        if request.validated.is_prepared:
             _run_at_once(self._submit(request, command.request))
             return
         task = asyncio.ensure_future(self._submit_text(request, command.request))
@@ -164,12 +164,13 @@ class Session:
         identity.set_flow_tenant(request.call.tenant)
         await self._submit(request, message)
 
-    @staticmethod
-    async def _submit(request: RequestContext, message: pb.GenerateRequest) -> None:
+    async def _submit(self, request: RequestContext, message: pb.GenerateRequest) -> None:
         try:
             await request.submit(message)
+        except LineclearError as error:
+            request.cancel(error)
         except Exception as error:
-            request.fail(error)
+            request.cancel(self._services.incident(error))
 
     def _reject(self, handle: int, error: LineclearError) -> None:
         self._admission.count_rejected(error.reason)

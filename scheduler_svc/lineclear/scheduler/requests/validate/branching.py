@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lineclear.errors import InvalidRequest
 from lineclear.scheduler.requests.beam_search import BeamSettings, EarlyStopping
 from lineclear.scheduler.requests.validate.violations import Violations
 from lineclear.v1 import inference_pb2 as pb
@@ -14,6 +15,11 @@ FIELDS = frozenset({"best_of", "num_beams", "length_penalty", "early_stopping"})
 _BEAM_FIELDS = frozenset(
     {"n", "num_beams", "length_penalty", "early_stopping", "min_tokens", "max_tokens", "ignore_eos", "seed"}
 )
+_EXCLUDED = (
+    *("stop.strings", "stop.regex", "stop.repetition_detection", "output.token_timings", "output.prompt_logprobs"),
+    *("output.logprob_token_ids", "resume"),
+)
+"""Fields that must be unset with a beam search."""
 _STOPPING = {
     sampling_pb2.EARLY_STOPPING_WHEN_FULL: EarlyStopping.WHEN_FULL,
     sampling_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
@@ -57,17 +63,8 @@ def beams(
     for field, value in params.ListFields():
         if field.name not in _BEAM_FIELDS and not (field.name == "temperature" and value == 0):
             violations.add(f"sampling.{field.name}", "must be unset with sampling.num_beams")
-    for path, is_set in (
-        ("stop.strings", bool(request.stop.strings)),
-        ("stop.regex", request.stop.HasField("regex")),
-        ("stop.repetition_detection", request.stop.HasField("repetition_detection")),
-        ("output.token_timings", request.output.token_timings),
-        ("output.prompt_logprobs", request.output.HasField("prompt_logprobs")),
-        ("output.logprob_token_ids", bool(request.output.logprob_token_ids)),
-        ("resume", request.HasField("resume")),
-    ):
-        if is_set:
-            violations.add(path, "must be unset with sampling.num_beams")
+    for path in _excluded_fields(request):
+        violations.add(path, "must be unset with sampling.num_beams")
     penalty = params.length_penalty if params.HasField("length_penalty") else 1.0
     if not abs(penalty) <= _MAX_LENGTH_PENALTY:
         violations.add("sampling.length_penalty", f"must be in [-{_MAX_LENGTH_PENALTY:g}, {_MAX_LENGTH_PENALTY:g}]")
@@ -75,3 +72,19 @@ def beams(
         violations.add("sampling.early_stopping", "must be HEURISTIC, WHEN_FULL or NEVER")
     stopping = _STOPPING.get(params.early_stopping, EarlyStopping.HEURISTIC)
     return BeamSettings(params.num_beams, 0, end_ids, penalty, stopping, params.min_tokens, vocab_size)
+
+
+def _excluded_fields(request: pb.GenerateRequest) -> list[str]:
+    """Return the paths of the fields outside of the sampling parameters that a beam search excludes."""
+    given = {field.name for field, _ in request.ListFields()}
+    for part in ("stop", "output"):
+        given.update(f"{part}.{field.name}" for field, _ in getattr(request, part).ListFields())
+    return [path for path in _EXCLUDED if path in given]
+
+
+def check_held(count: int, has_beams: bool, max_tokens: int, max_held_tokens: int) -> None:
+    """Raises InvalidRequest if `count` outputs of `max_tokens` are too much to be held until the end."""
+    if count * max_tokens > max_held_tokens:
+        path = "sampling.num_beams" if has_beams else "sampling.best_of"
+        limit = f"the limit is {max_held_tokens}; lower it or max_tokens"
+        raise InvalidRequest.at(path, f"keeps up to {count * max_tokens} tokens until the end, {limit}")

@@ -19,10 +19,19 @@ from lineclear.scheduler.core.sequence import Scoring
 from lineclear.scheduler.requests.beam_search import BeamSettings
 from lineclear.scheduler.requests.validate import branching, resume, stop, tools
 from lineclear.scheduler.requests.validate.form import check_forced, check_form
-from lineclear.scheduler.requests.validate.sampling import check_allowed, given_fields, read_sampling
+from lineclear.scheduler.requests.validate.sampling import check_allowed, read_sampling
 from lineclear.scheduler.requests.validate.tools import AnswerTools
-from lineclear.scheduler.requests.validate.violations import Violations, check_vocabulary, checked_ids, checked_texts
+from lineclear.scheduler.requests.validate.violations import (
+    Rule,
+    Violations,
+    check_rules,
+    check_vocabulary,
+    checked_ids,
+    checked_texts,
+    given_fields,
+)
 from lineclear.v1 import inference_pb2 as pb
+from lineclear.v1 import sampling_pb2
 from lineclear.wire.messages import Sampling
 
 MAX_REQUEST_ID = 128
@@ -38,9 +47,30 @@ MAX_SALT_CHARACTERS = 64
 MAX_ROLE = 32
 _MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration: about 10,000 years
 
+_NO_ENDS: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 _PROMPT_PATHS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID}}}")
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
+
+AT_LEAST_ONE = Rule(lambda value: value >= 1, "must be at least 1")
+TOP_LOGPROBS = Rule(lambda value: value <= MAX_TOP_LOGPROBS, f"must be in [0, {MAX_TOP_LOGPROBS}]")
+_RULES = {
+    "request_id": Rule(
+        lambda value: _REQUEST_ID.fullmatch(value) is not None, f"must be 1 to {MAX_REQUEST_ID} of [A-Za-z0-9._:-]"
+    ),
+    "priority": Rule(lambda value: value <= MAX_PRIORITY, f"must be in [0, {MAX_PRIORITY}]"),
+    "cache_salt": Rule(
+        lambda value: len(value) <= MAX_SALT_CHARACTERS, f"has more than {MAX_SALT_CHARACTERS} characters"
+    ),
+    "expected_tokens": AT_LEAST_ONE,
+    "truncate_prompt_tokens": AT_LEAST_ONE,
+}
+_OUTPUT_RULES = {"top_logprobs": TOP_LOGPROBS, "prompt_logprobs": TOP_LOGPROBS}
+_TEXTS = (
+    ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_BYTES),
+    ("dry_sequence_breakers", MAX_BREAKERS, MAX_BREAKER_BYTES),
+)
+"""Lists of texts among the sampling parameters: how many, and bytes of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,44 +97,30 @@ class ModelBounds:
 
 
 class ValidatedRequest(NamedTuple):
-    """A valid request, except for the length of its prompt."""
+    """A valid request, except for the length of its prompt, and without what only its preparation reads."""
 
     request_id: str
-    prompt_path: str
     sampling: Sampling
     """Without what its texts and the form become once they are tokenized and compiled."""
     max_tokens: int | None
-    eos_ids: frozenset[int]
-    stop_ids: frozenset[int]
-    priority: int
+    fields: dict[str, Any]
+    """Of the core's requests: those that do not depend on the prompt, but `sampling`."""
+    is_prepared: bool
+    """Nothing is text, and nothing is compiled or computed again: its submission does not wait."""
     wants_text: bool
     text_options: dict[str, Any]
     """The options of AnswerText."""
-    keep_special: bool
     token_timings: bool
-    wants_position: bool
-    expected_tokens: int
-    """Number of output tokens that the client expects; 0 if it names none."""
     received: tuple[tuple[int, ...] | None, ...]
     """Tokens of each output that a resumed answer begins with; None for an output that is complete."""
     best_of: int
     """Number of candidates that the outputs are chosen from; 0: there are no others."""
     beams: BeamSettings | None
     """Settings of a beam search, without the number of tokens."""
-    model_fingerprint: str
-    """Fingerprint of the required model; empty for any."""
     prompt_logprobs: int
     """-1: none. k >= 0: those of the prompt's tokens, and of the k most likely in their places."""
     tools: AnswerTools | None
     """None without a conversation."""
-    prompt_digest: str
-    """Prompt digest of a resumed answer; empty to skip the comparison."""
-    bad_words: tuple[str, ...]
-    """Texts, to be tokenized."""
-    dry_breakers: tuple[str, ...]
-    """Texts, to be tokenized; empty: the default ones."""
-    max_drafts: int | None
-    """Most drafts in a row; None: as many as the server's."""
     echoes_prompt: bool
 
     @property
@@ -121,88 +137,66 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     violations = Violations()
     # What a request does not set is not looked at. Held: each access of a message would make it again.
     fields, params, output = given_fields(request), request.sampling, request.output
-    given, has_stop, has_resume = given_fields(params), "stop" in fields, "resume" in fields
-    request_id = _request_id(request, violations)
+    given, has_resume = given_fields(params), "resume" in fields
+    check_rules(fields, _RULES, violations)
     check_prompt(request, bounds, violations)
-    values, max_tokens = read_sampling(given, bounds.vocab_size, bounds.context_length, bounds.defaults, violations)
-    stop_ids, own_eos_ids = (
-        stop.end_ids(request, bounds.vocab_size, violations) if has_stop else (frozenset[int](), frozenset[int]())
-    )
+    stop_ids, own_eos_ids = _NO_ENDS
+    text_options: dict[str, Any] = {}
+    if "stop" in fields:
+        stop_ids, own_eos_ids = stop.end_ids(request, bounds.vocab_size, violations)
+        text_options = stop.text_options(request.stop, violations)
     eos_ids = frozenset() if params.ignore_eos else own_eos_ids or bounds.eos_ids
-    ends = eos_ids | stop_ids
-    values["logprobs"], values["logprob_ids"] = _logprobs(output, bounds.vocab_size, violations)
-    has_form = "structured_output" in given
-    if has_form:
-        values["grammar_start"] = check_form(params, bool(ends), bounds.max_grammar_bytes, violations)
-    sampling = Sampling(**values, stop_ids=tuple(sorted(ends)))
-    check_allowed(sampling, ends, bounds.vocab_size, violations)
-    check_truncation(request, violations)
-    if output.echo and output.omit_text:
-        violations.add("output.echo", "must be false with output.omit_text")
+    sampling, max_tokens = _sampling(given, params, output, eos_ids | stop_ids, bounds, violations)
     answer_tools = tools.answer_tools(request.chat) if "chat" in fields else None
+    has_form = "structured_output" in given
     if answer_tools is not None and answer_tools.is_call_forced:
         has_form = True
-        check_forced(request, bool(ends), bounds.max_grammar_bytes, violations)
-    received = _received(request, given.get("n", 1), sampling, ends, bounds, violations)
+        check_forced(request, bool(sampling.stop_ids), bounds.max_grammar_bytes, violations)
+    received = _received(request, given.get("n", 1), sampling, bounds, violations)
     best_of, beams = 0, None
     if not branching.FIELDS.isdisjoint(given):
         best_of = branching.best_of(request, len(received), bounds.max_outputs, violations)
-        beams = branching.beams(request, len(received), ends, bounds.vocab_size, violations)
-    validated = ValidatedRequest(
-        request_id=request_id,
-        prompt_path=_PROMPT_PATHS.get(request.WhichOneof("prompt") or "", "prompt"),
+        beams = branching.beams(request, len(received), eos_ids | stop_ids, bounds.vocab_size, violations)
+    is_resumed = has_resume or "model_fingerprint" in fields
+    model_fingerprint = resume.model_fingerprint(request, violations) if is_resumed else ""
+    # Grammars do not know the rule for the start of a text. An answer behind its prompt is no start.
+    text_options["is_start"] = not output.echo and (bool(sampling.grammar_start) or not has_form)
+    text_options["keep_special"] = output.keep_special_tokens
+    text_options["min_tokens"], text_options["silent_ids"] = sampling.min_tokens, stop_ids | own_eos_ids
+    is_text = "token_ids" not in fields or "bad_words" in given or bool(sampling.dry_multiplier)
+    violations.raise_if_any()
+    return ValidatedRequest(
+        request_id=request.request_id if "request_id" in fields else os.urandom(16).hex(),
         sampling=sampling,
         max_tokens=max_tokens,
-        eos_ids=eos_ids,
-        stop_ids=stop_ids,
-        priority=fields.get("priority", 128),
-        wants_text=not output.omit_text,
-        text_options={
-            **(stop.text_options(request.stop, violations) if has_stop else {}),
-            "min_tokens": sampling.min_tokens,
-            "silent_ids": stop_ids | own_eos_ids,
-            "keep_special": output.keep_special_tokens,
-            # Grammars do not know the rule for the start of a text. An answer behind its prompt is no start.
-            "is_start": not output.echo and (bool(sampling.grammar_start) or not has_form),
+        fields={
+            "eos_ids": eos_ids,
+            "stop_ids": stop_ids,
+            "priority": fields.get("priority", 128),
+            "wants_position": output.queue_position,
+            "model_fingerprint": model_fingerprint,
+            "vocabulary": bounds.vocabulary,
         },
-        keep_special=output.keep_special_tokens,
+        is_prepared=not (is_text or has_form or output.echo or any(received)),
+        wants_text=not output.omit_text,
+        text_options=text_options,
         token_timings=output.token_timings,
-        wants_position=output.queue_position,
-        expected_tokens=fields.get("expected_tokens", 0),
         received=received,
         best_of=best_of,
         beams=beams,
-        model_fingerprint=resume.model_fingerprint(request, violations)
-        if has_resume or "model_fingerprint" in fields
-        else "",
-        prompt_logprobs=_prompt_logprobs(output, violations),
+        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else -1,
         tools=answer_tools,
-        prompt_digest=request.resume.prompt_digest if has_resume else "",
-        bad_words=checked_texts(
-            "sampling.bad_words", given.get("bad_words", ()), MAX_BAD_WORDS, MAX_BAD_WORD_BYTES, violations
-        ),
-        dry_breakers=checked_texts(
-            "sampling.dry_sequence_breakers",
-            given.get("dry_sequence_breakers", ()),
-            MAX_BREAKERS,
-            MAX_BREAKER_BYTES,
-            violations,
-        ),
-        max_drafts=fields.get("num_speculative_tokens"),
         echoes_prompt=output.echo and received[:1] == ((),),
     )
-    if validated.priority > MAX_PRIORITY:
-        violations.add("priority", f"must be in [0, {MAX_PRIORITY}]")
-    if len(fields.get("cache_salt", "")) > MAX_SALT_CHARACTERS:
-        violations.add("cache_salt", f"has more than {MAX_SALT_CHARACTERS} characters")
-    if fields.get("expected_tokens") == 0:
-        violations.add("expected_tokens", "must be at least 1")
-    violations.raise_if_any()
-    return validated
 
 
 def resolve(
-    validated: ValidatedRequest, prompt: Sequence[int], digest: str, sampling: Sampling, bounds: ModelBounds
+    validated: ValidatedRequest,
+    message: pb.GenerateRequest,
+    prompt: Sequence[int],
+    digest: str,
+    sampling: Sampling,
+    bounds: ModelBounds,
 ) -> dict[str, Any]:
     """Return the fields of the core's requests that follow from the request alone. Their `scoring` is of the first.
 
@@ -210,47 +204,27 @@ def resolve(
     context, InvalidRequest if the prompt has no token, min_tokens exceeds max_tokens or too much is held until the end,
     TokenOutOfVocabulary if the tokenizer does not fit the model, ModelChanged if a resumed prompt has other tokens.
     """
-    path = validated.prompt_path
-    if not prompt:
-        raise InvalidRequest.at(path, "has no tokens")
-    if max(prompt) >= bounds.vocab_size:
-        description = "the tokenizer produced a token that is not in the model's vocabulary"
-        raise TokenOutOfVocabulary(description, violations=[Violation(path, description)])
-    if validated.prompt_digest not in ("", digest):
+    if not prompt or max(prompt) >= bounds.vocab_size:
+        raise _unusable(message, prompt)
+    if message.HasField("resume") and message.resume.prompt_digest not in ("", digest):
         raise ModelChanged(
             "the prompt has other tokens on this server than at the start of the answer, so it cannot be resumed here; "
             "send a new request",
-            metadata={"prompt_digest": digest, "expected_prompt_digest": validated.prompt_digest},
+            metadata={"prompt_digest": digest, "expected_prompt_digest": message.resume.prompt_digest},
         )
-    max_output = bounds.context_length - len(prompt)
-    requested = validated.max_tokens
+    max_output, requested = bounds.context_length - len(prompt), validated.max_tokens
     if max_output < 1 or (requested is not None and requested > max_output):
-        raise _too_long(path, len(prompt), requested, bounds.context_length)
+        raise _too_long(_prompt_path(message), len(prompt), requested, bounds.context_length)
     max_tokens = min(bounds.default_max_tokens, max_output) if requested is None else requested
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest.at("sampling.min_tokens", f"must be in [0, max_tokens], which is {max_tokens} here")
-    for index, tokens in enumerate(validated.received):
-        if tokens is not None and len(tokens) > max_tokens:
-            path = "resume" if len(validated.received) == 1 else f"resume.outputs[{index}]"
-            raise InvalidRequest.at(
-                f"{path}.token_ids", f"has more entries than max_tokens, which is {max_tokens} here"
-            )
-    if (count := validated.num_held * max_tokens) > bounds.max_held_tokens:
-        limit = f"the limit is {bounds.max_held_tokens}; lower it or max_tokens"
-        path = "sampling.num_beams" if validated.beams is not None else "sampling.best_of"
-        raise InvalidRequest.at(path, f"keeps up to {count} tokens until the end, {limit}")
-    return {
-        "prompt": tuple(prompt),
-        "sampling": sampling,
-        "max_tokens": max_tokens,
-        "eos_ids": validated.eos_ids,
-        "stop_ids": validated.stop_ids,
-        "priority": validated.priority,
-        "wants_position": validated.wants_position,
-        "model_fingerprint": validated.model_fingerprint,
-        "vocabulary": bounds.vocabulary,
-        "scoring": _scoring(validated, prompt),
-    }
+    if any(validated.received):
+        resume.check_length(validated.received, max_tokens)
+    if validated.num_held:
+        branching.check_held(validated.num_held, validated.beams is not None, max_tokens, bounds.max_held_tokens)
+    scoring = None if validated.prompt_logprobs < 0 else _scoring(validated.prompt_logprobs, len(prompt))
+    own = {"prompt": tuple(prompt), "sampling": sampling, "max_tokens": max_tokens, "scoring": scoring}
+    return validated.fields | own
 
 
 def check_echo(text: str, bounds: ModelBounds) -> None:
@@ -313,12 +287,8 @@ def seconds(duration: Duration, path: str) -> float:
     return whole + nanos / 1e9
 
 
-def _request_id(request: pb.GenerateRequest, violations: Violations) -> str:
-    if not request.HasField("request_id"):
-        return os.urandom(16).hex()
-    if not _REQUEST_ID.fullmatch(request.request_id):
-        violations.add("request_id", f"must be 1 to {MAX_REQUEST_ID} of [A-Za-z0-9._:-]")
-    return request.request_id
+def _prompt_path(request: pb.GenerateRequest) -> str:
+    return _PROMPT_PATHS.get(request.WhichOneof("prompt") or "", "prompt")
 
 
 def check_prompt(request: pb.GenerateRequest, bounds: ModelBounds, violations: Violations) -> None:
@@ -360,12 +330,6 @@ def _check_chat(path: str, chat: pb.ChatMessages, max_bytes: int, max_messages: 
     tools.check_tools(path, chat, messages, violations)
 
 
-def check_truncation(request: pb.GenerateRequest | pb.ScoreRequest | pb.EmbedRequest, violations: Violations) -> None:
-    """Add a violation if the prompt is truncated to nothing."""
-    if request.HasField("truncate_prompt_tokens") and request.truncate_prompt_tokens == 0:
-        violations.add("truncate_prompt_tokens", "must be at least 1")
-
-
 def check_text_size(path: str, texts: Iterable[str], max_bytes: int, violations: Violations) -> None:
     """Add a violation if the texts together have more than `max_bytes`."""
     size = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
@@ -374,54 +338,64 @@ def check_text_size(path: str, texts: Iterable[str], max_bytes: int, violations:
         violations.add(path, description, PromptTooLong, prompt_bytes=size, max_prompt_bytes=max_bytes)
 
 
-def _received(
-    request: pb.GenerateRequest,
-    num_outputs: int,
-    sampling: Sampling,
+def _sampling(
+    given: Mapping[str, Any],
+    params: sampling_pb2.SamplingParams,
+    output: pb.OutputOptions,
     ends: frozenset[int],
     bounds: ModelBounds,
     violations: Violations,
+) -> tuple[Sampling, int | None]:
+    """Return the sampling parameters, and max_tokens if it is set. `ends` are the tokens that end the answer."""
+    values, max_tokens = read_sampling(given, bounds.vocab_size, bounds.context_length, bounds.defaults, violations)
+    options = given_fields(output)
+    check_rules(options, _OUTPUT_RULES, violations, "output.")
+    if output.echo and output.omit_text:
+        violations.add("output.echo", "must be false with output.omit_text")
+    for name, value in (("top_logprobs", "0"), ("logprob_token_ids", "empty")):
+        if options.get(name) and options.get("logprobs") is False:
+            violations.add(f"output.{name}", f"must be {value} when logprobs is false")
+    ids = options.get("logprob_token_ids", ())
+    ids = checked_ids("output.logprob_token_ids", ids, MAX_LOGPROB_IDS, bounds.vocab_size, violations)
+    values["logprobs"] = output.top_logprobs if output.logprobs or output.top_logprobs > 0 or ids else -1
+    values["logprob_ids"] = ids
+    for name, max_count, max_bytes in _TEXTS:
+        checked_texts(f"sampling.{name}", given.get(name, ()), max_count, max_bytes, violations)
+    if "structured_output" in given:
+        values["grammar_start"] = check_form(params, bool(ends), bounds.max_grammar_bytes, violations)
+    sampling = Sampling(**values, stop_ids=tuple(sorted(ends)))
+    check_allowed(sampling, ends, bounds.vocab_size, violations)
+    return sampling, max_tokens
+
+
+def _received(
+    request: pb.GenerateRequest, num_outputs: int, sampling: Sampling, bounds: ModelBounds, violations: Violations
 ) -> tuple[tuple[int, ...] | None, ...]:
     if not 1 <= num_outputs <= bounds.max_outputs:
         violations.add("sampling.n", f"must be in [1, {bounds.max_outputs}], as --max-outputs says")
         num_outputs = 1
     if not request.HasField("resume"):
         return ((),) * num_outputs
-    return resume.received(request, num_outputs, sampling, ends, bounds.context_length, bounds.vocab_size, violations)
+    return resume.received(request, num_outputs, sampling, bounds.context_length, bounds.vocab_size, violations)
 
 
-def _logprobs(output: pb.OutputOptions, vocab_size: int, violations: Violations) -> tuple[int, tuple[int, ...]]:
-    """Return `logprobs` and `logprob_ids` of the sampling parameters."""
-    if output.top_logprobs > MAX_TOP_LOGPROBS:
-        violations.add("output.top_logprobs", f"must be in [0, {MAX_TOP_LOGPROBS}]")
-    if output.top_logprobs > 0 and output.HasField("logprobs") and not output.logprobs:
-        violations.add("output.top_logprobs", "must be 0 when logprobs is false")
-    if output.logprob_token_ids and output.HasField("logprobs") and not output.logprobs:
-        violations.add("output.logprob_token_ids", "must be empty when logprobs is false")
-    path = "output.logprob_token_ids"
-    ids = checked_ids(path, output.logprob_token_ids, MAX_LOGPROB_IDS, vocab_size, violations)
-    return output.top_logprobs if output.logprobs or output.top_logprobs > 0 or ids else -1, ids
-
-
-def _prompt_logprobs(output: pb.OutputOptions, violations: Violations) -> int:
-    if not output.HasField("prompt_logprobs"):
-        return -1
-    if output.prompt_logprobs > MAX_TOP_LOGPROBS:
-        violations.add("output.prompt_logprobs", f"must be in [0, {MAX_TOP_LOGPROBS}]")
-    return output.prompt_logprobs
-
-
-def _scoring(validated: ValidatedRequest, prompt: Sequence[int]) -> Scoring | None:
-    if validated.prompt_logprobs < 0 or len(prompt) < 2:
-        return None
-    entries = len(prompt) * (validated.prompt_logprobs + 1)
+def _scoring(num_top: int, prompt_len: int) -> Scoring | None:
+    entries = prompt_len * (num_top + 1)
     if entries > MAX_PROMPT_LOGPROBS:
         description = f"asks for {entries} log-probabilities, the limit is {MAX_PROMPT_LOGPROBS}; ask for fewer"
         raise InvalidRequest.at("output.prompt_logprobs", description)
-    return Scoring(0, validated.prompt_logprobs)
+    return Scoring(0, num_top) if prompt_len > 1 else None
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def _unusable(message: pb.GenerateRequest, prompt: Sequence[int]) -> InvalidRequest:
+    path = _prompt_path(message)
+    if not prompt:
+        return InvalidRequest.at(path, "has no tokens")
+    description = "the tokenizer produced a token that is not in the model's vocabulary"
+    return TokenOutOfVocabulary(description, violations=[Violation(path, description)])
 
 
 def _too_long(path: str, prompt_tokens: int, max_tokens: int | None, context_length: int) -> PromptTooLong:

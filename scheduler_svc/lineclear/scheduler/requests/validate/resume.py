@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from lineclear.errors import InvalidRequest
 from lineclear.scheduler.requests.validate.violations import Violations, checked_ids
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Sampling
@@ -18,7 +19,6 @@ def received(
     request: pb.GenerateRequest,
     num_outputs: int,
     sampling: Sampling,
-    ends: frozenset[int],
     context_length: int,
     vocab_size: int,
     violations: Violations,
@@ -26,6 +26,8 @@ def received(
     """Return the tokens that each output begins with, None for one that is complete."""
     if sampling.temperature != 0 and not request.sampling.HasField("seed"):
         violations.add("sampling.seed", "is required with resume; send the seed from Started")
+
+    ends = frozenset(sampling.stop_ids)
 
     def checked(path: str, ids: Sequence[int]) -> tuple[int, ...]:
         tokens = checked_ids(path, ids, context_length, vocab_size, violations)
@@ -48,6 +50,15 @@ def received(
         None if output.is_complete else checked(f"resume.outputs[{index}].token_ids", output.token_ids)
         for index, output in enumerate(resume.outputs)
     )
+
+
+def check_length(received: Sequence[Sequence[int] | None], max_tokens: int) -> None:
+    """Raises InvalidRequest for an output that has more tokens than the answer may have."""
+    for index, tokens in enumerate(received):
+        if tokens is not None and len(tokens) > max_tokens:
+            path = "resume" if len(received) == 1 else f"resume.outputs[{index}]"
+            description = f"has more entries than max_tokens, which is {max_tokens} here"
+            raise InvalidRequest.at(f"{path}.token_ids", description)
 
 
 def model_fingerprint(request: pb.GenerateRequest, violations: Violations) -> str:

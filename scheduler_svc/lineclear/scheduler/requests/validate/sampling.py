@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from google.protobuf.message import Message
-
 from lineclear.errors import InvalidRequest, PromptTooLong
 from lineclear.scheduler.requests.validate.violations import Violations, add_out_of_vocabulary, checked_ids
 from lineclear.v1 import sampling_pb2
@@ -53,11 +51,6 @@ def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
         if parameter.in_generation_config and is_number and value in parameter.range:
             found[name] = value
     return found
-
-
-def given_fields(message: Message) -> dict[str, Any]:
-    """Return the fields that are set, by name. Asking for each takes longer than the rest of the validation."""
-    return {field.name: value for field, value in message.ListFields()}
 
 
 def read_sampling(

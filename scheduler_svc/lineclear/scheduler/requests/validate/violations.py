@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from google.protobuf.message import Message
 
 from lineclear.errors import InvalidRequest, TokenOutOfVocabulary, Violation
 
@@ -31,6 +34,26 @@ class Violations:
         first = self.violations[0]
         message = f"{first.field}: {first.description}" + (f" (and {count - 1} more)" if count > 1 else "")
         raise kind(message, violations=self.violations[:_MAX_VIOLATIONS], metadata=self.metadata)
+
+
+class Rule(NamedTuple):
+    """What a field of a request may be, and the description of a violation."""
+
+    allows: Callable[[Any], bool]
+    description: str
+
+
+def check_rules(given: Mapping[str, Any], rules: Mapping[str, Rule], violations: Violations, prefix: str = "") -> None:
+    """Add the violations of the fields that have a rule. `given` are the fields that are set, by name."""
+    for name, value in given.items():
+        rule = rules.get(name)
+        if rule is not None and not rule.allows(value):
+            violations.add(f"{prefix}{name}", rule.description)
+
+
+def given_fields(message: Message) -> dict[str, Any]:
+    """Return the fields that are set, by name. Asking for each takes longer than the rest of the validation."""
+    return {field.name: value for field, value in message.ListFields()}
 
 
 def checked_ids(path: str, ids: Sequence[int], limit: int, vocab_size: int, violations: Violations) -> tuple[int, ...]:
