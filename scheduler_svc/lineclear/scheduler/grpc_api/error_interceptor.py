@@ -197,3 +197,14 @@ async def abort(context: Context, error: LineclearError) -> None:
             await context.abort(*status)
     except TimeoutError:
         log.info("abort_timed_out", reason=error.reason)
+
+
+def rejecting_handler(error: LineclearError, on_error: Callable[[str], None]) -> Handler:
+    """Return a handler that ends every call with `error`."""
+
+    async def reject(requests: Any, context: Context) -> None:
+        on_error(error.reason)
+        await abort(context, error)
+
+    # gRPC reads no message for a stream handler, and clients of every method kind accept its status.
+    return grpc.stream_stream_rpc_method_handler(reject)

@@ -26,7 +26,7 @@ from lineclear.scheduler.grpc_api import health_service as health_module
 from lineclear.scheduler.grpc_api import inference_service as service_module
 from lineclear.scheduler.grpc_api import reflection as reflection_module
 from lineclear.scheduler.grpc_api.admin_service import AdminService, OperationsApi
-from lineclear.scheduler.grpc_api.error_interceptor import ErrorInterceptor, abort
+from lineclear.scheduler.grpc_api.error_interceptor import ErrorInterceptor, rejecting_handler
 from lineclear.scheduler.grpc_api.health_service import HealthService
 from lineclear.scheduler.grpc_api.inference_service import InferenceService
 from lineclear.scheduler.grpc_api.listener import bind, data_options, probe_options
@@ -208,7 +208,8 @@ class MethodFilterInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, has: Callable[[str], bool], on_error: Callable[[str], None]) -> None:
         self._has = has
-        self._rejecting_handler = _wrong_listener(on_error)
+        message = "not offered at this address: admin methods are at --admin-listen, the others at --listen"
+        self._rejecting_handler = rejecting_handler(Unsupported(message), on_error)
 
     async def intercept_service(
         self,
@@ -220,14 +221,3 @@ class MethodFilterInterceptor(grpc.aio.ServerInterceptor):
         if method.startswith(_PREFIXES) and not self._has(method):
             return self._rejecting_handler
         return await continuation(handler_call_details)
-
-
-def _wrong_listener(on_error: Callable[[str], None]) -> Any:
-    """Return a handler that rejects every call."""
-
-    async def reject(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        on_error(Unsupported.reason)
-        message = "not offered at this address: admin methods are at --admin-listen, the others at --listen"
-        await abort(context, Unsupported(message))
-
-    return grpc.stream_stream_rpc_method_handler(reject)

@@ -16,7 +16,7 @@ from grpc_health.v1 import health
 
 from lineclear.errors import Unauthenticated
 from lineclear.process.logging_setup import should_log
-from lineclear.scheduler.grpc_api.error_interceptor import abort
+from lineclear.scheduler.grpc_api.error_interceptor import rejecting_handler
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.reloading_file import ReloadingFile
 from lineclear.scheduler.security.token_file import TokenTable
@@ -53,10 +53,9 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, tokens: ReloadingFile[TokenTable], on_error: Callable[[str], None]) -> None:
         self.num_rejected = 0
         self._tokens = tokens
-        self._no_token = _rejecting_handler(
-            "a token is required; send metadata `authorization: Bearer TOKEN`", on_error
-        )
-        self._bad_token = _rejecting_handler("the token is unknown or revoked", on_error)
+        missing = "a token is required; send metadata `authorization: Bearer TOKEN`"
+        self._no_token = rejecting_handler(Unauthenticated(missing), on_error)
+        self._bad_token = rejecting_handler(Unauthenticated("the token is unknown or revoked"), on_error)
 
     async def intercept_service(
         self,
@@ -88,13 +87,3 @@ def _token(details: grpc.HandlerCallDetails) -> str | None:
     if len(values) != 1 or not isinstance(values[0], str) or not values[0].lower().startswith(_SCHEME):
         return None
     return values[0][len(_SCHEME) :].strip()
-
-
-def _rejecting_handler(message: str, on_error: Callable[[str], None]) -> Handler:
-    async def reject(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        on_error(Unauthenticated.reason)
-        await abort(context, Unauthenticated(message))
-
-    # gRPC reads no message for a stream handler, and clients of every method kind accept its status.
-    handler: Handler = grpc.stream_stream_rpc_method_handler(reject)
-    return handler

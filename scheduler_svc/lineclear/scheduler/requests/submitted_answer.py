@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import InvalidRequest, LineclearError
@@ -100,24 +100,37 @@ class SubmittedAnswer:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def read(self, *from_indexes: int) -> Attachment:
-        """Return an iterator over the messages from an index of each output on, present and future.
+    def read(self, *from_indexes: int) -> AsyncIterator[pb.GenerateResponse]:
+        """Iterate over the messages from an index of each output on, present and future.
 
-        Raises InvalidRequest for an index outside the present output.
+        Ends after the ends of all outputs, or raises the error of the answer. Raises InvalidRequest at once for an
+        index outside the present output.
         """
-        starts = {}
+        cursors = []
         for output in self.outputs:
             start = from_indexes[output.index] if output.index < len(from_indexes) else 0
             start = max(start, output.first_index) if output.index else start
             if not output.first_index <= start <= output.next_index:
                 path = f"more_from_indexes[{output.index - 1}]" if output.index else "from_index"
                 raise InvalidRequest.at(path, f"must be in [{output.first_index}, {output.next_index}] now")
-            starts[output] = start
-        return Attachment(self, starts)
+            cursors.append(_Cursor(output, start))
+        return self._messages(cursors)
 
-    async def change(self) -> None:
-        """Return after the next part."""
-        await self._changed.wait()
+    async def _messages(self, cursors: Sequence[_Cursor]) -> AsyncIterator[pb.GenerateResponse]:
+        has_sent_queued = False
+        while not all(cursor.is_done for cursor in cursors):
+            if self.state == pb.RESULT_STATE_WAITING and self.queued is not None and not has_sent_queued:
+                has_sent_queued = True
+                yield pb.GenerateResponse(first_index=cursors[0].index, queued=self.queued)
+            changed, has_message = self._changed, False
+            for cursor in cursors:  # what all outputs have, one message of each
+                if cursor.has_more:
+                    has_message = True
+                    yield cursor.take()
+            if not has_message:
+                if self.error is not None:
+                    raise self.error
+                await changed.wait()
 
 
 class SubmittedOutput:
@@ -228,38 +241,8 @@ def _text_bytes(text: str) -> int:
     return sys.getsizeof(text) + extra
 
 
-class Attachment:
-    """Asynchronous iterator over messages of all outputs. Stops after their ends, or raises the error of the answer."""
-
-    def __init__(self, answer: SubmittedAnswer, starts: dict[SubmittedOutput, int]) -> None:
-        self._answer = answer
-        self._cursors = [_Cursor(output, start) for output, start in starts.items()]
-        self._has_sent_queued = False
-        self._unread: Iterator[pb.GenerateResponse] = iter(())
-
-    def __aiter__(self) -> Attachment:
-        return self
-
-    async def __anext__(self) -> pb.GenerateResponse:
-        answer = self._answer
-        while not all(cursor.is_done for cursor in self._cursors):
-            if answer.state == pb.RESULT_STATE_WAITING and answer.queued is not None and not self._has_sent_queued:
-                self._has_sent_queued = True
-                return pb.GenerateResponse(first_index=self._cursors[0].index, queued=answer.queued)
-            message = next(self._unread, None)
-            if message is None:  # take what all outputs have, one message of each
-                self._unread = (cursor.take() for cursor in self._cursors if cursor.has_more)
-                message = next(self._unread, None)
-            if message is not None:
-                return message
-            if answer.error is not None:
-                raise answer.error
-            await answer.change()
-        raise StopAsyncIteration
-
-
 class _Cursor:
-    """The place in one output up to which an Attachment has read."""
+    """The place in one output up to which a reader has read."""
 
     def __init__(self, output: SubmittedOutput, index: int) -> None:
         self.index = index
