@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from support.serving import error_of, read_all, serving, text_request, until
+from support.serving import error_of, serving, text_request, until
 from support.session_driver import Caller, submit
 from support.sockets import gate
 
@@ -65,12 +65,6 @@ async def test_too_many_bytes_of_unread_log_probabilities(
         assert 64 * 1024 < int(figures["unread_bytes"]) < 68 * 1024
         await s.idle()
         assert key in s.engine.cancelled
-
-
-async def test_unread_tokens_at_the_limit(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_unread_tokens=16) as s:
-        s.engine.answer = lambda request: [40] * 16
-        await read_all(s.generate())
 
 
 async def test_stalled_stream_gets_slow_consumer(tmp_path: Path) -> None:

@@ -85,13 +85,9 @@ async def test_many_violations_fit_the_trailer(tmp_path: Path) -> None:
 # --- the valid side of each bound ------------------------------------------------------------------------------------
 
 GOOD_SAMPLING: list[dict[str, Any]] = [
-    *({"temperature": t} for t in (0.0, -0.0, 0.01, 1.0, 10.0)),
+    *({"temperature": t} for t in (0.0, -0.0)),
     *({"top_k": k} for k in (0, 1, VOCABULARY)),
-    *({"top_p": p} for p in (1e-30, 0.5, 1.0)),
-    *({"min_p": p} for p in (0.0, 0.05, 1.0)),
-    *({"repetition_penalty": p} for p in (0.01, 1.0, 10.0)),
-    *({"presence_penalty": p} for p in (-2.0, 0.0, 2.0)),
-    *({"frequency_penalty": p} for p in (-2.0, 0.0, 2.0)),
+    {"top_p": 1e-30},
     *({"seed": s} for s in (0, 2**64 - 1)),
     *({"max_tokens": n} for n in (1, CONTEXT - 1)),
     *({"min_tokens": n} for n in (0, CONTEXT)),

@@ -106,12 +106,9 @@ class _ListenerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """The shared health status on one listener, which limits its number of watchers."""
 
     def __init__(self, health: HealthService) -> None:
+        self.Check = health.Check
         self._health = health
         self._by_connection: Counter[str] = Counter()
-
-    async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """See HealthService.Check."""
-        return await self._health.Check(request, context)
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """See HealthService.Watch. Raises QueueFull if there are too many watchers."""

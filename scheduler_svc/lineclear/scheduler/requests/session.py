@@ -69,9 +69,6 @@ class Session:
         self._drain_error: LineclearError | None = None  # ends the session once it is idle
         self._stream_error: LineclearError | None = None  # ends the session at once
 
-    def __len__(self) -> int:
-        return len(self._live)
-
     # --- commands ----------------------------------------------------------------------------------------------------
 
     async def run(self, messages: AsyncIterator[pb.SessionRequest]) -> None:
@@ -106,7 +103,12 @@ class Session:
         for index, command in enumerate(message.submits):
             await self._admit(f"submits[{index}].handle", command)
         for cancel in message.cancels:
-            self._cancel(cancel)
+            if (request := self._live.get(cancel.handle)) is None:
+                continue
+            if cancel.HasField("index"):
+                request.cancel_output(cancel.index)
+            else:
+                request.cancel()
 
     async def _admit(self, field: str, command: pb.SubmitCommand) -> None:
         handle = command.handle
@@ -121,13 +123,6 @@ class Session:
         except Exception as error:
             self._reject(handle, self._services.incident(error))
         await self._has_space.wait()
-
-    def _cancel(self, command: pb.CancelCommand) -> None:
-        request = self._live.get(command.handle)
-        if request is not None and command.HasField("index"):
-            request.cancel_output(command.index)
-        elif request is not None:
-            request.cancel()
 
     def _start(self, handle: int, command: pb.SubmitCommand, arrival: float) -> None:
         if self._drain_error is not None:

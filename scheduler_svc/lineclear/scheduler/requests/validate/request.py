@@ -140,11 +140,8 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     given, has_resume = given_fields(params), "resume" in fields
     check_rules(fields, _RULES, violations)
     check_prompt(request, bounds, violations)
-    stop_ids, own_eos_ids = _NO_ENDS
-    text_options: dict[str, Any] = {}
-    if "stop" in fields:
-        stop_ids, own_eos_ids = stop.end_ids(request, bounds.vocab_size, violations)
-        text_options = stop.text_options(request.stop, violations)
+    has_stop = "stop" in fields
+    stop_ids, own_eos_ids = stop.end_ids(request, bounds.vocab_size, violations) if has_stop else _NO_ENDS
     eos_ids = frozenset() if params.ignore_eos else own_eos_ids or bounds.eos_ids
     sampling, max_tokens = _sampling(given, params, output, eos_ids | stop_ids, bounds, violations)
     answer_tools = tools.answer_tools(request.chat) if "chat" in fields else None
@@ -159,10 +156,14 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         beams = branching.beams(request, len(received), eos_ids | stop_ids, bounds.vocab_size, violations)
     is_resumed = has_resume or "model_fingerprint" in fields
     model_fingerprint = resume.model_fingerprint(request, violations) if is_resumed else ""
-    # Grammars do not know the rule for the start of a text. An answer behind its prompt is no start.
-    text_options["is_start"] = not output.echo and (bool(sampling.grammar_start) or not has_form)
-    text_options["keep_special"] = output.keep_special_tokens
-    text_options["min_tokens"], text_options["silent_ids"] = sampling.min_tokens, stop_ids | own_eos_ids
+    text_options = {
+        **(stop.text_options(request.stop, violations) if has_stop else {}),
+        "min_tokens": sampling.min_tokens,
+        "silent_ids": stop_ids | own_eos_ids,
+        "keep_special": output.keep_special_tokens,
+        # Grammars do not know the rule for the start of a text. An answer behind its prompt is no start.
+        "is_start": not output.echo and (bool(sampling.grammar_start) or not has_form),
+    }
     is_text = "token_ids" not in fields or "bad_words" in given or bool(sampling.dry_multiplier)
     violations.raise_if_any()
     return ValidatedRequest(
