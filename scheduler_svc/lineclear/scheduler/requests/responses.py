@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lineclear.api_limits import MAX_PIECE_BYTES
 from lineclear.errors import LineclearError
-from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.core.events import FinishReason, Started
 from lineclear.scheduler.requests.logprob_messages import token_logprob
 from lineclear.scheduler.requests.output_stream import Completion, OutputChunk, OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
@@ -92,24 +92,26 @@ def response(
         if (wait := duration(chunk.queued.seconds)) is not None:
             message.queued.predicted_wait.CopyFrom(wait)
     if chunk.started is not None:
+        _fill_started(message.started, chunk.started, request, output)
         if request.prompt_echo is not None and output.index == 0:
             message.prompt_echo.CopyFrom(request.prompt_echo)
-        started = message.started  # held: each access would make it again
-        started.request_id = request.request_id
-        started.prompt_tokens = request.prompt_tokens
-        started.cached_tokens = chunk.started.cached_tokens
-        started.seed = request.seed_of(output)
-        started.num_outputs = len(validated.received)
-        started.slot = chunk.started.slot
-        started.first_step = chunk.started.step
-        started.model_fingerprint = request.fingerprint(chunk.started.model_fingerprint)
-        started.prompt_digest = request.prompt_digest
-        started.chat_time_us = request.chat_time_us
-        started.timeout.FromMicroseconds(round((request.deadline - request.call.arrival) * 1e6))
     if chunk.end is not None:
         assert timings is not None
         message.finished.CopyFrom(_finished(chunk.end, timings, output))
     return message
+
+
+def _fill_started(message: pb.Started, started: Started, request: RequestContext, output: OutputStream) -> None:
+    message.request_id = request.request_id
+    message.prompt_tokens = request.prompt_tokens
+    message.cached_tokens = started.cached_tokens
+    message.seed = request.seed_of(output)
+    message.num_outputs = len(request.validated.received)
+    message.slot, message.first_step = started.slot, started.step
+    message.model_fingerprint = request.fingerprint(started.model_fingerprint)
+    message.prompt_digest = request.prompt_digest
+    message.chat_time_us = request.chat_time_us
+    message.timeout.FromMicroseconds(round((request.deadline - request.call.arrival) * 1e6))
 
 
 def add_parsed(message: pb.GenerateResponse, texts: Sequence[str], key: str) -> None:

@@ -140,8 +140,8 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     given, has_resume = given_fields(params), "resume" in fields
     check_rules(fields, _RULES, violations)
     check_prompt(request, bounds, violations)
-    has_stop = "stop" in fields
-    stop_ids, own_eos_ids = stop.end_ids(request, bounds.vocab_size, violations) if has_stop else _NO_ENDS
+    named_ends = stop.end_ids(request, bounds.vocab_size, violations) if "stop" in fields else _NO_ENDS
+    stop_ids, own_eos_ids = named_ends
     eos_ids = frozenset() if params.ignore_eos else own_eos_ids or bounds.eos_ids
     sampling, max_tokens = _sampling(given, params, output, eos_ids | stop_ids, bounds, violations)
     answer_tools = tools.answer_tools(request.chat) if "chat" in fields else None
@@ -156,14 +156,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         beams = branching.beams(request, len(received), eos_ids | stop_ids, bounds.vocab_size, violations)
     is_resumed = has_resume or "model_fingerprint" in fields
     model_fingerprint = resume.model_fingerprint(request, violations) if is_resumed else ""
-    text_options = {
-        **(stop.text_options(request.stop, violations) if has_stop else {}),
-        "min_tokens": sampling.min_tokens,
-        "silent_ids": stop_ids | own_eos_ids,
-        "keep_special": output.keep_special_tokens,
-        # Grammars do not know the rule for the start of a text. An answer behind its prompt is no start.
-        "is_start": not output.echo and (bool(sampling.grammar_start) or not has_form),
-    }
+    text_options = _text_options(request, sampling, has_form, violations)
     is_text = "token_ids" not in fields or "bad_words" in given or bool(sampling.dry_multiplier)
     violations.raise_if_any()
     return ValidatedRequest(
@@ -180,7 +173,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
         },
         is_prepared=not (is_text or has_form or output.echo or any(received)),
         wants_text=not output.omit_text,
-        text_options=text_options,
+        text_options=text_options | {"silent_ids": stop_ids | own_eos_ids},
         token_timings=output.token_timings,
         received=received,
         best_of=best_of,
@@ -367,6 +360,20 @@ def _sampling(
     sampling = Sampling(**values, stop_ids=tuple(sorted(ends)))
     check_allowed(sampling, ends, bounds.vocab_size, violations)
     return sampling, max_tokens
+
+
+def _text_options(
+    request: pb.GenerateRequest, sampling: Sampling, has_form: bool, violations: Violations
+) -> dict[str, Any]:
+    """Return the options of AnswerText, but the tokens without text."""
+    output = request.output
+    return {
+        **(stop.text_options(request.stop, violations) if request.HasField("stop") else {}),
+        "min_tokens": sampling.min_tokens,
+        "keep_special": output.keep_special_tokens,
+        # Grammars do not know the rule for the start of a text. An answer behind its prompt is no start.
+        "is_start": not output.echo and (bool(sampling.grammar_start) or not has_form),
+    }
 
 
 def _received(
