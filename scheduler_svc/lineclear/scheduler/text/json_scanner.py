@@ -1,6 +1,7 @@
 """Follow a JSON object in pieces, to find its end and the first character that cannot continue it (RFC 8259).
 
-A scanner keeps the open brackets only, so its memory grows with the depth, which is limited.
+The grammar is one table: for each state, the state that each character leads to. A scanner keeps a state and the open
+brackets only, so its memory grows with the depth, which is limited.
 """
 
 from __future__ import annotations
@@ -8,29 +9,58 @@ from __future__ import annotations
 import re
 
 MAX_DEPTH = 64
-_SPACE = frozenset(" \t\n\r")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-_HEX = frozenset("0123456789abcdefABCDEF")
-_LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
-_DIGITS = dict.fromkeys("0123456789", "d")
-# For each part of a number, the part that each kind of character leads to; "d" is any digit.
-_NUMBER = {
-    "minus": {"0": "zero", "d": "whole"},
-    "zero": {".": "point", "e": "e", "E": "e"},
-    "whole": {"d": "whole", ".": "point", "e": "e", "E": "e"},
-    "point": {"d": "fraction"},
-    "fraction": {"d": "fraction", "e": "e", "E": "e"},
-    "e": {"d": "exponent", "+": "sign", "-": "sign"},
-    "sign": {"d": "exponent"},
-    "exponent": {"d": "exponent"},
-}
-_NUMBER_ENDS = frozenset(("zero", "whole", "fraction", "exponent"))
+
+
+def _each(characters: str, state: str) -> dict[str, str]:
+    return dict.fromkeys(characters, state)
+
+
+def _table() -> dict[str, dict[str, str]]:
+    number = {".": "point", "e": "e", "E": "e"}
+    digits, hexadecimal = "0123456789", "0123456789abcdefABCDEF"
+    begins = {'"': "string", "{": "first key", "[": "first value", "-": "minus", "0": "zero"}
+    begins |= _each("123456789", "whole") | {word[0]: word[0] for word in ("true", "false", "null")}
+    after = {",": "comma", "}": "close", "]": "close"}
+    table = {
+        "object": {"{": "first key"},
+        "first key": {'"': "key", "}": "close"},
+        "next key": {'"': "key"},
+        "colon": {":": "value"},
+        "value": begins,
+        "first value": begins | {"]": "close"},
+        "after": after,
+    }
+    for state, rules in table.items():
+        rules.update(_each(" \t\n\r", state))
+    ended = _each(" \t\n\r", "after") | after
+    table |= {
+        "minus": _each(digits, "whole") | {"0": "zero"},
+        "zero": ended | number,
+        "whole": ended | number | _each(digits, "whole"),
+        "point": _each(digits, "fraction"),
+        "fraction": ended | _each(digits, "fraction") | {"e": "e", "E": "e"},
+        "e": _each(digits, "exponent") | _each("+-", "sign"),
+        "sign": _each(digits, "exponent"),
+        "exponent": ended | _each(digits, "exponent"),
+    }
+    for word in ("true", "false", "null"):
+        table |= {word[:n]: {word[n]: word[: n + 1]} for n in range(1, len(word))}
+        table[word] = ended
+    for text, end in (("key", "colon"), ("string", "after")):  # of which `feed` skips other characters
+        table[text] = {'"': end, "\\": f"{text} escape"}
+        table[f"{text} escape"] = _each('"\\/bfnrt', text) | {"u": f"{text} 4"}
+        table |= {f"{text} {n}": _each(hexadecimal, f"{text} {n - 1}" if n > 1 else text) for n in (4, 3, 2, 1)}
+    return table
+
+
+_NEXT = _table()
 
 
 class JsonScanner:
     """Follows one JSON object, from its first character `{` on."""
 
-    __slots__ = ("_count", "_is_key", "_literal", "_open", "_state", "is_broken", "is_done")
+    __slots__ = ("_open", "_state", "is_broken", "is_done")
 
     def __init__(self) -> None:
         self.is_done = False
@@ -39,104 +69,31 @@ class JsonScanner:
         """The next character cannot continue it."""
         self._open: list[str] = []
         self._state = "object"
-        self._is_key = False  # whether the string in progress is a key
-        self._literal = ""  # characters of true, false or null to come
-        self._count = 0  # hexadecimal digits to come
 
     def feed(self, text: str, start: int = 0) -> int:
         """Follow `text` from `start` on. Return the index of the first character that is not part of the object."""
         index, end = start, len(text)
-        while index < end:
-            if self._state == "string":
+        while index < end and not self.is_done:
+            if self._state in ("string", "key"):
                 index = _PLAIN.match(text, index).end()  # type: ignore[union-attr]  # the pattern matches ""
                 if index == end:
                     break
             if not self._step(text[index]):
                 self.is_broken = True
-                return index
+                break
             index += 1
-            if self.is_done:
-                return index
         return index
 
     def _step(self, c: str) -> bool:
         """Take one character. Return False if it cannot follow."""
-        state = self._state
-        if state == "string":
-            return self._in_string(c)
-        if state == "escape":
-            return self._in_escape(c)
-        if state == "hex":
-            self._count -= 1
-            self._state = "hex" if self._count else "string"
-            return c in _HEX
-        if state == "literal":
-            expected, self._literal = self._literal[0], self._literal[1:]
-            self._state = "literal" if self._literal else "after"
-            return c == expected
-        if state in _NUMBER:
-            found = _NUMBER[state].get(c) or _NUMBER[state].get(_DIGITS.get(c, ""))
-            if found is not None:
-                self._state = found
-                return True
-            if state not in _NUMBER_ENDS:
+        state = _NEXT[self._state].get(c)
+        if c in "{[" and state is not None:
+            self._open.append(c)
+        elif state == "comma":
+            state = "next key" if self._open[-1] == "{" else "value"
+        elif state == "close":
+            if self._open.pop() + c not in ("{}", "[]"):
                 return False
-            self._state = state = "after"
-        return c in _SPACE or self._in_structure(state, c)
-
-    def _in_string(self, c: str) -> bool:
-        if c == '"':
-            self._state = "colon" if self._is_key else "after"
-        elif c == "\\":
-            self._state = "escape"
-        else:
-            return c >= " "
-        return True
-
-    def _in_escape(self, c: str) -> bool:
-        self._state, self._count = ("hex", 4) if c == "u" else ("string", 0)
-        return c in 'u"\\/bfnrt'
-
-    def _in_structure(self, state: str, c: str) -> bool:
-        if state == "object":
-            return c == "{" and self._begin_container(c)
-        if state == "colon":
-            self._state = "value"
-            return c == ":"
-        if state in ("key", "first_key"):
-            self._state, self._is_key = "string", True
-            return c == '"' or (state == "first_key" and c == "}" and self._end_container())
-        if state == "after":
-            if c == ",":
-                self._state = "key" if self._open[-1] == "{" else "value"
-                return True
-            return c == ("}" if self._open[-1] == "{" else "]") and self._end_container()
-        if state == "first_value" and c == "]":
-            return self._end_container()
-        return self._begin_value(c)
-
-    def _begin_value(self, c: str) -> bool:
-        if c == '"':
-            self._state, self._is_key = "string", False
-        elif c in "{[":
-            return self._begin_container(c)
-        elif c in _LITERALS:
-            self._state, self._literal = "literal", _LITERALS[c]
-        elif c == "-":
-            self._state = "minus"
-        elif c in _DIGITS:
-            self._state = "zero" if c == "0" else "whole"
-        else:
-            return False
-        return True
-
-    def _begin_container(self, c: str) -> bool:
-        self._open.append(c)
-        self._state = "first_key" if c == "{" else "first_value"
-        return len(self._open) <= MAX_DEPTH
-
-    def _end_container(self) -> bool:
-        self._open.pop()
-        self._state = "after"
-        self.is_done = not self._open
-        return True
+            self.is_done, state = not self._open, "after"
+        self._state = state or ""
+        return state is not None and len(self._open) <= MAX_DEPTH

@@ -7,6 +7,7 @@ as the pattern has transitions, which are limited.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,20 +16,17 @@ MAX_MATCH = 256
 """Characters of a match; text is held back for no longer than that."""
 _MAX_POSITIONS, _MAX_TRANSITIONS, _MAX_DEPTH, _MAX_REPEATS = 48, 128, 16, 48
 _MAX_ATOMS, _MAX_KNOWN = 160, 4096
+_BRACES = re.compile(r"([0-9]+)(?:(,)([0-9]*))?}")
 
 _Accepts = Callable[[str], bool]
 _CLASSES: dict[str, _Accepts] = {
     "d": str.isdecimal,
     "w": lambda c: c.isalnum() or c == "_",
     "s": str.isspace,
+    "D": lambda c: not c.isdecimal(),
+    "W": lambda c: not c.isalnum() and c != "_",
+    "S": lambda c: not c.isspace(),
 }
-
-
-def _is_not(accepts: _Accepts) -> _Accepts:
-    return lambda c: not accepts(c)
-
-
-_CLASSES |= {name.upper(): _is_not(accepts) for name, accepts in _CLASSES.items()}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v"}
 
 
@@ -39,12 +37,9 @@ class BadPattern(ValueError):
 class _Part(NamedTuple):
     """A part of the automaton: where it may begin and end, as positions, and whether it matches the empty text."""
 
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-    is_empty: bool
-
-
-_EMPTY = _Part((), (), is_empty=True)
+    first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+    is_empty: bool = True
 
 
 class StopRegex:
@@ -54,7 +49,7 @@ class StopRegex:
     name other than d, w and s.
     """
 
-    __slots__ = ("_accepts", "_follow", "_known", "_last", "_num_atoms", "_text", "_where")
+    __slots__ = ("_accepts", "_follow", "_known", "_num_atoms", "_text", "_where", "last")
 
     def __init__(self, pattern: str) -> None:
         self._accepts: list[_Accepts] = []
@@ -67,15 +62,12 @@ class StopRegex:
         if whole.is_empty:
             raise BadPattern("matches the empty text")
         self._link((0,), whole.first)
-        self._last = frozenset(whole.last)
+        self.last = frozenset(whole.last)
+        """The positions where a match may end."""
 
     def matcher(self, *, include_stop_string: bool) -> RegexMatcher:
         """Return a matcher for the text of one answer."""
         return RegexMatcher(self, include_stop_string=include_stop_string)
-
-    def is_end(self, position: int) -> bool:
-        """Whether a match may end at the position."""
-        return position in self._last
 
     def after(self, position: int, char: str) -> tuple[int, ...]:
         """Return the positions that `char` leads to; position 0 is the start."""
@@ -92,18 +84,15 @@ class StopRegex:
     def _alternatives(self, depth: int) -> _Part:
         if depth > _MAX_DEPTH:
             raise BadPattern(f"has more than {_MAX_DEPTH} nested groups")
-        parts = [self._sequence(depth)]
-        while self._take("|"):
-            parts.append(self._sequence(depth))
+        parts = [_Part()]
+        while self._where < len(self._text) and self._text[self._where] != ")":
+            if self._take("|"):
+                parts.append(_Part())
+            else:
+                parts[-1] = self._joined(parts[-1], self._repeated(depth))
         first = tuple(dict.fromkeys(p for part in parts for p in part.first))
         last = tuple(dict.fromkeys(p for part in parts for p in part.last))
         return _Part(first, last, any(part.is_empty for part in parts))
-
-    def _sequence(self, depth: int) -> _Part:
-        whole = _EMPTY
-        while self._where < len(self._text) and self._text[self._where] not in "|)":
-            whole = self._joined(whole, self._repeated(depth))
-        return whole
 
     def _joined(self, before: _Part, then: _Part) -> _Part:
         self._link(before.last, then.first)
@@ -120,7 +109,7 @@ class StopRegex:
         end = self._where
         if self._where < len(self._text) and self._text[self._where] in "*+?{":
             raise BadPattern("repeats a repetition, or is lazy")
-        whole = _EMPTY
+        whole = _Part()
         copies = most if most is not None else max(least, 1)
         for number in range(copies):  # the first copy is there; each other one is read again
             if number:
@@ -138,12 +127,12 @@ class StopRegex:
                 return bounds
         if not self._take("{"):
             return 1, 1
-        inside, closed, _ = self._text[self._where :].partition("}")
-        low, comma, high = inside.partition(",")
-        if not closed or not low.isdecimal() or (high and not high.isdecimal()) or not inside.isascii():
+        found = _BRACES.match(self._text, self._where)
+        if found is None:
             raise BadPattern("has a brace that is no number of repetitions; escape it")
-        self._where += len(inside) + 1
-        least, most = int(low), int(high) if high else None if comma else int(low)
+        self._where = found.end()
+        least = int(found[1])
+        most = int(found[3]) if found[3] else None if found[2] else least
         if max(least, most or 0) > _MAX_REPEATS or (most is not None and most < max(least, 1)):
             raise BadPattern(f"has a number of repetitions that is not in [1, {_MAX_REPEATS}]")
         return least, most
@@ -164,60 +153,45 @@ class StopRegex:
             return self._position(self._set())
         if char == ".":
             return self._position(lambda c: c != "\n")
-        if char == "\\":
-            return self._position(self._escaped())
         if char in "*+?{}^$":
             raise BadPattern(f"has an unsupported {char}; escape it to match the character")
-        return self._position(char.__eq__)
+        if char == "\\" and (accepts := self._class()) is not None:
+            return self._position(accepts)
+        return self._position(self._literal(char).__eq__)
 
-    def _escaped(self) -> _Accepts:
+    def _class(self) -> _Accepts | None:
+        """Take the class that a backslash begins; None if it escapes a character."""
+        accepts = _CLASSES.get(self._text[self._where : self._where + 1])
+        self._where += accepts is not None
+        return accepts
+
+    def _literal(self, char: str) -> str:
+        """Return the character that `char` stands for, which may begin an escape."""
+        if char != "\\":
+            return char
         char = self._next()
-        if char in _CLASSES:
-            return _CLASSES[char]
-        return self._literal(char).__eq__
-
-    @staticmethod
-    def _literal(char: str) -> str:
-        if char in _ESCAPES:
-            return _ESCAPES[char]
-        if char.isalnum():
+        if char.isalnum() and char not in _ESCAPES:
             raise BadPattern(f"has an unsupported escape \\{char}")
-        return char
+        return _ESCAPES.get(char, char)
 
     def _set(self) -> _Accepts:
         is_negated = self._take("^")
-        singles: set[str] = set()
         ranges: list[tuple[str, str]] = []
         classes: list[_Accepts] = []
-        while not (self._take("]") and (singles or ranges or classes)):
+        while not (self._take("]") and (ranges or classes)):
             char = self._next()
-            if char == "\\":
-                char = self._next()
-                if char in _CLASSES:
-                    classes.append(_CLASSES[char])
-                    continue
-                char = self._literal(char)
-            elif char in "[&~]":
+            if char in "[&~]":
                 raise BadPattern("has an unsupported set; escape [, ], & and ~")
-            if (
-                self._text[self._where : self._where + 1] == "-"
-                and self._text[self._where + 1 : self._where + 2] != "]"
-            ):
-                self._next()
-                high = self._next()
-                high = self._literal(self._next()) if high == "\\" else high
-                if high < char:
-                    raise BadPattern("has a range of characters whose end is before its start")
-                ranges.append((char, high))
-            else:
-                singles.add(char)
-
-        def accepts(c: str) -> bool:
-            return (
-                c in singles or any(low <= c <= high for low, high in ranges) or any(test(c) for test in classes)
-            ) != is_negated
-
-        return accepts
+            if char == "\\" and (accepts := self._class()) is not None:
+                classes.append(accepts)
+                continue
+            low = high = self._literal(char)
+            if not self._text.startswith("-]", self._where) and self._take("-"):
+                high = self._literal(self._next())
+            if high < low:
+                raise BadPattern("has a range of characters whose end is before its start")
+            ranges.append((low, high))
+        return lambda c: (any(a <= c <= z for a, z in ranges) or any(test(c) for test in classes)) != is_negated
 
     def _position(self, accepts: _Accepts) -> _Part:
         self._accepts.append(accepts)
@@ -262,7 +236,7 @@ class RegexMatcher:
 
     def push(self, text: str, *, armed: bool = True) -> str:
         """Return the text that can be released. A match that ends while not `armed` does not count."""
-        after, begin = self._regex.after, len(self._held)
+        after, last, begin = self._regex.after, self._regex.last, len(self._held)
         text = self._held + text
         threads = self._threads
         for index in range(begin, len(text)):
@@ -280,7 +254,8 @@ class RegexMatcher:
                 threads = dict.fromkeys(first, index)
             else:
                 continue
-            if armed and (longest := self._longest(threads)) is not None:
+            ends = (start for position, start in threads.items() if position in last) if armed else ()
+            if (longest := next(iter(ends), None)) is not None:
                 self.matched, self._held = text[longest : index + 1], ""
                 return text[: index + 1 if self._include else longest]
         first_start = next(iter(threads.values()), len(text))
@@ -289,11 +264,6 @@ class RegexMatcher:
             {position: start - first_start for position, start in threads.items()} if first_start else threads
         )
         return text[:first_start]
-
-    def _longest(self, threads: dict[int, int]) -> int | None:
-        """Return the start of the longest match that ends here."""
-        is_end = self._regex.is_end
-        return next((start for position, start in threads.items() if is_end(position)), None)
 
     def flush(self) -> str:
         """Return the text held back, at the end of the answer."""
