@@ -11,9 +11,10 @@ import sys
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from enum import Enum
 from itertools import accumulate, chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 from google.protobuf.message import Message as ProtobufMessage
@@ -28,7 +29,6 @@ from lineclear.wire.messages import (
     Heartbeat,
     Hello,
     LoadAdapter,
-    LogLevel,
     Logprobs,
     Message,
     Pooling,
@@ -41,7 +41,6 @@ from lineclear.wire.messages import (
     SetLogLevel,
     SlotInit,
     StepError,
-    StepErrorKind,
     StepPlan,
     StepResult,
     Stopping,
@@ -321,20 +320,43 @@ def _with_outputs(result: StepResult, m: pb.Outputs) -> StepResult:
 
 # --- control ---------------------------------------------------------------------------------------------------------
 
-
-def _hello_to(h: Hello) -> pb.Hello:
-    names = [f.name for f in pb.Hello.DESCRIPTOR.fields]
-    return pb.Hello(**{name: getattr(h, name) for name in names})
+_Encoder = Callable[[Any], ProtobufMessage]
+_Decoder = Callable[[int, int, bytes], Message]
 
 
-def _hello_from(epoch: int, step: int, payload: bytes) -> Hello:
-    m = pb.Hello.FromString(payload)
-    values = {f.name: getattr(m, f.name) for f in pb.Hello.DESCRIPTOR.fields}
-    hello = Hello(epoch=epoch, **values | {"eos_token_ids": tuple(m.eos_token_ids)})
+def _by_name(
+    kind: type[Any], payload: type[ProtobufMessage], check: Callable[[Any], None] = lambda message: None
+) -> tuple[_Encoder, _Decoder]:
+    """Return encoder and decoder of a message whose payload has fields of the same names; the header has the others.
+
+    `check` raises ValueError for a decoded message that cannot be.
+    """
+    types = {field.name: get_type_hints(kind)[field.name] for field in payload.DESCRIPTOR.fields}
+    has_step = "step" in {field.name for field in fields(kind)}
+
+    def encoded(message: Any) -> ProtobufMessage:
+        values = {name: getattr(message, name) for name in types}
+        return payload(**{name: value.value if isinstance(value, Enum) else value for name, value in values.items()})
+
+    def decoded(epoch: int, step: int, data: bytes) -> Message:
+        found = payload.FromString(data)
+        values = {name: convert(getattr(found, name)) for name, convert in types.items()}
+        message: Message = kind(epoch=epoch, **values, **{"step": step} if has_step else {})
+        check(message)
+        return message
+
+    return encoded, decoded
+
+
+def _check_hello(hello: Hello) -> None:
     sizes = (hello.num_blocks, hello.block_size, hello.num_slots, hello.max_model_len, hello.vocab_size)
     if min(*sizes, hello.max_step_tokens) < 1:
         raise ValueError("a capacity is not positive")
-    return hello
+
+
+def _check_index(message: LoadAdapter | UnloadAdapter | AdapterLoaded) -> None:
+    if message.index < 1:
+        raise ValueError("an adapter index below 1")
 
 
 def _heartbeat_to(h: Heartbeat) -> pb.Heartbeat:
@@ -346,69 +368,19 @@ def _heartbeat_from(epoch: int, step: int, payload: bytes) -> Heartbeat:
     return Heartbeat(epoch, m.step, m.busy_seconds, tuple(_read_indices(m.prepared)))
 
 
-def _error_from(epoch: int, step: int, payload: bytes) -> StepError:
-    m = pb.StepError.FromString(payload)
-    return StepError(epoch, step, StepErrorKind(m.kind), m.summary)
-
-
-def _rejoin_from(epoch: int, step: int, payload: bytes) -> Rejoin:
-    pb.Rejoin.FromString(payload)
-    return Rejoin(epoch)
-
-
-def _goodbye_from(epoch: int, step: int, payload: bytes) -> Goodbye:
-    return Goodbye(epoch, pb.Goodbye.FromString(payload).reason)
-
-
-def _log_level_from(epoch: int, step: int, payload: bytes) -> SetLogLevel:
-    return SetLogLevel(epoch, LogLevel(pb.SetLogLevel.FromString(payload).level))
-
-
-def _load_adapter_from(epoch: int, step: int, payload: bytes) -> LoadAdapter:
-    m = pb.LoadAdapter.FromString(payload)
-    return LoadAdapter(epoch, _adapter_index(m.index), m.key, m.path)
-
-
-def _unload_adapter_from(epoch: int, step: int, payload: bytes) -> UnloadAdapter:
-    return UnloadAdapter(epoch, _adapter_index(pb.UnloadAdapter.FromString(payload).index))
-
-
-def _adapter_loaded_from(epoch: int, step: int, payload: bytes) -> AdapterLoaded:
-    m = pb.AdapterLoaded.FromString(payload)
-    return AdapterLoaded(epoch, _adapter_index(m.index), m.key, m.problem)
-
-
-def _adapter_index(index: int) -> int:
-    if index < 1:
-        raise ValueError("an adapter index below 1")
-    return index
-
-
-def _grammar_from(epoch: int, step: int, payload: bytes) -> PrepareGrammar:
-    m = pb.PrepareGrammar.FromString(payload)
-    return PrepareGrammar(epoch, m.number, m.grammar)
-
-
-def _stopping_from(epoch: int, step: int, payload: bytes) -> Stopping:
-    pb.Stopping.FromString(payload)
-    return Stopping(epoch)
-
-
-_Encoder = Callable[[Any], ProtobufMessage]
-_Decoder = Callable[[int, int, bytes], Message]
 _KINDS: dict[type, tuple[int, _Encoder, _Decoder]] = {
     StepPlan: (1, _plan_to, _plan_from),
     StepResult: (2, _result_to, _result_from),
-    Hello: (3, _hello_to, _hello_from),
+    Hello: (3, *_by_name(Hello, pb.Hello, _check_hello)),
     Heartbeat: (4, _heartbeat_to, _heartbeat_from),
-    StepError: (5, lambda e: pb.StepError(kind=e.kind.value, summary=e.summary), _error_from),
-    Rejoin: (6, lambda r: pb.Rejoin(), _rejoin_from),
-    Goodbye: (7, lambda g: pb.Goodbye(reason=g.reason), _goodbye_from),
-    SetLogLevel: (8, lambda s: pb.SetLogLevel(level=s.level.value), _log_level_from),
-    Stopping: (9, lambda s: pb.Stopping(), _stopping_from),
-    LoadAdapter: (10, lambda a: pb.LoadAdapter(index=a.index, key=a.key, path=a.path), _load_adapter_from),
-    UnloadAdapter: (11, lambda a: pb.UnloadAdapter(index=a.index), _unload_adapter_from),
-    AdapterLoaded: (12, lambda a: pb.AdapterLoaded(index=a.index, key=a.key, problem=a.problem), _adapter_loaded_from),
-    PrepareGrammar: (13, lambda g: pb.PrepareGrammar(number=g.number, grammar=g.grammar), _grammar_from),
+    StepError: (5, *_by_name(StepError, pb.StepError)),
+    Rejoin: (6, *_by_name(Rejoin, pb.Rejoin)),
+    Goodbye: (7, *_by_name(Goodbye, pb.Goodbye)),
+    SetLogLevel: (8, *_by_name(SetLogLevel, pb.SetLogLevel)),
+    Stopping: (9, *_by_name(Stopping, pb.Stopping)),
+    LoadAdapter: (10, *_by_name(LoadAdapter, pb.LoadAdapter, _check_index)),
+    UnloadAdapter: (11, *_by_name(UnloadAdapter, pb.UnloadAdapter, _check_index)),
+    AdapterLoaded: (12, *_by_name(AdapterLoaded, pb.AdapterLoaded, _check_index)),
+    PrepareGrammar: (13, *_by_name(PrepareGrammar, pb.PrepareGrammar)),
 }
 _DECODERS: dict[int, _Decoder] = {kind: from_payload for kind, _, from_payload in _KINDS.values()}
