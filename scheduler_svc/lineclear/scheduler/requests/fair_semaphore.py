@@ -12,9 +12,12 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
 
 from lineclear.errors import QueueFull
+
+_T = TypeVar("_T")
 
 
 class _Waiter:
@@ -29,8 +32,13 @@ class _Waiter:
 class FairSemaphore:
     """Admits `places` holders at a time, and lets at most `max_waiting` wait. On one event loop."""
 
-    def __init__(self, places: int, max_waiting: int, what: str) -> None:
-        """`what` describes the waiting work in errors, as in "texts are being tokenized"."""
+    def __init__(self, places: int, max_waiting: int, what: str, cost_per_second: float = 0.0) -> None:
+        """`what` describes the waiting work in errors, as in "texts are being tokenized".
+
+        Work that `run` starts costs at least `cost_per_second`: if it took longer, later work of the flow pays for it.
+        """
+        self._cost_per_second = cost_per_second
+        self._running: set[asyncio.Future[Any]] = set()
         self._places = places
         self._max_waiting = max_waiting
         self._limit = places + max_waiting
@@ -64,6 +72,25 @@ class FairSemaphore:
             yield
         finally:
             self.release(flow)
+
+    async def run(self, flow: str, cost: float, start: Callable[[], asyncio.Future[_T]]) -> _T:
+        """Wait for a slot, call `start`, and return the result of its future.
+
+        Neither threads nor processes can be stopped, so a cancelled caller leaves the slot held until they finish.
+        """
+        await self.acquire(flow, cost)
+        future, loop = start(), asyncio.get_running_loop()
+        began_at = loop.time()
+        self._running.add(future)
+
+        def done(future: asyncio.Future[_T]) -> None:
+            self.release(flow, (loop.time() - began_at) * self._cost_per_second - cost)
+            self._running.discard(future)
+            if not future.cancelled():
+                future.exception()  # retrieve the exception if the client is gone
+
+        future.add_done_callback(done)
+        return await asyncio.shield(future)
 
     async def acquire(self, flow: str, cost: float) -> None:
         """Wait for a slot. `release` must follow."""

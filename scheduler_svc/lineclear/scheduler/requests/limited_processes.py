@@ -76,7 +76,7 @@ class LimitedProcesses:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
         self._places = num_processes(len(os.sched_getaffinity(0)))
-        self.turns = FairSemaphore(self._places, max_waiting, what)
+        self.turns = FairSemaphore(self._places, max_waiting, what, cost_per_second=_BYTES_PER_SECOND)
 
     @property
     def pids(self) -> list[int]:
@@ -107,28 +107,11 @@ class LimitedProcesses:
         Raises Refused with the reason of the process, or ProcessKilled if a limit ended it. Raises QueueFull if too
         much work waits, if the answer takes too long, if no process can be started, or if it was killed from outside.
         """
-        flow = identity.flow()
-        await self.turns.acquire(flow, cost)
-        task, loop = asyncio.ensure_future(self._answer(frame)), asyncio.get_running_loop()
-        began_at = loop.time()
-
-        def done(task: asyncio.Task[bytes]) -> None:
-            self.turns.release(flow, (loop.time() - began_at) * _BYTES_PER_SECOND - cost)
-            if not task.cancelled():
-                task.exception()  # retrieve the exception if the client is gone
-
-        self._keep(task)
-        task.add_done_callback(done)
-        # A hang-up does not stop the process, so the place is held until it answers.
-        answer = await asyncio.shield(task)
+        answer = await self.turns.run(identity.flow(), cost, lambda: asyncio.ensure_future(self._answer(frame)))
         text = answer[1:].decode(errors="replace")
         if answer[:1] != ANSWERED:
             raise Refused(text)
         return text
-
-    def _keep(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, frame: bytes) -> bytes:
         process = self._take_idle() or await self._start()
@@ -137,14 +120,14 @@ class LimitedProcesses:
                 answer = await process.ask(frame, self._max_bytes)
         except TimeoutError:
             self._end(process)
-            self._keep(asyncio.ensure_future(self._replace()))
+            self._replace()
             log.warning("limited_process_too_slow", work=self._name, pid=process.popen.pid)
             raise QueueFull(
                 f"the {self._name} took more than {self._wait_seconds:g} s, because the machine is busy; retry later",
                 retry_after_seconds=self._wait_seconds,
             ) from None
         except (asyncio.IncompleteReadError, OSError):
-            self._keep(asyncio.ensure_future(self._replace()))
+            self._replace()
             raise await self._explanation(process) from None
         except BaseException:  # its late answer would be taken for the next one
             self._end(process)
@@ -160,11 +143,17 @@ class LimitedProcesses:
             self._end(process)  # killed from outside
         return None
 
-    async def _replace(self) -> None:
+    def _replace(self) -> None:
         """Start another process before the next work needs it."""
-        with contextlib.suppress(LineclearError):
-            if not self._is_closed and len(self._all) < self._places:
-                self._rest(await self._start())
+
+        async def replace() -> None:
+            with contextlib.suppress(LineclearError):
+                if not self._is_closed and len(self._all) < self._places:
+                    self._rest(await self._start())
+
+        task = asyncio.ensure_future(replace())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _rest(self, process: _Process) -> None:
         """Keep a process for the next work, unless another one was started in its place."""

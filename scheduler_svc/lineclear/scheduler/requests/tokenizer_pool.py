@@ -11,7 +11,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lineclear.errors import NoChatTemplate
 from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
@@ -65,10 +65,10 @@ class TokenizerPool:
                 max_waiting=settings.max_queue_size,
                 what="conversations are or wait to be rendered",
             )
-        self._texts = _semaphore(settings.tokenizer_threads, _MAX_BUSY, "inputs are being tokenized or wait for that")
+        places = min(settings.tokenizer_threads, _MAX_BUSY)
+        self._texts = FairSemaphore(places, _MAX_BUSY - places, "inputs are being tokenized or wait for that")
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
         _start_all(self._threads, settings.tokenizer_threads)
-        self._working: set[asyncio.Future[Any]] = set()
 
     @property
     def has_chat_template(self) -> bool:
@@ -95,11 +95,11 @@ class TokenizerPool:
 
     async def encode(self, text: str) -> list[int]:
         """Return the tokens of a text. Special tokens in it count as plain text."""
-        return await self._encode(self.tokenizer.encode, text)
+        return await self._in_thread(lambda: self.tokenizer.encode(text), len(text))
 
     async def encode_continuation(self, text: str) -> list[int]:
         """Return the tokens of a text that continues another one: without a beginning-of-sequence token."""
-        return await self._encode(self.tokenizer.encode_sealed, text)
+        return await self._in_thread(lambda: self.tokenizer.encode_sealed(text), len(text))
 
     async def encode_chat(self, chat: pb.ChatMessages, time_us: int = 0) -> list[int]:
         """Return the tokens of a conversation; `time_us` is the template's time, 0 for now.
@@ -131,7 +131,7 @@ class TokenizerPool:
                 f"the model's chat template takes more than {self._template_seconds:g} s of CPU time for this "
                 "conversation; send fewer or shorter messages, or raise --max-chat-template-seconds"
             ) from None
-        return await self._encode(self.tokenizer.encode_sealed, text)
+        return await self.encode_continuation(text)
 
     async def _turn(self, chat: pb.ChatMessages) -> None:
         """Wait until the next piece of the work on a conversation may be done, if it is large."""
@@ -172,15 +172,12 @@ class TokenizerPool:
         """Return the tokens of DRY's sequence breakers."""
         return await self._in_thread(lambda: self._breaker_index.find(texts), _INLINE_BYTES + 1)
 
-    async def _encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
-        return await self._in_thread(lambda: encode(text), len(text))
-
     async def _in_thread(self, work: Callable[[], T], size: int) -> T:
         """Return the result of `work` on a text of `size` characters; for a small one without a thread."""
         if size <= _INLINE_BYTES:
             return work()
         loop = asyncio.get_running_loop()
-        return await self._run_fair(self._texts, size, lambda: loop.run_in_executor(self._threads, work))
+        return await self._texts.run(identity.flow(), size, lambda: loop.run_in_executor(self._threads, work))
 
     async def _in_slices(self, ids: Sequence[int], work: Callable[[Sequence[int]], object]) -> None:
         if len(ids) <= _INLINE_TOKENS:
@@ -190,28 +187,6 @@ class TokenizerPool:
             for start in range(0, len(ids), _INLINE_TOKENS):
                 work(ids[start : start + _INLINE_TOKENS])
                 await asyncio.sleep(_PAUSE_SECONDS)
-
-    async def _run_fair(self, semaphore: FairSemaphore, cost: float, start: Callable[[], asyncio.Future[T]]) -> T:
-        """Wait for a slot, call `start`, and return the result of its future."""
-        flow = identity.flow()
-        await semaphore.acquire(flow, cost)
-        future = start()
-        self._working.add(future)
-
-        def done(future: asyncio.Future[T]) -> None:
-            semaphore.release(flow)
-            self._working.discard(future)
-            if not future.cancelled():
-                future.exception()  # retrieve the exception if the client is gone
-
-        future.add_done_callback(done)
-        # A hang-up stops neither thread nor process, so the slot is held until they finish.
-        return await asyncio.shield(future)
-
-
-def _semaphore(places: int, max_busy: int, what: str) -> FairSemaphore:
-    places = min(places, max_busy)
-    return FairSemaphore(places, max_busy - places, what)
 
 
 def _start_all(pool: ThreadPoolExecutor, num_threads: int) -> None:
