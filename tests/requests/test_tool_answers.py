@@ -20,8 +20,7 @@ from support.tool_answers import TOKENIZER, ids, larger_serving, parts_of
 from support.tool_templates import HERMES, LLAMA3, MISTRAL, TEMPLATES, written
 
 from lineclear.scheduler.core.events import FinishReason
-from lineclear.scheduler.text.parsed_answer import AnswerParsers, ParsedAnswerText
-from lineclear.scheduler.text.parser_choice import choose_parsers
+from lineclear.scheduler.text.parsed_answer import AnswerParsers, ParsedAnswerText, choose_parsers
 from lineclear.scheduler.text.stop_strings import StopStrings
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs

@@ -27,7 +27,7 @@ from lineclear.scheduler.requests.validate.request import ModelBounds
 from lineclear.scheduler.requests.validate.sampling import model_defaults
 from lineclear.scheduler.security.identity import Identity
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.scheduler.text.parser_choice import choose_parsers
+from lineclear.scheduler.text.parsed_answer import choose_parsers
 from lineclear.scheduler.text.template_renderer import ChatTemplate
 from lineclear.scheduler.text.tokenizer import Tokenizer
 

@@ -196,3 +196,5 @@ FORMATS = {
     ),
     "mistral": CallFormat("mistral", ("[TOOL_CALLS]",), _mistral, inner=("[ARGS]", "[CALL_ID]")),
 }
+NO_CALLS = CallFormat("", (), _after_marker)
+"""All text is content."""

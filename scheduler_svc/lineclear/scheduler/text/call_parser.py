@@ -11,10 +11,10 @@ Space around calls is no content: between two calls, before the first if the ans
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import NamedTuple
 
-from lineclear.scheduler.text.call_formats import SPACE_PATTERN, CallFormat, NotACall, Reader
+from lineclear.scheduler.text.call_formats import SPACE_PATTERN, CallFormat, CallSink, NotACall, Reader
 from lineclear.scheduler.text.json_scanner import JsonScanner
 
 MAX_HELD = 64 * 1024
@@ -34,83 +34,69 @@ class CallParser:
 
     def __init__(self, form: CallFormat, names: Set[str], special: Set[str] = frozenset()) -> None:
         """`special` are the markers that arrive through `push_special`. Written as text they are content."""
-        self.num_complete = 0
-        """Number of complete calls."""
+        self.names = names
+        self.num_begun = self.num_complete = 0
+        """Numbers of calls."""
+        self.parts: list[CallPart] = []
+        """New text of calls."""
         self._form = form
-        self._names = names
         self._opens = tuple(marker for marker in form.opens if marker not in special)
         self._closes = form.closes if form.closes not in special else ""
         self._firsts = (*self._opens, form.first) if form.first else self._opens
         self._space = SPACE_PATTERN
         self._search = re.compile("|".join(map(re.escape, self._opens))) if self._opens else None
         self._content: list[str] = []
-        self._parts: list[CallPart] = []
-        self._num_calls = 0
         self._tail = ""  # may become a marker
-        self._gap: list[str] | None = []  # space that may be around a call; None within content
+        self._gap: list[str] | None = [] if form.opens else None  # space that may be around a call; None within content
         self._gap_size = 0
         self._may_close = False  # just after a call
-        # The call in progress.
-        self._reader: Reader | None = None
-        self._scanner: JsonScanner | None = None
-        self._held: list[str] = []
-        self._held_size = 0
-        self._name = ""
-        self._early: list[str] | None = []  # arguments before the name; None while they pass through
+        self._call: _Call | None = None  # in progress
 
     def push(self, text: str) -> None:
         """Take more text."""
         start = 0
         while start < len(text):
-            if self._reader is None:
-                if self._tail:
-                    text, start, self._tail = self._tail + text[start:], 0, ""
-                start = self._find(text, start)
-            elif self._scanner is not None:
-                start = self._read_object(self._scanner, text, start)
-            else:
-                start = self._read(text[start], start)
+            if self._call is not None:
+                start = self._call.push(text, start)
+                self._leave_call()
+                continue
+            if self._tail:
+                text, start, self._tail = self._tail + text[start:], 0, ""
+            start = self._find(text, start)
 
     def push_special(self, marker: str) -> None:
         """Take a marker that is a special token."""
-        if self._reader is not None:
-            if self._scanner is None and self._read(marker, 0):
+        if self._call is not None:
+            is_part = self._call.take(marker)
+            self._leave_call()
+            if is_part:
                 return
-            if self._reader is not None:
-                self._give_up()
-        if self._tail:
-            self._add_content(self._tail)
-            self._tail = ""
+        self._end_tail()
         if marker in self._form.opens:
             self._open(marker)
         elif marker == self._form.closes and self._may_close:
-            self._close()
+            self._begin_gap()
         else:
             self._add_content(marker)
 
     def finish(self) -> None:
         """End the answer: what is held back is content, except for space around calls."""
-        if self._reader is not None:
-            if self._held and "".join(self._held).strip():
-                self._give_up()
-            self._reader = self._scanner = None
-        if self._tail:
-            self._add_content(self._tail)
-            self._tail = ""
-        if self._gap and not self._num_calls:
+        if self._call is not None and (held := "".join(self._call.held)).strip():
+            self._add_content(held)
+        self._call = None
+        self._end_tail()
+        if self._gap and not self.num_begun:
             self._add_content("")
 
     def take(self) -> tuple[str, tuple[CallPart, ...]]:
         """Return the new content and the new text of calls, one part for each call."""
         content = "".join(self._content)
         self._content.clear()
-        if not self._parts:
+        if not self.parts:
             return content, ()
-        parts = tuple(_merged(self._parts))
-        self._parts.clear()
+        parts = tuple(_merged(self.parts))
+        self.parts.clear()
         return content, parts
-
-    # --- outside of calls --------------------------------------------------------------------------------------------
 
     def _find(self, text: str, start: int) -> int:
         """Pass content on up to a marker. Return the index after it, or the length of `text`."""
@@ -123,7 +109,7 @@ class CallParser:
             self._add_content(text[start : match.start()])
             self._open(match[0])
             return match.end()
-        end = len(text) - _partial(text, start, self._opens)
+        end = len(text) - partial_marker(text, start, self._opens)
         self._add_content(text[start:end])
         self._tail = text[end:]
         return len(text)
@@ -138,7 +124,7 @@ class CallParser:
         if end == len(text) and self._gap_size <= MAX_HELD:
             return end, False
         if self._may_close and self._closes and text.startswith(self._closes, end):
-            self._close()
+            self._begin_gap()
             return end + len(self._closes), False
         for marker in self._firsts:
             if text.startswith(marker, end):
@@ -158,80 +144,104 @@ class CallParser:
         if text:
             self._content.append(text)
 
-    def _close(self) -> None:
-        self._gap, self._gap_size, self._may_close = [], 0, False
+    def _begin_gap(self, *, may_close: bool = False) -> None:
+        self._gap, self._gap_size, self._may_close = [], 0, may_close
+
+    def _end_tail(self) -> None:
+        if self._tail:
+            self._add_content(self._tail)
+            self._tail = ""
 
     def _open(self, marker: str) -> None:
         """Begin a call after its marker."""
         is_first = marker == self._form.first
         read = self._form.read_first if is_first and self._form.read_first is not None else self._form.read
-        gap = self._gap or []
+        self._call = _Call(self, read, [*(self._gap or ()), marker])
         self._gap, self._gap_size, self._may_close = None, 0, False
-        self._reader, self._scanner = read(self), None
+
+    def _leave_call(self) -> None:
+        """Continue behind the call if it is over. Text that is no call is content."""
+        call = self._call
+        if call is None or not call.is_over:
+            return
+        self._call = None
+        if call.is_complete:
+            self._begin_gap(may_close=bool(self._form.closes))
+            self._space = self._form.space_between
+        else:
+            self._add_content("".join(call.held))
+
+
+class _Call:
+    """The text after one marker, until its calls are complete or no call continues with it. Sink of its reader."""
+
+    def __init__(self, parser: CallParser, read: Callable[[CallSink], Reader], held: list[str]) -> None:
+        self.held = held
+        """Text that is content if it is no call."""
+        self.is_over = self.is_complete = False
+        self._held_size = sum(map(len, held))
+        self._parser = parser
+        self._name = ""
+        self._early: list[str] | None = []  # arguments before the name; None while they pass through
+        self._scanner: JsonScanner | None = None
+        self._reader = read(self)
         next(self._reader)
-        self._held, self._held_size = [*gap, marker], len(marker) + sum(map(len, gap))
-        self._name, self._early = "", []
 
-    # --- within a call -----------------------------------------------------------------------------------------------
+    def push(self, text: str, start: int) -> int:
+        """Read `text` from `start` on. Return the index of the first character that is no part of the calls."""
+        while start < len(text) and not self.is_over:
+            if self._scanner is not None:
+                start = self._read_object(self._scanner, text, start)
+            else:
+                start += self.take(text[start])
+        return start
 
-    def _read(self, c: str, index: int) -> int:
-        """Give the reader a character, or a special token. Return the next index, `index` if it is no part."""
-        assert self._reader is not None
-        self._held.append(c)
-        self._held_size += len(c)
+    def take(self, c: str) -> bool:
+        """Read a character, or a special token. Return whether it is part of the calls."""
+        if self._scanner is not None:
+            self.is_over = True
+            return False
+        self._hold(c)
         try:
             self._scanner = self._reader.send(c)
         except StopIteration:
-            self._end_call()
+            self.is_over = self.is_complete = True
         except NotACall:
-            self._held.pop()
-            self._give_up()
-            return index
+            self.held.pop()
+            self.is_over = True
+            return False
         else:
-            if self._held_size > MAX_HELD:
-                self._give_up()
-        return index + 1
+            self.is_over = self._held_size > MAX_HELD
+        return True
 
     def _read_object(self, scanner: JsonScanner, text: str, start: int) -> int:
-        assert self._reader is not None
         end = scanner.feed(text, start)
-        if end > start:
-            self._pass(text[start:end])
+        arguments = text[start:end]
+        if self._early is not None:
+            self._early.append(arguments)
+            self._hold(arguments)
+        elif arguments:
+            self._parser.parts.append(CallPart(self._parser.num_begun - 1, "", arguments))
         if scanner.is_broken or self._held_size > MAX_HELD:
-            self._give_up()
+            self.is_over = True
         elif scanner.is_done:
             self._scanner = None
             try:
                 next(self._reader)
             except StopIteration:
-                self._end_call()
+                self.is_over = self.is_complete = True
         return end
 
-    def _pass(self, arguments: str) -> None:
-        """Pass arguments on, or hold them back before the name."""
-        if self._early is None:
-            self._parts.append(CallPart(self._num_calls - 1, "", arguments))
-        else:
-            self._early.append(arguments)
-            self._held.append(arguments)
-            self._held_size += len(arguments)
+    def _hold(self, text: str) -> None:
+        self.held.append(text)
+        self._held_size += len(text)
 
-    def _give_up(self) -> None:
-        """Turn what is held back into content."""
-        self._add_content("".join(self._held))
-        self._held.clear()
-        self._reader = self._scanner = None
-
-    def _end_call(self) -> None:
-        self._held.clear()
-        self._reader = self._scanner = None
-        self._gap, self._gap_size, self._may_close = [], 0, bool(self._form.closes)
-        self._space = self._form.space_between
-
-    # --- CallSink ----------------------------------------------------------------------------------------------------
+    def _release(self) -> None:
+        self.held.clear()
+        self._held_size = 0
 
     def name(self, name: str) -> None:
-        if name not in self._names:
+        if name not in self._parser.names:
             raise NotACall
         self._name = name
         if self._early:
@@ -249,20 +259,18 @@ class CallParser:
             raise NotACall
         if self._early is not None:  # a call without arguments
             self._begin("{}")
-        self.num_complete += 1
+        self._parser.num_complete += 1
         self._name, self._early = "", []  # of the next call after the same marker
-        self._held.clear()
-        self._held_size = 0
+        self._release()
 
     def _begin(self, arguments: str) -> None:
-        self._parts.append(CallPart(self._num_calls, self._name, arguments))
-        self._num_calls += 1
+        self._parser.parts.append(CallPart(self._parser.num_begun, self._name, arguments))
+        self._parser.num_begun += 1
         self._early = None
-        self._held.clear()
-        self._held_size = 0
+        self._release()
 
 
-def _partial(text: str, start: int, markers: tuple[str, ...]) -> int:
+def partial_marker(text: str, start: int, markers: Sequence[str]) -> int:
     """Return the length of the longest end of `text[start:]` that is a proper beginning of a marker."""
     longest = max(map(len, markers), default=1) - 1
     for length in range(min(longest, len(text) - start), 0, -1):

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lineclear.scheduler.text.call_formats import FORMATS
+from lineclear.scheduler.text.call_formats import FORMATS, NO_CALLS
 from lineclear.scheduler.text.call_parser import CallParser, CallPart
 from lineclear.scheduler.text.detokenizer import AnswerText, Pieces, StopMatch, decode
 from lineclear.scheduler.text.reasoning_parser import MARKERS, Phase, ReasoningParser, first_phase
 
 _PROMPT_END_TOKENS = 16
+_LLAMA3_MARKS = ("<|python_tag|>", "<|start_header_id|>")
 _ID_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 9  # letters and digits, as Mistral's templates require
 
@@ -70,6 +71,41 @@ class AnswerParsers:
         return bool(self.reasoning or (self.tool_calls and tool_names))
 
 
+def choose_parsers(tool_calls: str, reasoning: str, template: str | None) -> AnswerParsers:
+    """Return the parsers for the values of the settings `tool_call_parser` and `reasoning_parser`.
+
+    `template` is the source of the chat template; without one "auto" is none.
+    """
+    source = template or ""
+    call_parser = _tool_call_parser(source) if tool_calls == "auto" else _named(tool_calls)
+    return AnswerParsers(
+        call_parser,
+        _reasoning_parser(source) if reasoning == "auto" else _named(reasoning),
+        tuple(tag for tag in FORMATS[call_parser].inner if tag in source) if call_parser else (),
+    )
+
+
+def _named(parser: str) -> str:
+    return "" if parser == "none" else parser
+
+
+def _tool_call_parser(source: str) -> str:
+    if "[TOOL_CALLS]" in source:
+        return "mistral"
+    # Qwen3-Coder writes <tool_call><function=name>..., which is no JSON.
+    if "<tool_call>" in source and "<function=" not in source:
+        return "hermes"
+    if any(mark in source for mark in _LLAMA3_MARKS) and '"parameters"' in source:
+        return "llama3_json"
+    return ""
+
+
+def _reasoning_parser(source: str) -> str:
+    if "</think>" not in source and "<think>" not in source:
+        return ""
+    return "deepseek_r1" if "<｜Assistant｜>" in source else "qwen3"
+
+
 def phase_of(parsers: AnswerParsers, pieces: Pieces, prompt: Sequence[int]) -> Phase:
     """Return the phase that the answer to a prompt begins in."""
     if not parsers.reasoning:
@@ -83,10 +119,7 @@ class ParsedAnswerText(AnswerText):
     Stop strings match the text of the model as without parsers, except across markers that are special tokens.
     """
 
-    __slots__ = (
-        *("_calls", "_content", "_is_parallel", "_markers", "_parsers", "_pieces", "_reasoning", "_special"),
-        "_thoughts",
-    )
+    __slots__ = ("_calls", "_is_parallel", "_markers", "_parsers", "_pieces", "_reasoning", "_special", "_thoughts")
 
     def __init__(
         self,
@@ -102,24 +135,22 @@ class ParsedAnswerText(AnswerText):
         self._pieces = pieces
         self._parsers = parsers
         self._is_parallel = is_parallel
-        form = FORMATS[parsers.tool_calls] if parsers.tool_calls and tool_names else None
-        markers = (MARKERS if parsers.reasoning else frozenset()) | (form.markers if form is not None else frozenset())
+        form = FORMATS[parsers.tool_calls] if parsers.tool_calls and tool_names else NO_CALLS
+        markers = form.markers | MARKERS if parsers.reasoning else form.markers
         self._markers = {i: text for i, text in pieces.special_ids(markers).items() if i not in self._silent_ids}
         self._special = frozenset(self._markers.values())
-        self._calls = CallParser(form, tool_names, self._special) if form is not None else None
-        self._reasoning: ReasoningParser | None = None
-        self._content: list[str] = []  # used without a parser of calls
+        self._calls = CallParser(form, tool_names, self._special)
+        self._reasoning = ReasoningParser(Phase.CONTENT)
         self._thoughts: list[str] = []
 
     @property
     def has_tool_calls(self) -> bool:
         """Whether the answer has a complete call so far."""
-        return self._calls is not None and self._calls.num_complete > 0
+        return self._calls.num_complete > 0
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Begin the answer to a prompt."""
-        if self._parsers.reasoning:
-            self._reasoning = ReasoningParser(phase_of(self._parsers, self._pieces, prompt), self._special)
+        self._reasoning = ReasoningParser(phase_of(self._parsers, self._pieces, prompt), self._special)
 
     def push(self, token_id: int) -> ParsedText:
         """Return what one more token releases."""
@@ -149,42 +180,24 @@ class ParsedAnswerText(AnswerText):
             self.match = StopMatch(None, self._num_tokens)
 
     def _parse(self, text: str) -> None:
-        if self._reasoning is not None and self._reasoning.phase is not Phase.CONTENT:
-            reasoning, text = self._reasoning.push(text)
-            self._thoughts.append(reasoning)
-        self._add(text)
+        self._add(*self._reasoning.push(text))
 
     def _parse_special(self, marker: str) -> None:
-        if self._reasoning is not None:
-            reasoning, content, is_content = self._reasoning.push_special(marker)
-            self._thoughts.append(reasoning)
-            self._add(content)
-            if not is_content:
-                return
-        if self._calls is not None:
+        reasoning, content, is_content = self._reasoning.push_special(marker)
+        self._add(reasoning, content)
+        if is_content:
             self._calls.push_special(marker)
-        else:
-            self._add(marker)
 
     def _end(self) -> None:
-        if self._reasoning is not None:
-            reasoning, content = self._reasoning.finish()
-            self._thoughts.append(reasoning)
-            self._add(content)
-        if self._calls is not None:
-            self._calls.finish()
+        self._add(*self._reasoning.finish())
+        self._calls.finish()
 
-    def _add(self, content: str) -> None:
-        if not content:
-            return
-        if self._calls is not None:
-            self._calls.push(content)
-        else:
-            self._content.append(content)
+    def _add(self, reasoning: str, content: str) -> None:
+        self._thoughts.append(reasoning)
+        self._calls.push(content)
 
     def _take(self) -> ParsedText:
-        content, calls = self._calls.take() if self._calls is not None else ("".join(self._content), ())
-        parsed = ParsedText(content, "".join(self._thoughts), calls)
-        self._content.clear()
+        content, calls = self._calls.take()
+        reasoning = "".join(self._thoughts)
         self._thoughts.clear()
-        return parsed
+        return ParsedText(content, reasoning, calls)

@@ -6,6 +6,7 @@ from collections.abc import Set
 from enum import Enum
 
 from lineclear.scheduler.text.call_formats import SPACE_PATTERN
+from lineclear.scheduler.text.call_parser import partial_marker
 
 OPEN, CLOSE = "<think>", "</think>"
 MARKERS = frozenset((OPEN, CLOSE))
@@ -88,14 +89,10 @@ class ReasoningParser:
         self.phase = Phase.REASONING if self.phase is Phase.EXPECTED else Phase.CONTENT
 
     def _reason(self, text: str) -> tuple[str, str]:
-        if not self._close:
-            return text, ""
-        found = text.find(self._close)
+        found = text.find(self._close) if self._close else -1
         if found >= 0:
             self.phase = Phase.CONTENT
             return text[:found], text[found + len(self._close) :]
-        for length in range(min(len(self._close) - 1, len(text)), 0, -1):
-            if self._close.startswith(text[-length:]):
-                self._held = text[-length:]
-                return text[:-length], ""
-        return text, ""
+        end = len(text) - partial_marker(text, 0, [self._close])
+        self._held = text[end:]
+        return text[:end], ""
