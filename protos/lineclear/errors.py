@@ -47,6 +47,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 
@@ -69,6 +70,10 @@ class LineclearError(Exception):
 
     code: str = "UNKNOWN"
     reason: str = "UNKNOWN"
+
+    def __init_subclass__(cls) -> None:
+        if "reason" not in vars(cls):
+            cls.reason = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).upper()
 
     def __init__(
         self,
@@ -93,7 +98,6 @@ class InvalidRequest(LineclearError):
     """The request is invalid, and a retry fails too. `violations` has the fields."""
 
     code = "INVALID_ARGUMENT"
-    reason = "INVALID_REQUEST"
 
     @classmethod
     def at(cls, field: str, description: str) -> Self:
@@ -104,81 +108,65 @@ class InvalidRequest(LineclearError):
 class PromptTooLong(InvalidRequest):
     """The prompt, or the prompt and max_tokens together, exceed the context or the byte limit. Never truncated."""
 
-    reason = "PROMPT_TOO_LONG"
-
 
 class AdapterRefused(InvalidRequest):
     """Wrong files, format, rank, shapes or place of an adapter. The sentence says which."""
-
-    reason = "ADAPTER_REFUSED"
 
 
 class AdapterNotFound(LineclearError):
     """No adapter with this name is loaded. ListAdapters and GetModel return the names."""
 
     code = "NOT_FOUND"
-    reason = "ADAPTER_NOT_FOUND"
 
 
 class AdapterLimitReached(LineclearError):
     """As many adapters are in use as the workers may hold. Unload one, or raise the server's --max-loras."""
 
     code = "RESOURCE_EXHAUSTED"
-    reason = "ADAPTER_LIMIT_REACHED"
 
 
 class TokenOutOfVocabulary(InvalidRequest):
     """A token id is outside [0, vocabulary)."""
 
-    reason = "TOKEN_OUT_OF_VOCABULARY"
-
 
 class MalformedMessage(InvalidRequest):
     """The message does not match the schema, for instance because a string is not UTF-8."""
-
-    reason = "MALFORMED_MESSAGE"
 
 
 class RequestTooLarge(LineclearError):
     """The request has more bytes than the server takes. Send less, or raise the server's --max-message-bytes."""
 
     code = "RESOURCE_EXHAUSTED"
-    reason = "REQUEST_TOO_LARGE"
 
 
 class ResponseTooLarge(LineclearError):
     """The answer to a unary call has more bytes than one message may have."""
 
     code = "RESOURCE_EXHAUSTED"
-    reason = "RESPONSE_TOO_LARGE"
 
 
 class Unauthenticated(LineclearError):
     """The call has no valid token."""
 
     code = "UNAUTHENTICATED"
-    reason = "UNAUTHENTICATED"
 
 
 class DuplicateRequest(LineclearError):
     """The request_id is in use by a live request or a kept answer of this client."""
 
     code = "ALREADY_EXISTS"
-    reason = "DUPLICATE_REQUEST"
 
 
 class UnknownRequest(LineclearError):
     """No submitted request of this client has this request_id, or its answer was deleted."""
 
     code = "NOT_FOUND"
-    reason = "UNKNOWN_REQUEST"
 
 
 class ModelNotFound(LineclearError):
     """The request names a model that the server does not serve."""
 
     code = "NOT_FOUND"
-    reason = "MODEL_NOT_FOUND"
 
 
 class ModelChanged(LineclearError):
@@ -189,7 +177,6 @@ class ModelChanged(LineclearError):
     """
 
     code = "ABORTED"
-    reason = "MODEL_CHANGED"
     text: str = ""
     token_ids: tuple[int, ...] = ()
 
@@ -198,178 +185,153 @@ class KvCapacityExceeded(LineclearError):
     """The request alone needs more KV blocks than the pool has."""
 
     code = "FAILED_PRECONDITION"
-    reason = "KV_CAPACITY_EXCEEDED"
 
 
 class NoChatTemplate(LineclearError):
     """The request has a conversation, and the model has no chat template."""
 
     code = "FAILED_PRECONDITION"
-    reason = "NO_CHAT_TEMPLATE"
 
 
 class NoStructuredOutput(LineclearError):
     """The request has a form, and the model's tokenizer does not work with grammars."""
 
     code = "FAILED_PRECONDITION"
-    reason = "NO_STRUCTURED_OUTPUT"
 
 
 class WorkerRestartFailed(LineclearError):
     """The scheduler cannot restart a worker: it did not start it, or it has given it up. The others serve on."""
 
     code = "FAILED_PRECONDITION"
-    reason = "WORKER_RESTART_FAILED"
 
 
 class RecordingFailed(LineclearError):
     """The flight recording could not be written. The message has the cause."""
 
     code = "FAILED_PRECONDITION"
-    reason = "RECORDING_FAILED"
 
 
 class QueueFull(LineclearError):
     """The queue has reached its limit of requests or of tokens."""
 
     code = "RESOURCE_EXHAUSTED"
-    reason = "QUEUE_FULL"
 
 
 class TooManyWatchers(LineclearError):
     """As many calls watch the steps as max_step_watchers allows."""
 
     code = "RESOURCE_EXHAUSTED"
-    reason = "TOO_MANY_WATCHERS"
 
 
 class SlowConsumer(LineclearError):
     """The client did not read its stream for too long."""
 
     code = "RESOURCE_EXHAUSTED"
-    reason = "SLOW_CONSUMER"
 
 
 class DeviceOutOfMemory(LineclearError):
     """The request alone needs more device memory than there is."""
 
     code = "RESOURCE_EXHAUSTED"
-    reason = "DEVICE_OUT_OF_MEMORY"
 
 
 class ServerStarting(LineclearError):
     """No worker has joined yet."""
 
     code = "UNAVAILABLE"
-    reason = "SERVER_STARTING"
 
 
 class ServerDraining(LineclearError):
     """The server is shutting down and rejects new requests."""
 
     code = "UNAVAILABLE"
-    reason = "SERVER_DRAINING"
 
 
 class ShutdownInterrupted(LineclearError):
     """The server shut down before the answer was complete."""
 
     code = "UNAVAILABLE"
-    reason = "SHUTDOWN_INTERRUPTED"
 
 
 class WorkerUnavailable(LineclearError):
     """Workers crashed too often, and the server does not restart them."""
 
     code = "UNAVAILABLE"
-    reason = "WORKER_UNAVAILABLE"
 
 
 class ModelReplaced(LineclearError):
     """A worker with another model joined before the request started, and its vocabulary is different."""
 
     code = "UNAVAILABLE"
-    reason = "MODEL_REPLACED"
 
 
 class Unreachable(LineclearError):
     """The server did not answer. Raised by the client library, never sent."""
 
     code = "UNAVAILABLE"
-    reason = "UNREACHABLE"
 
 
 class ConnectionLost(Unreachable):
     """The connection broke to a server that had answered before. Raised by the client library, which waits for the
     server to return."""
 
-    reason = "CONNECTION_LOST"
-
 
 class DeadlineExceeded(LineclearError):
     """The deadline of the call passed, in the queue or while running."""
 
     code = "DEADLINE_EXCEEDED"
-    reason = "DEADLINE_EXCEEDED"
 
 
 class DeadlineUnreachable(DeadlineExceeded):
     """The request would wait in the queue until its deadline, and was rejected at once. Requires a setting."""
-
-    reason = "DEADLINE_UNREACHABLE"
 
 
 class Cancelled(LineclearError):
     """The client cancelled the request. A CANCELLED without a reason comes from gRPC, which refused the call: retry."""
 
     code = "CANCELLED"
-    reason = "CANCELLED"
 
 
 class NoTokenAllowed(LineclearError):
     """The structured output and the other parameters of the request together allow no further token."""
 
     code = "FAILED_PRECONDITION"
-    reason = "NO_TOKEN_ALLOWED"
 
 
 class NonFiniteLogits(LineclearError):
     """The model produced NaN or infinity for this request."""
 
     code = "INTERNAL"
-    reason = "NON_FINITE_LOGITS"
 
 
 class PoisonRequest(LineclearError):
     """Workers crashed each time they computed this request, the last time while they computed nothing else."""
 
     code = "INTERNAL"
-    reason = "POISON_REQUEST"
 
 
 class InternalError(LineclearError):
     """A bug of the server. Its log has `metadata["incident_id"]`."""
 
     code = "INTERNAL"
-    reason = "INTERNAL_ERROR"
 
 
 class DataLoss(LineclearError):
     """The stream skipped or repeated a token index. Raised by the client library."""
 
     code = "DATA_LOSS"
-    reason = "DATA_LOSS"
 
 
 class Unsupported(LineclearError):
     """The server does not have this method or feature, or it is disabled."""
 
     code = "UNIMPLEMENTED"
-    reason = "UNSUPPORTED"
 
 
 class UnknownStatus(LineclearError):
     """A status with an unknown reason and a code without a class. `code` and `reason` are those of the instance."""
+
+    reason = "UNKNOWN"
 
 
 def tree(root: type[LineclearError] = LineclearError) -> Iterator[type[LineclearError]]:
