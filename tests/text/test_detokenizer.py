@@ -8,13 +8,9 @@ from itertools import pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lineclear.scheduler.text.detokenizer import (
-    REPLACE_EACH,
-    AnswerText,
-    IncrementalDecoder,
-    decode,
-)
+from lineclear.scheduler.text.detokenizer import AnswerText, IncrementalDecoder, decode
 from lineclear.scheduler.text.stop_strings import StopMatcher, StopStrings
+from lineclear.scheduler.text.tokenizer import REPLACE_EACH
 
 SPECIAL = 999
 

@@ -23,7 +23,7 @@ from lineclear.scheduler.security import identity
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.detokenizer import AnswerText, IncrementalDecoder
 from lineclear.scheduler.text.limited_child import Refused
-from lineclear.scheduler.text.sampling_texts import BreakerIndex, Breakers, bad_words_ids
+from lineclear.scheduler.text.sampling_texts import BreakerIndex, Breakers, bad_word_ids
 from lineclear.scheduler.text.template_process import pack_conversation
 from lineclear.scheduler.text.template_renderer import ChatMessage, ChatTemplate, Conversation, not_taken
 from lineclear.scheduler.text.tokenizer import Tokenizer
@@ -166,7 +166,9 @@ class TokenizerPool:
 
     async def bad_words(self, words: Sequence[str]) -> list[list[tuple[int, ...]]]:
         """Return the token sequences of each bad word."""
-        return await self._in_thread(lambda: bad_words_ids(self.tokenizer, words), 2 * sum(map(len, words)))
+        return await self._in_thread(
+            lambda: [bad_word_ids(self.tokenizer, word) for word in words], 2 * sum(map(len, words))
+        )
 
     async def breakers(self, texts: Sequence[str]) -> Breakers:
         """Return the tokens of DRY's sequence breakers."""

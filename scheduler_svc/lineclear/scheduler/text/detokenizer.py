@@ -15,39 +15,11 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from lineclear.scheduler.text.repetition import RepetitionDetector, RepetitionLimits
 from lineclear.scheduler.text.stop_regex import StopRegex
 from lineclear.scheduler.text.stop_strings import StopStrings
-
-
-class Pieces(Protocol):
-    """Return the bytes of single tokens. The text of several is the concatenation, decoded as UTF-8."""
-
-    errors: str
-    """Name of the codecs error handler for bytes that are not UTF-8."""
-
-    known: dict[bool, dict[int, str]]
-    """Cache, by `keep_special`: texts of tokens that are whole characters. IncrementalDecoder fills it."""
-
-    def piece(self, token_id: int, *, first: bool) -> bytes | None:
-        """Return the bytes of a token, which may differ for the `first` of a text; None for an unknown id."""
-        ...
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether a text omits the token unless special tokens are kept."""
-        ...
-
-
-def _replace_each(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeDecodeError)
-    return "\ufffd" * (error.end - error.start), error.end
-
-
-REPLACE_EACH = "lineclear.replace_each"
-"""Error handler: one U+FFFD for each bad byte, as byte-fallback decoders do (`replace` gives one for each sequence)."""
-codecs.register_error(REPLACE_EACH, _replace_each)
+from lineclear.scheduler.text.tokenizer import Tokenizer
 
 
 class IncrementalDecoder:
@@ -55,7 +27,7 @@ class IncrementalDecoder:
 
     __slots__ = ("_decoder", "_first", "_is_plain", "_keep_special", "_known", "_pieces")
 
-    def __init__(self, pieces: Pieces, *, keep_special: bool, is_start: bool = True) -> None:
+    def __init__(self, pieces: Tokenizer, *, keep_special: bool, is_start: bool = True) -> None:
         """`is_start`: the tokens are the start of a text, where some tokenizers omit a space."""
         self._pieces = pieces
         self._keep_special = keep_special
@@ -91,7 +63,7 @@ class IncrementalDecoder:
         return self._decoder.decode(b"", True)
 
 
-def decode(pieces: Pieces, token_ids: Iterable[int], *, keep_special: bool) -> str:
+def decode(pieces: Tokenizer, token_ids: Iterable[int], *, keep_special: bool) -> str:
     """Return the text of all tokens."""
     decoder = IncrementalDecoder(pieces, keep_special=keep_special)
     parts = [decoder.push(token_id) for token_id in token_ids]
@@ -123,7 +95,7 @@ class AnswerText:
 
     def __init__(
         self,
-        pieces: Pieces,
+        pieces: Tokenizer,
         *,
         stops: StopStrings | StopRegex | None = None,
         include_stop_string: bool = False,
@@ -150,17 +122,19 @@ class AnswerText:
         """Return the text that one more token releases."""
         self._num_tokens += 1
         text = "" if token_id in self._silent_ids else self._decoder.push(token_id)
-        if self._repetition is not None:
-            return self._push_detecting(token_id, text, self._repetition)
-        return text if self._matcher is None else self._release(text)
+        if self._matcher is not None:
+            text = self._release(text)
+        return text if self._repetition is None else text + self._detect(token_id)
 
-    def _push_detecting(self, token_id: int, text: str, repetition: RepetitionDetector) -> str:
-        text = self._release(text)
-        is_repeating = repetition.push(token_id) and self._num_tokens >= self._min_tokens
-        if is_repeating and self.match is None:
-            text += self._flush()
-            if self.match is None:
-                self.match = StopMatch(None, self._num_tokens)
+    def _detect(self, token_id: int) -> str:
+        """End the answer if it repeats itself. Return the text that was held back."""
+        if self._repetition is None or not self._repetition.push(token_id):
+            return ""
+        if self._num_tokens < self._min_tokens or self.match is not None:
+            return ""
+        text = self._flush()
+        if self.match is None:
+            self.match = StopMatch(None, self._num_tokens)
         return text
 
     def finish(self) -> str:

@@ -7,14 +7,15 @@ So answers without a parser cost what they cost without this module.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from lineclear.scheduler.text.call_formats import FORMATS, NO_CALLS
 from lineclear.scheduler.text.call_parser import CallParser, CallPart
-from lineclear.scheduler.text.detokenizer import AnswerText, Pieces, StopMatch, decode
+from lineclear.scheduler.text.detokenizer import AnswerText, StopMatch, decode
 from lineclear.scheduler.text.reasoning_parser import MARKERS, Phase, ReasoningParser, first_phase
+from lineclear.scheduler.text.tokenizer import Tokenizer
 
 _PROMPT_END_TOKENS = 16
 _LLAMA3_MARKS = ("<|python_tag|>", "<|start_header_id|>")
@@ -47,14 +48,6 @@ def call_id(key: str, index: int) -> str:
         number, digit = divmod(number, len(_ID_DIGITS))
         digits.append(_ID_DIGITS[digit])
     return "".join(digits)
-
-
-class MarkedPieces(Pieces, Protocol):
-    """Pieces that know the ids of special tokens."""
-
-    def special_ids(self, contents: Set[str]) -> Mapping[int, str]:
-        """Return the ids of the special tokens among `contents`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +99,7 @@ def _reasoning_parser(source: str) -> str:
     return "deepseek_r1" if "<｜Assistant｜>" in source else "qwen3"
 
 
-def phase_of(parsers: AnswerParsers, pieces: Pieces, prompt: Sequence[int]) -> Phase:
+def phase_of(parsers: AnswerParsers, pieces: Tokenizer, prompt: Sequence[int]) -> Phase:
     """Return the phase that the answer to a prompt begins in."""
     if not parsers.reasoning:
         return Phase.CONTENT
@@ -123,7 +116,7 @@ class ParsedAnswerText(AnswerText):
 
     def __init__(
         self,
-        pieces: MarkedPieces,
+        pieces: Tokenizer,
         parsers: AnswerParsers,
         tool_names: Set[str],
         *,
@@ -162,7 +155,7 @@ class ParsedAnswerText(AnswerText):
             self._parse(self._flush())  # no character and no stop string spans a special token
             if self.match is None:
                 self._parse_special(marker)
-                self._check_repetition(token_id)
+                self._parse(self._detect(token_id))
         if self.match is None and self.has_tool_calls and not self._is_parallel:
             self.match = StopMatch(None, self._num_tokens, is_call=True)
         if self.match is not None:
@@ -174,10 +167,6 @@ class ParsedAnswerText(AnswerText):
         self._parse(self._flush())
         self._end()
         return self._take()
-
-    def _check_repetition(self, token_id: int) -> None:
-        if self._repetition is not None and self._repetition.push(token_id) and self._num_tokens >= self._min_tokens:
-            self.match = StopMatch(None, self._num_tokens)
 
     def _parse(self, text: str) -> None:
         self._add(*self._reasoning.push(text))

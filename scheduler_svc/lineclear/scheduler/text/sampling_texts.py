@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+from lineclear.scheduler.text.tokenizer import Tokenizer
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's."""
@@ -15,38 +17,17 @@ _MAX_KNOWN = 256
 _SEPARATOR = "\U0010ffff"
 
 
-class Encoder(Protocol):
-    """The methods of Tokenizer that this module calls."""
-
-    def encode_sealed(self, text: str) -> list[int]:
-        """Return the ids of a text."""
-        ...
-
-
-def bad_word_ids(encoder: Encoder, word: str) -> list[tuple[int, ...]]:
+def bad_word_ids(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
     """Return the token sequences of a bad word: as it is, and behind a space unless the space is a token of its own.
 
     vLLM keeps the second one only if it has as many tokens; small vocabularies would then still write the word.
     """
     word = word.lstrip() or word
-    sequences = [tuple(encoder.encode_sealed(word)), tuple(encoder.encode_sealed(" " + word))]
+    sequences = [tuple(tokenizer.encode_sealed(word)), tuple(tokenizer.encode_sealed(" " + word))]
     bare, spaced = sequences
     if bare and spaced[-len(bare) :] == bare:
         return [bare]
     return [sequence for sequence in sequences if sequence]
-
-
-def bad_words_ids(encoder: Encoder, words: Iterable[str]) -> list[list[tuple[int, ...]]]:
-    """Return the token sequences of each word."""
-    return [bad_word_ids(encoder, word) for word in words]
-
-
-class TextTokens(Encoder, Protocol):
-    """An encoder that has the texts of its tokens."""
-
-    def token_texts(self) -> list[str]:
-        """Return the text of each token within a text; empty for special tokens."""
-        ...
 
 
 class Breakers(NamedTuple):
@@ -63,7 +44,7 @@ class BreakerIndex:
     tokenizer writes it so.
     """
 
-    def __init__(self, tokenizer: TextTokens) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._joined: tuple[str, list[int]] | None = None
         self._known: dict[tuple[str, ...], Breakers] = {}

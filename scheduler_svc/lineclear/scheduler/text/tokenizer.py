@@ -14,6 +14,7 @@ special tokens in their own vocabulary.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -29,19 +30,31 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.model_dir import read_json
-from lineclear.scheduler.text.detokenizer import REPLACE_EACH
 from lineclear.scheduler.text.special_token_seal import Seal
 
 _SPECIAL_NAMES = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
     *("additional_special_tokens", "extra_special_tokens"),
 )
+REPLACE_EACH = "lineclear.replace_each"
+"""Error handler: one U+FFFD for each bad byte, as byte-fallback decoders do (`replace` gives one for each sequence)."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = "a"
 
 
+def _replace_each(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(REPLACE_EACH, _replace_each)
+
+
 class Tokenizer:
-    """Encode text and return the bytes of tokens (`detokenizer.Pieces`). Thread-safe."""
+    """Encode text and return the bytes of tokens. Thread-safe.
+
+    The text of several tokens is the concatenation of their bytes, decoded as UTF-8.
+    """
 
     def __init__(self, definition: dict[str, Any], named_special: frozenset[str] = frozenset()) -> None:
         """`definition` is a parsed tokenizer.json, changed in place; `named_special` are further special tokens.
@@ -63,7 +76,9 @@ class Tokenizer:
         self.seal = Seal({content: self._private[content] for content in self._special.values()})
         """Replaces special tokens by their private names; for template text only."""
         self._byte_piece, self.errors = _decoder_kind(definition.get("decoder"))
+        """`errors` is the name of the codecs error handler for bytes that are not UTF-8."""
         self.known: dict[bool, dict[int, str]] = {True: {}, False: {}}
+        """Cache, by `keep_special`: texts of tokens that are whole characters. IncrementalDecoder fills it."""
         self._first: dict[int, bytes | None] = {}
         self._rest: dict[int, bytes | None] = {}
 
@@ -92,9 +107,10 @@ class Tokenizer:
         ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    # --- ids to text (detokenizer.Pieces) ----------------------------------------------------------------------------
+    # --- ids to text -------------------------------------------------------------------------------------------------
 
     def is_special(self, token_id: int) -> bool:
+        """Whether a text omits the token unless special tokens are kept."""
         return token_id in self._special
 
     def special_ids(self, contents: Set[str]) -> dict[int, str]:
@@ -108,6 +124,7 @@ class Tokenizer:
         return {content: i for content, i in found.items() if i is not None}
 
     def piece(self, token_id: int, *, first: bool) -> bytes | None:
+        """Return the bytes of a token, which may differ for the `first` of a text; None for an unknown id."""
         pieces = self._first if first else self._rest
         try:
             return pieces[token_id]
