@@ -21,7 +21,7 @@ from support.serving import BOUND_SECONDS, TEMPLATE, TOKENIZER, Serving, error_o
 from support.small_tokenizers import byte_level, save
 
 from lineclear.scheduler.requests import limited_processes
-from lineclear.scheduler.requests.limited_processes import num_processes
+from lineclear.scheduler.requests.limited_processes import LimitedProcesses, num_processes
 from lineclear.scheduler.requests.loop_pacer import LoopPacer
 from lineclear.scheduler.requests.validate.request import check_detokenize
 from lineclear.scheduler.text.detokenizer import decode
@@ -40,6 +40,12 @@ def chat(*contents: str) -> pb.ChatMessages:
 
 def tokenize(s: Serving, *contents: str, **options: Any) -> Any:
     return s.stub.Tokenize(pb.TokenizeRequest(chat=chat(*contents)), **options)
+
+
+def pool_of(s: Serving) -> LimitedProcesses:
+    pool = s.service.tokenizers.processes
+    assert pool is not None
+    return pool
 
 
 def tenant(name: str) -> dict[str, Any]:
@@ -104,8 +110,7 @@ async def test_rejected_conversation_is_an_invalid_request(tmp_path: Path, templ
 async def test_process_has_a_memory_limit_and_low_priority(s: Serving) -> None:
     """Its standard error goes to no log."""
     assert (await tokenize(s, "quick")).token_ids
-    pool = s.service.tokenizers._pool
-    assert pool is not None
+    pool = pool_of(s)
     (pid,) = pool.pids
     assert 0 < resource.prlimit(pid, resource.RLIMIT_AS)[0] <= 1 << 30
     assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
@@ -117,8 +122,7 @@ async def test_killed_process_is_replaced(tmp_path: Path) -> None:
 
     async with serving(tmp_path, template=SOMETIMES) as s:
         assert (await tokenize(s, "quick")).token_ids
-        pool = s.service.tokenizers._pool
-        assert pool is not None
+        pool = pool_of(s)
         (pid,) = pool.pids
         os.kill(pid, signal.SIGKILL)
         await until(lambda: not is_running(pid))
@@ -140,8 +144,7 @@ async def test_answer_of_a_process_without_cpu_time_is_retryable(
     monkeypatch.setattr(limited_processes, "_LEAST_WAIT_SECONDS", 1.0)
     async with serving(tmp_path, max_chat_template_seconds=0.5) as s:
         assert (await tokenize(s, "quick")).token_ids
-        pool = s.service.tokenizers._pool
-        assert pool is not None
+        pool = pool_of(s)
         (pid,) = pool.pids
         os.kill(pid, signal.SIGSTOP)
         error = await error_of(tokenize(s, "quick"))
@@ -154,8 +157,7 @@ async def test_answer_of_a_process_without_cpu_time_is_retryable(
 async def test_killed_process_is_replaced_before_the_next_conversation(tmp_path: Path) -> None:
     async with serving(tmp_path, template=SOMETIMES, max_chat_template_seconds=0.3) as s:
         assert (await error_of(tokenize(s, SLOW))).code == "INVALID_ARGUMENT"
-        pool = s.service.tokenizers._pool
-        assert pool is not None
+        pool = pool_of(s)
         await until(lambda: pool.num_idle)
         assert pool.turns.num_inside == 0
 
@@ -186,8 +188,7 @@ async def test_cancelled_conversations_keep_their_process(tmp_path: Path) -> Non
 
     async with serving(tmp_path, template=some_milliseconds) as s:
         assert (await tokenize(s, "quick")).token_ids
-        pool = s.service.tokenizers._pool
-        assert pool is not None
+        pool = pool_of(s)
         pids = pool.pids
         for _ in range(5):
             call = tokenize(s, "quick")
@@ -228,7 +229,7 @@ async def test_flood_of_one_tenant_does_not_delay_another(s: Serving, work: Call
     prompts = s.service.tokenizers
     await asyncio.gather(tokenize(s, "x", **tenant("x")), tokenize(s, "y", **tenant("y")))  # start processes
     flood = [work(s, **tenant("a")) for _ in range(60)]
-    await until(lambda: prompts._texts.num_waiting + prompts._pool.turns.num_waiting >= 8)
+    await until(lambda: prompts.turns.num_waiting + pool_of(s).turns.num_waiting >= 8)
     await work(s, **tenant("b"))
     assert sum(not call.done() for call in flood) >= 4
     for call in flood:
@@ -245,7 +246,7 @@ async def test_full_queue_admits_another_tenant(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("lineclear.scheduler.requests.tokenizer_pool._MAX_BUSY", 10)
     async with serving(tmp_path) as s:
         flood = [asyncio.ensure_future(outcome(detokenize(s, **tenant("a")))) for _ in range(30)]
-        await until(lambda: s.service.tokenizers._texts.num_waiting == 8)
+        await until(lambda: s.service.tokenizers.turns.num_waiting == 8)
         assert await outcome(detokenize(s, **tenant("b"))) == "OK"
         found = [await call for call in flood]
         assert found.count("RESOURCE_EXHAUSTED") >= 10
@@ -315,7 +316,7 @@ async def test_deadline_passes_while_a_prompt_waits(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("lineclear.scheduler.requests.limited_processes.num_processes", lambda cores: 1)
     async with serving(tmp_path, template=SOMETIMES, default_deadline_seconds=0.5) as s:
         slow = tokenize(s, SLOW)
-        await until(lambda: s.service.tokenizers._pool.turns.num_inside == 1)
+        await until(lambda: pool_of(s).turns.num_inside == 1)
         session = s.stub.Session()
         submit = pb.SubmitCommand(handle=1, request=pb.GenerateRequest(chat=chat("quick")))
         await session.write(pb.SessionRequest(submits=[submit]))

@@ -45,7 +45,6 @@ class FairSemaphore:
         self._what = what
         self._numbers = itertools.count()
         self._waiting: dict[str, list[_Waiter]] = {}  # by flow, oldest first
-        self._num_waiting = 0
         self._inside: Counter[str] = Counter()
         self._clock = 0.0  # start tag of the last admitted waiter
         self._finish: dict[str, float] = {}  # finish tag of each flow's last admitted request
@@ -54,7 +53,7 @@ class FairSemaphore:
     @property
     def num_waiting(self) -> int:
         """Number of waiting requests."""
-        return self._num_waiting
+        return sum(map(len, self._waiting.values()))
 
     @property
     def num_inside(self) -> int:
@@ -95,15 +94,14 @@ class FairSemaphore:
     async def acquire(self, flow: str, cost: float) -> None:
         """Wait for a slot. `release` must follow."""
         start = self._starts.get(flow, max(self._clock, self._finish.get(flow, 0.0)))
-        if self._may_acquire(flow) and not self._num_waiting:
+        if self._may_acquire(flow) and not self._waiting:
             self._admit(flow, start, cost)
             return
-        if self._num_waiting >= self._max_waiting:
+        if self.num_waiting >= self._max_waiting:
             self._evict(flow)
         waiter = _Waiter(flow, cost, (start + cost, next(self._numbers)))
         self._starts[flow] = start
         self._waiting.setdefault(flow, []).append(waiter)
-        self._num_waiting += 1
         self._grant()
         try:
             await waiter.future
@@ -124,7 +122,7 @@ class FairSemaphore:
         if not self._inside[flow]:
             del self._inside[flow]
         self._grant()
-        if not self._num_waiting and not self._inside:
+        if not self._waiting and not self._inside:
             self._finish.clear()
             self._clock = 0.0
 
@@ -154,7 +152,6 @@ class FairSemaphore:
         of_flow = self._waiting.get(waiter.flow, [])
         if waiter in of_flow:
             of_flow.remove(waiter)
-            self._num_waiting -= 1
             if not of_flow:
                 del self._waiting[waiter.flow], self._starts[waiter.flow]
 

@@ -52,11 +52,12 @@ class TokenizerPool:
         self._breaker_index = BreakerIndex(tokenizer)
         self._pacer = pacer
         self._chat = chat
-        self._pool: LimitedProcesses | None = None
+        self.processes: LimitedProcesses | None = None
+        """Render conversations; None without a chat template."""
         self._template_seconds = settings.max_chat_template_seconds
         if chat is not None:
             most = _EXPANSION * settings.max_prompt_bytes + 65536
-            self._pool = LimitedProcesses(
+            self.processes = LimitedProcesses(
                 "chat template",
                 "lineclear.scheduler.text.template_process",
                 {**chat.definition, "max_bytes": most},
@@ -66,25 +67,25 @@ class TokenizerPool:
                 what="conversations are or wait to be rendered",
             )
         places = min(settings.tokenizer_threads, _MAX_BUSY)
-        self._texts = FairSemaphore(places, _MAX_BUSY - places, "inputs are being tokenized or wait for that")
+        self.turns = FairSemaphore(places, _MAX_BUSY - places, "inputs are being tokenized or wait for that")
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
         _start_all(self._threads, settings.tokenizer_threads)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
-        return self._pool is not None
+        return self.processes is not None
 
     async def prepare(self) -> None:
         """Start the processes for the first conversation."""
-        if self._pool is not None:
-            await self._pool.prepare()
+        if self.processes is not None:
+            await self.processes.prepare()
 
     def close(self) -> None:
         """Stop threads and processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._pool is not None:
-            self._pool.close()
+        if self.processes is not None:
+            self.processes.close()
 
     async def ids(self, request: pb.GenerateRequest, chat_time_us: int = 0) -> Sequence[int]:
         """Return the tokens of a prompt; `chat_time_us` is the time for the chat template."""
@@ -106,7 +107,7 @@ class TokenizerPool:
 
         Raises NoChatTemplate, or InvalidRequest if the template rejects the conversation or takes too long.
         """
-        template, pool = self._chat, self._pool
+        template, pool = self._chat, self.processes
         if template is None or pool is None:
             raise NoChatTemplate("this model has no chat template; send text or token_ids instead of chat")
         await self._turn(chat)
@@ -179,13 +180,13 @@ class TokenizerPool:
         if size <= _INLINE_BYTES:
             return work()
         loop = asyncio.get_running_loop()
-        return await self._texts.run(identity.flow(), size, lambda: loop.run_in_executor(self._threads, work))
+        return await self.turns.run(identity.flow(), size, lambda: loop.run_in_executor(self._threads, work))
 
     async def _in_slices(self, ids: Sequence[int], work: Callable[[Sequence[int]], object]) -> None:
         if len(ids) <= _INLINE_TOKENS:
             work(ids)
             return
-        async with self._texts.slot(identity.flow(), len(ids)):
+        async with self.turns.slot(identity.flow(), len(ids)):
             for start in range(0, len(ids), _INLINE_TOKENS):
                 work(ids[start : start + _INLINE_TOKENS])
                 await asyncio.sleep(_PAUSE_SECONDS)
