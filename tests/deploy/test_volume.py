@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lineclear.process.private_dir import PathError
-from lineclear.process.socket_dir import private_socket_dir
+from lineclear.process.private_dir import PathError, private_socket_dir
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from support.sockets import bare_context
 from support.time_limits import PATIENCE_SECONDS
 from support.toy import ToyRunner, ToyStep
 
-from lineclear.process.socket_dir import SocketDir, private_socket_dir
+from lineclear.process.private_dir import SocketDir, private_socket_dir
 from lineclear.wire.codec import encode
 from lineclear.wire.messages import Rejoin, StepPlan
 from lineclear.worker.scheduler_link import PlanSocket, SchedulerMessage, Waker

@@ -12,8 +12,7 @@ import pytest
 from support.engine_harness import ENVIRONMENT
 from support.time_limits import PATIENCE_SECONDS
 
-from lineclear.process.private_dir import PathError
-from lineclear.process.socket_dir import private_socket_dir
+from lineclear.process.private_dir import PathError, private_socket_dir
 from lineclear.scheduler.engine.worker_link import WorkerLink
 
 

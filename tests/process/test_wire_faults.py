@@ -18,7 +18,7 @@ from support.frame_proxy import Proxy, Tamper
 from support.sockets import bare_context
 from support.toy_worker import ToyOptions
 
-from lineclear.process.socket_dir import private_socket_dir
+from lineclear.process.private_dir import private_socket_dir
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.codec import decode, encode

@@ -11,7 +11,7 @@ from pathlib import Path
 import zmq
 from support.sockets import bare_context
 
-from lineclear.process.socket_dir import private_socket_dir
+from lineclear.process.private_dir import private_socket_dir
 from lineclear.wire.codec import DecodeError, decode, encode
 from lineclear.wire.messages import Heartbeat, Hello
 

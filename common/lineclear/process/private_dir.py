@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
+
+_MAX_PATH_BYTES = 107
+"""`sun_path` of a Unix socket holds 108 bytes, the last of them zero."""
 
 
 class PathError(OSError):
@@ -58,3 +62,41 @@ def remove_stale_socket(path: Path) -> None:
     """Remove the socket of an exited process at `path`. Raises PathError if something else is there."""
     if own_socket_exists(path):
         path.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class SocketDir:
+    """The private directory of the sockets between scheduler and worker, and the names in it."""
+
+    directory: Path
+
+    @property
+    def plan(self) -> Path:
+        """Scheduler to worker: plans."""
+        return self.directory / "plan.sock"
+
+    @property
+    def result(self) -> Path:
+        """Worker to scheduler: results, hellos, heartbeats."""
+        return self.directory / "result.sock"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the scheduler that uses the directory, so that a second one does not take over its sockets."""
+        return self.directory / "scheduler.lock"
+
+
+def private_socket_dir(directory: Path) -> SocketDir:
+    """Return the sockets in `directory`, which is created (mode 0700) if it is missing; its parent is not.
+
+    Either process may create it. Raises PathError unless the directory is private and its path short enough.
+    """
+    sockets = SocketDir(Path(os.path.abspath(directory)))
+    for name in (sockets.plan, sockets.result):
+        if (length := len(os.fsencode(name))) > _MAX_PATH_BYTES:
+            raise PathError(
+                f"the socket path {name} has {length} bytes, a Unix socket path may have {_MAX_PATH_BYTES}; "
+                "choose a directory with a shorter path"
+            )
+    private_directory(sockets.directory, "socket directory")
+    return sockets

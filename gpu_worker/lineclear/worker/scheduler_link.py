@@ -13,7 +13,7 @@ import structlog
 import zmq
 
 from lineclear.process.logging_setup import should_log
-from lineclear.process.socket_dir import SocketDir
+from lineclear.process.private_dir import SocketDir
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
 from lineclear.wire.messages import (
     Goodbye,

@@ -32,7 +32,7 @@ from lineclear.exit_codes import ExitCode
 from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.process import logging_setup
 from lineclear.process.exception_location import exception_fields
-from lineclear.process.socket_dir import SocketDir, private_socket_dir
+from lineclear.process.private_dir import SocketDir, private_socket_dir
 from lineclear.wire.codec import ProtocolMismatch
 from lineclear.wire.messages import (
     AdapterLoaded,

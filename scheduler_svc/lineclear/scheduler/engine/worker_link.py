@@ -23,8 +23,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from lineclear.process.logging_setup import should_log
-from lineclear.process.private_dir import PathError, remove_stale_socket
-from lineclear.process.socket_dir import SocketDir, private_socket_dir
+from lineclear.process.private_dir import PathError, SocketDir, private_socket_dir, remove_stale_socket
 from lineclear.scheduler.engine.engine_stats import LinkCounters
 from lineclear.scheduler.engine.worker_events import EpochMessage, Fact, Output, Send
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
