@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import safetensors_check
 from .model_directory import ModelNames, short_name
+from .safetensors_check import CheckpointBroken, Tensor, check_header
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES, _MAX_HEADER_BYTES, _MAX_WEIGHT_BYTES = 1 << 20, 16 << 20, 4 << 30
@@ -65,7 +66,7 @@ def read(directory: Path, max_rank: int, weights: bytes | None = None) -> Adapte
     """
     _check_names(directory)
     raw_config = _bounded(directory / CONFIG, _MAX_CONFIG_BYTES)
-    config = _object(raw_config, CONFIG)
+    config = _object(raw_config)
     rank, scale = _check_config(config, max_rank)
     digest = hashlib.sha256(len(raw_config).to_bytes(8, "little") + raw_config)
     if weights is None:
@@ -73,15 +74,15 @@ def read(directory: Path, max_rank: int, weights: bytes | None = None) -> Adapte
         if (size := path.stat().st_size) > _MAX_WEIGHT_BYTES:
             raise AdapterFilesRefused(f"{WEIGHTS} has {size} bytes, more than {_MAX_WEIGHT_BYTES}")
         with path.open("rb") as file:
-            header = _header(file.read(8), lambda length: file.read(length), size)
+            tensors = _tensors(file.read(8), lambda length: file.read(length), size)
             file.seek(0)
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
     else:
-        header = _header(weights[:8], lambda length: weights[8 : 8 + length], len(weights))
+        tensors = _tensors(weights[:8], lambda length: weights[8 : 8 + length], len(weights))
         digest.update(weights)
     model, revision = (str(config.get(name) or "") for name in ("base_model_name_or_path", "revision"))
-    return AdapterFiles(digest.digest(), rank, scale, model, revision, _shapes(header, rank))
+    return AdapterFiles(digest.digest(), rank, scale, model, revision, _shapes(tensors, rank))
 
 
 def other_base(files: AdapterFiles, served: ModelNames) -> str:
@@ -120,13 +121,13 @@ def _bounded(path: Path, limit: int) -> bytes:
     return found
 
 
-def _object(raw: bytes, name: str) -> dict[str, Any]:
+def _object(raw: bytes) -> dict[str, Any]:
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):
-        raise AdapterFilesRefused(f"{name} is not JSON") from None
+        raise AdapterFilesRefused(f"{CONFIG} is not JSON") from None
     if not isinstance(found, dict):
-        raise AdapterFilesRefused(f"{name} is not a JSON object")
+        raise AdapterFilesRefused(f"{CONFIG} is not a JSON object")
     return found
 
 
@@ -151,34 +152,28 @@ def _check_config(config: dict[str, Any], max_rank: int) -> tuple[int, float]:
     return rank, float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
 
 
-def _header(length_field: bytes, read_bytes: Any, size: int) -> dict[str, Any]:
-    """Return the header of a safetensors file: an entry for each tensor."""
+def _tensors(length_field: bytes, read_bytes: Callable[[int], bytes], size: int) -> list[Tensor]:
     length = int.from_bytes(length_field, "little")
     if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
         raise AdapterFilesRefused(f"{WEIGHTS} is no safetensors file, or it is cut short")
-    raw = read_bytes(length)
     try:
-        safetensors_check.check_header(WEIGHTS, raw, size - 8 - length)
-    except safetensors_check.CheckpointBroken as error:
+        return check_header(WEIGHTS, read_bytes(length), size - 8 - length)
+    except CheckpointBroken as error:
         raise AdapterFilesRefused(str(error)) from None
-    header = _object(raw, f"the header of {WEIGHTS}")
-    header.pop("__metadata__", None)
-    return header
 
 
-def _shapes(header: dict[str, Any], rank: int) -> dict[str, tuple[int, int]]:
+def _shapes(tensors: list[Tensor], rank: int) -> dict[str, tuple[int, int]]:
     """Return the shape of each module. Raises AdapterFilesRefused for tensors that are not a pair of LoRA factors."""
     found: dict[str, dict[str, int]] = {}
-    for name, entry in header.items():
+    for _, _, name, dtype, shape in tensors:
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise AdapterFilesRefused(f"the tensor {name[:120]} is no factor of a linear layer (lora_A, lora_B)")
         factor = match["factor"]
-        shape = entry.get("shape") if isinstance(entry, dict) else None
-        if not isinstance(shape, list) or len(shape) != 2 or entry.get("dtype") not in _DTYPES:
+        if len(shape) != 2 or dtype not in _DTYPES:
             raise AdapterFilesRefused(f"the tensor {name[:120]} is no matrix of {', '.join(_DTYPES)}")
         width, own_rank = (shape[1], shape[0]) if factor == "A" else (shape[0], shape[1])
-        if own_rank != rank or not isinstance(width, int):
+        if own_rank != rank:
             raise AdapterFilesRefused(f"the tensor {name[:120]} has shape {shape}, which is not of rank {rank}")
         found.setdefault(match["module"], {})[factor] = width
     for module, widths in found.items():

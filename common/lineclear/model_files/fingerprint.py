@@ -16,16 +16,16 @@ from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from .safetensors_check import INDEX, MAX_HEADER_BYTES, SINGLE
+
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """Files that scheduler and worker must agree on: tokenizer, chat template, end-of-sequence ids, sampling defaults."""
 CONFIG_FILE = "config.json"
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEX_DIGITS = 16
 _SAMPLES = 4  # of each tensor
 _SAMPLE_BYTES = 64
 _QUICK_RANGES = 16
-_MAX_HEADER_BYTES = 100 * 1000 * 1000
 _CHUNK_BYTES = 1 << 20
 
 
@@ -59,18 +59,18 @@ def stamps(directory: Path) -> tuple[tuple[str, int, int, str], ...]:
     The digest of weights covers the header and a few ranges, so that it is fast before the file is cached. Inode and
     ctime do not count: FUSE and network file systems change them for unchanged files. Follows links. Raises OSError.
     """
-    weights = [_stamp(path, _quick_digest(path)) for path in _weight_files(directory)]
-    names = (CONFIG_FILE, _INDEX, *TEXT_FILES)
+    weights = [_stamp(path, _weights_digest(path, max_ranges=_QUICK_RANGES)) for path in _weight_files(directory)]
+    names = (CONFIG_FILE, INDEX, *TEXT_FILES)
     others = [_stamp(path, _file_digest(path)) for name in names if (path := directory / name).exists()]
     return tuple(sorted((*weights, *others)))
 
 
 def _weight_files(directory: Path) -> list[Path]:
     """Return the weight files that are loaded: the single one, else those of the index."""
-    if (single := directory / _SINGLE).is_file():
+    if (single := directory / SINGLE).is_file():
         return [single]
     try:
-        names = set(json.loads((directory / _INDEX).read_bytes())["weight_map"].values())
+        names = set(json.loads((directory / INDEX).read_bytes())["weight_map"].values())
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return []
     return [directory / name for name in sorted(map(str, names)) if (directory / name).is_file()]
@@ -92,17 +92,13 @@ def _file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _quick_digest(path: Path) -> str:
-    """Return a digest of a weight file's header and of a few ranges, spread over the file."""
-    return _weights_digest(path, max_ranges=_QUICK_RANGES)
-
-
 def _weights_digest(path: Path, max_ranges: int | None = None) -> str:
+    """Return a digest of a weight file's header and of ranges in each tensor, or of a few spread over the file."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         digest.update(size.to_bytes(8, "little"))
-        header_len = min(int.from_bytes(os.pread(file.fileno(), 8, 0), "little"), _MAX_HEADER_BYTES)
+        header_len = min(int.from_bytes(os.pread(file.fileno(), 8, 0), "little"), MAX_HEADER_BYTES)
         header = os.pread(file.fileno(), header_len, 8)
         digest.update(header)
         tensors = _tensors(header, size - 8 - header_len)

@@ -13,53 +13,43 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100 * 1000 * 1000
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100 * 1000 * 1000
 _MAX_INDEX_BYTES = 100 * 1000 * 1000
 _MAX_DIMENSIONS = 64  # PyTorch's limit; the product of a million sizes would take too long
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
-_BITS = {
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-    "C64": 64,
-    "F32": 32,
-    "I32": 32,
-    "U32": 32,
-    "F16": 16,
-    "BF16": 16,
-    "I16": 16,
-    "U16": 16,
-    "I8": 8,
-    "U8": 8,
-    "BOOL": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "F4": 4,
+_BY_BITS = {
+    64: ("F64", "I64", "U64", "C64"),
+    32: ("F32", "I32", "U32"),
+    16: ("F16", "BF16", "I16", "U16"),
+    8: ("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+    4: ("F4",),
 }
+_BITS = {dtype: bits for bits, dtypes in _BY_BITS.items() for dtype in dtypes}
 
 
 class CheckpointBroken(Exception):
     """The checkpoint is incomplete or damaged; the message names the file and the fault."""
 
 
-class _Tensor(NamedTuple):
+class Tensor(NamedTuple):
+    """A tensor of a file; its bytes are [start, end) of the data behind the header."""
+
     start: int
     end: int
     name: str
+    dtype: str
+    shape: list[int]
 
 
 def check_weights(directory: Path) -> None:
     """Check that every weight file is complete and holds the tensors in the index. Raises CheckpointBroken."""
-    if (directory / _SINGLE).is_file():
-        _tensors(directory / _SINGLE)
-    elif (directory / _INDEX).is_file():
-        _check_shards(directory, _index(directory / _INDEX))
+    if (directory / SINGLE).is_file():
+        _tensors(directory / SINGLE)
+    elif (directory / INDEX).is_file():
+        _check_shards(directory, _index(directory / INDEX))
     elif any(directory.glob("*.safetensors")):
-        raise CheckpointBroken(f"there are *.safetensors files, but neither {_SINGLE} nor {_INDEX}, which are read")
+        raise CheckpointBroken(f"there are *.safetensors files, but neither {SINGLE} nor {INDEX}, which are read")
     elif any(path.suffix in _PICKLES for path in directory.iterdir()):
         raise CheckpointBroken(
             "the weights are pickle files, which can run code when read; convert them to safetensors"
@@ -77,7 +67,7 @@ def _check_shards(directory: Path, index: Mapping[str, str]) -> None:
             raise CheckpointBroken(f"{file} is missing, {len(names)} tensors are in it; the download may be incomplete")
         missing = sorted(names - {tensor.name for tensor in _tensors(directory / file)})
         if missing:
-            raise CheckpointBroken(f"{file} lacks {len(missing)} tensors that {_INDEX} says are there, as {missing[0]}")
+            raise CheckpointBroken(f"{file} lacks {len(missing)} tensors that {INDEX} says are there, as {missing[0]}")
 
 
 def _index(path: Path) -> Mapping[str, str]:
@@ -97,27 +87,27 @@ def _index(path: Path) -> Mapping[str, str]:
     return weight_map
 
 
-def _tensors(path: Path) -> list[_Tensor]:
+def _tensors(path: Path) -> list[Tensor]:
     """Return the tensors of a file by offset. Raises CheckpointBroken unless they cover the whole file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise CheckpointBroken(f"{path.name} has {size} bytes, fewer than its header; it is cut short")
-        if length > _MAX_HEADER_BYTES:
-            raise CheckpointBroken(f"{path.name} has a header of {length} bytes, more than {_MAX_HEADER_BYTES}")
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointBroken(f"{path.name} has a header of {length} bytes, more than {MAX_HEADER_BYTES}")
         raw = file.read(length)
     return check_header(path.name, raw, size - 8 - length)
 
 
-def check_header(file: str, raw: bytes, size: int) -> list[_Tensor]:
+def check_header(file: str, raw: bytes, size: int) -> list[Tensor]:
     """Return the tensors of a header by offset. Raises CheckpointBroken unless they cover `size` bytes."""
     tensors = sorted(_entries(file, raw))
     _check_cover(file, tensors, size)
     return tensors
 
 
-def _entries(file: str, raw: bytes) -> Iterator[_Tensor]:
+def _entries(file: str, raw: bytes) -> Iterator[Tensor]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(found := dict(pairs)) != len(pairs):
             raise CheckpointBroken(f"{file} has two tensors of one name")
@@ -134,7 +124,7 @@ def _entries(file: str, raw: bytes) -> Iterator[_Tensor]:
             yield _entry(file, name, entry)
 
 
-def _entry(file: str, name: str, entry: Any) -> _Tensor:
+def _entry(file: str, name: str, entry: Any) -> Tensor:
     where = f"{file}: tensor {name[:100]}"
     if not isinstance(entry, dict):
         raise CheckpointBroken(f"{where} has a header that is no object")
@@ -146,7 +136,7 @@ def _entry(file: str, name: str, entry: Any) -> _Tensor:
     start, end = offsets
     if (end - start) * 8 != prod(shape) * _BITS[dtype]:
         raise CheckpointBroken(f"{where} takes another number of bytes than its shape needs")
-    return _Tensor(start, end, name)
+    return Tensor(start, end, name, dtype, shape)
 
 
 def _sizes(values: Any) -> list[int] | None:
@@ -159,7 +149,7 @@ def _sizes(values: Any) -> list[int] | None:
     return values if is_valid else None
 
 
-def _check_cover(file: str, tensors: list[_Tensor], size: int) -> None:
+def _check_cover(file: str, tensors: list[Tensor], size: int) -> None:
     """Check that the tensors cover the file without gap or overlap."""
     first = tensors[0].start if tensors else 0
     if first != 0:
