@@ -1,48 +1,7 @@
 """The exceptions of calls. Each class has a gRPC code and a reason, which is its name in UPPER_SNAKE_CASE.
 
-    LineclearError
-      InvalidRequest         INVALID_ARGUMENT
-        PromptTooLong
-        AdapterRefused
-        TokenOutOfVocabulary
-        MalformedMessage
-      RequestTooLarge        RESOURCE_EXHAUSTED
-      ResponseTooLarge       RESOURCE_EXHAUSTED
-      QueueFull              RESOURCE_EXHAUSTED
-      TooManyWatchers        RESOURCE_EXHAUSTED
-      AdapterLimitReached    RESOURCE_EXHAUSTED
-      SlowConsumer           RESOURCE_EXHAUSTED
-      DeviceOutOfMemory      RESOURCE_EXHAUSTED
-      Unauthenticated        UNAUTHENTICATED
-      DuplicateRequest       ALREADY_EXISTS
-      UnknownRequest         NOT_FOUND
-      ModelNotFound          NOT_FOUND
-      AdapterNotFound        NOT_FOUND
-      ModelChanged           ABORTED
-      KvCapacityExceeded     FAILED_PRECONDITION
-      NoChatTemplate         FAILED_PRECONDITION
-      NoStructuredOutput     FAILED_PRECONDITION
-      NoTokenAllowed         FAILED_PRECONDITION
-      WorkerRestartFailed    FAILED_PRECONDITION
-      RecordingFailed        FAILED_PRECONDITION
-      ServerStarting         UNAVAILABLE
-      ServerDraining         UNAVAILABLE
-      ShutdownInterrupted    UNAVAILABLE
-      WorkerUnavailable      UNAVAILABLE
-      ModelReplaced          UNAVAILABLE
-      Unreachable            UNAVAILABLE, raised by the client library
-        ConnectionLost
-      DeadlineExceeded       DEADLINE_EXCEEDED
-        DeadlineUnreachable
-      Cancelled              CANCELLED
-      NonFiniteLogits        INTERNAL
-      PoisonRequest          INTERNAL
-      InternalError          INTERNAL
-      DataLoss               DATA_LOSS, raised by the client library
-      Unsupported            UNIMPLEMENTED
-      UnknownStatus          code and reason of another server or proxy
-
 `lineclear.status_codec` converts them to google.rpc.Status and back. Bugs are assertions, not classes of this tree.
+docs/protocol.md has a table of all classes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import grpc
 import pytest
 from google.rpc import error_details_pb2
@@ -12,7 +10,6 @@ from google.rpc.status_pb2 import Status
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lineclear import errors
 from lineclear.errors import (
     DOMAIN,
     InvalidRequest,
@@ -52,12 +49,6 @@ def test_every_class_survives_the_round_trip(kind: type[LineclearError]) -> None
     for error in (full(kind), kind("only a sentence")):
         assert as_dict(round_trip(error)) == as_dict(error)
         assert as_dict(from_status(to_status(error))) == as_dict(error)
-
-
-def test_the_tree_is_drawn_in_the_docstring() -> None:
-    drawn = re.findall(r"^ {4}( *)(\w+)", errors.__doc__ or "", re.MULTILINE)
-    depths = {kind.__name__: len(kind.__mro__) - len(LineclearError.__mro__) for kind in tree()}
-    assert {name: len(indent) // 2 for indent, name in drawn} == depths
 
 
 @pytest.mark.parametrize("kind", [*CLASSES, LineclearError], ids=lambda kind: kind.__name__)
