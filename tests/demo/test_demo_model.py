@@ -63,14 +63,6 @@ def test_directory_is_small_and_plain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("country", "capital"),
-    [("France", "Paris"), ("Japan", "Tokyo"), ("Germany", "Berlin"), ("Italy", "Rome"), ("Egypt", "Cairo")],
-)
-def test_knows_capitals(model: Any, tokenizer: Any, country: str, capital: str) -> None:
-    assert capital in tokenizer.decode(_continue(model, tokenizer, f"The capital of {country} is", 6))
-
-
-@pytest.mark.parametrize(
     ("prompt", "count", "subject"),
     [
         ("Today's weather is so", 50, ("sun", "sky", "rain", "wind")),
@@ -123,8 +115,3 @@ def test_chat_template_marks_every_message(tokenizer: Any) -> None:
     ]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert rendered == "<|begin|><|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>"
-
-
-@pytest.mark.parametrize("text", ["Zoë pays 12,50 € in Kyōto 🦊.", "  two  spaces\n\tand a tab", "中文 العربية"])
-def test_tokenizer_round_trips_any_text(tokenizer: Any, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text

@@ -120,14 +120,6 @@ def test_manifest_is_valid_kubernetes(manifest: Manifest, version: str) -> None:
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_unknown_field_is_invalid() -> None:
-    probe = {"grpc": {"port": 1}, "periodSecs": 5}
-    bad = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
-    bad["spec"] = {"containers": [{"name": "x", "livenessProbe": probe}]}  # type: ignore[assignment]
-    with pytest.raises(kubernetes_validate.ValidationError, match="periodSecs"):
-        kubernetes_validate.validate(bad, kubernetes_validate.latest_version(), strict=True)
-
-
 def test_stop_order_is_app_scheduler_worker() -> None:
     """Sidecars stop in reverse order, after the containers; schemas do not check the word `Always`."""
     for manifest in MANIFESTS.values():

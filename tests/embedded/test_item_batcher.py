@@ -30,6 +30,15 @@ def doubled(items: list[int]) -> list[int]:
     return [2 * item for item in items]
 
 
+def busy(running: Callable[[Any], Any], item: int = 0, **options: Any) -> tuple[Gate, ItemBatcher[int, int]]:
+    """Return a gate, and a batcher that computes `item` until the gate opens."""
+    gate = Gate(doubled)
+    batcher = running(ItemBatcher(gate, **options))
+    batcher.submit(item)
+    gate.wait_for_call()
+    return gate, batcher
+
+
 def test_items_that_wait_share_a_batch(running: Callable[[Any], Any]) -> None:
     gate = Gate(doubled)
     batcher = running(ItemBatcher(gate, max_batch_size=3))
@@ -119,10 +128,7 @@ def test_costs_of_a_batch_stay_within_the_target(target: int, max_batch_size: in
 
 
 def test_batch_of_equal_costs_reaches_the_target_exactly(running: Callable[[Any], Any]) -> None:
-    gate = Gate(doubled)
-    batcher = running(ItemBatcher(gate, target_batch_cost=8, default_cost=2, max_batch_size=16))
-    batcher.submit(0)
-    gate.wait_for_call()
+    gate, batcher = busy(running, target_batch_cost=8, default_cost=2, max_batch_size=16)
     futures = [batcher.submit(n) for n in range(8)]
     gate.open()
     wait(futures, PATIENCE_SECONDS)
@@ -130,10 +136,7 @@ def test_batch_of_equal_costs_reaches_the_target_exactly(running: Callable[[Any]
 
 
 def test_item_above_the_target_runs_alone(running: Callable[[Any], Any]) -> None:
-    gate = Gate(doubled)
-    batcher = running(ItemBatcher(gate, cost_estimator=int, target_batch_cost=10))
-    batcher.submit(1)
-    gate.wait_for_call()
+    gate, batcher = busy(running, cost_estimator=int, target_batch_cost=10, item=1)
     futures = [batcher.submit(n) for n in (3, 1000, 3)]
     gate.open()
     wait(futures, PATIENCE_SECONDS)
@@ -175,33 +178,18 @@ def test_each_policy_serves_every_item(strategy: str, policy: str) -> None:
 
 
 def test_priority_decides_the_order(running: Callable[[Any], Any]) -> None:
-    gate = Gate(doubled)
-    batcher = running(ItemBatcher(gate, max_batch_size=1, scheduling_policy="priority"))
-    batcher.submit(0)
-    gate.wait_for_call()
+    gate, batcher = busy(running, max_batch_size=1, scheduling_policy="priority")
     futures = [batcher.submit(n, priority=10 - n) for n in (1, 2, 3)]
     gate.open()
     wait(futures, PATIENCE_SECONDS)
     assert gate.calls == [[0], [3], [2], [1]]
 
 
-def test_fixed_size_waits_for_a_full_batch(running: Callable[[Any], Any]) -> None:
-    gate = Gate(doubled)
-    gate.open()
-    batcher = running(ItemBatcher(gate, max_batch_size=3, batching_strategy="fixed_size"))
-    futures = [batcher.submit(n) for n in range(3)]
-    wait(futures, PATIENCE_SECONDS)
-    assert gate.calls == [[0, 1, 2]]
-
-
 # --- limits and errors -----------------------------------------------------------------------------------------------
 
 
 def test_full_queue_rejects_at_once(running: Callable[[Any], Any]) -> None:
-    gate = Gate(doubled)
-    batcher = running(ItemBatcher(gate, max_batch_size=1, max_queue_size=2))
-    batcher.submit(0)
-    gate.wait_for_call()
+    gate, batcher = busy(running, max_batch_size=1, max_queue_size=2)
     waiting = [batcher.submit(n) for n in (1, 2)]
     with pytest.raises(QueueFull, match="2 requests are waiting, the limit is 2"):
         batcher.submit(3)
@@ -211,10 +199,7 @@ def test_full_queue_rejects_at_once(running: Callable[[Any], Any]) -> None:
 
 
 def test_queue_is_bounded_by_cost(running: Callable[[Any], Any]) -> None:
-    gate = Gate(doubled)
-    batcher = running(ItemBatcher(gate, max_batch_size=1, cost_estimator=int, max_queue_cost=10))
-    batcher.submit(100)
-    gate.wait_for_call()
+    gate, batcher = busy(running, max_batch_size=1, cost_estimator=int, max_queue_cost=10, item=100)
     batcher.submit(6)
     with pytest.raises(QueueFull, match="a cost of 6 is waiting, the limit is 10"):
         batcher.submit(5)
@@ -317,10 +302,7 @@ def test_arguments_are_checked() -> None:
 
 
 def test_cancelled_item_leaves_the_queue(running: Callable[[Any], Any]) -> None:
-    gate = Gate(doubled)
-    batcher = running(ItemBatcher(gate, max_batch_size=1))
-    batcher.submit(0)
-    gate.wait_for_call()
+    gate, batcher = busy(running, max_batch_size=1)
     dropped, kept, named = batcher.submit(1), batcher.submit(2), batcher.submit(3, request_id="c")
     with pytest.raises(DuplicateRequest):
         batcher.submit(4, request_id="c")
@@ -354,10 +336,7 @@ def test_cancelled_task_cancels_its_item(running: Callable[[Any], Any]) -> None:
 
 
 def test_deadline_in_the_queue_passes_while_a_step_runs(running: Callable[[Any], Any]) -> None:
-    gate = Gate(doubled)
-    batcher = running(ItemBatcher(gate, max_batch_size=1))
-    batcher.submit(0)
-    gate.wait_for_call()
+    gate, batcher = busy(running, max_batch_size=1)
     with pytest.raises(DeadlineExceeded, match="in the queue"):
         batcher.submit(1, timeout_seconds=0.01).result(PATIENCE_SECONDS)
     gate.open()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.small_tokenizers import KINDS, SPECIAL, byte_fallback, byte_level, definition, save, unigram
+from support.small_tokenizers import KINDS, SPECIAL, byte_fallback, byte_level, definition, save
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders
 
@@ -91,15 +91,6 @@ def test_plain_text_equals_encode_special_tokens() -> None:
     library.encode_special_tokens = True
     text = "Hello <|im_start|>user </s> [INST]<|late|>  x"
     assert ours.encode(text) == library.encode(text).ids
-
-
-def test_unigram_vocabulary_hides_special_tokens() -> None:
-    """Shows why `encode_special_tokens` does not suffice: the library finds the token in the model's vocabulary."""
-    library, ours = unigram(), Tokenizer(definition(unigram()))
-    library.encode_special_tokens = True
-    special = library.token_to_id("</s>")
-    assert special in library.encode("a</s>").ids
-    assert special not in ours.encode("a</s>")
 
 
 def test_post_processor_adds_bos_to_prompts_only() -> None:
@@ -190,15 +181,6 @@ def test_bad_byte_keeps_the_characters_before_it() -> None:
     assert decode(ours, ids, keep_special=False) == "😀\ufffd"
 
 
-def test_decode_stream_of_the_library_loses_text() -> None:
-    """Shows why detokenizer.py does not use it: without a flush, an answer that ends inside a character loses text."""
-    library, ours = both("byte_level")
-    ids = library.encode("a😀").ids[:-1]
-    stream = decoders.DecodeStream(skip_special_tokens=True)
-    assert "".join(stream.step(library, i) or "" for i in ids) == "a"
-    assert decode(ours, ids, keep_special=False) == library.decode(ids) == "a\ufffd"
-
-
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "gemma_like", "metaspace_first"])
 @given(text=st.text(max_size=30))
 @settings(max_examples=100, deadline=None)
@@ -245,11 +227,3 @@ def test_decoder_that_needs_context_is_rejected(decoder: object) -> None:
     library.decoder = decoder
     with pytest.raises(ConfigurationError, match="token by token"):
         Tokenizer(definition(library))
-
-
-def test_demo_model_tokenizer() -> None:
-    ours = load_tokenizer(Path(__file__).parents[2] / "demo" / "model")
-    library = Library.from_file(str(Path(__file__).parents[2] / "demo" / "model" / "tokenizer.json"))
-    for text in TEXTS:
-        assert ours.encode(text) == library.encode(text).ids
-        assert decode(ours, ours.encode(text), keep_special=False) == library.decode(library.encode(text).ids)

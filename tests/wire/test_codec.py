@@ -85,11 +85,6 @@ def test_logprob_of_an_invalid_token_may_be_nan() -> None:
     assert math.isnan(back.logprobs[0].logprob)
 
 
-def test_encoding_is_deterministic() -> None:
-    for example in EXAMPLES:
-        assert encode(example) == encode(example)
-
-
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
