@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching import continuous_api, requests
 from lineclear import client, embedded, errors
 from lineclear.cli.app import app
 from lineclear.client import message_classes, results
+from lineclear.client.batch_window import WindowParams
 from lineclear.client.requests import Params
 from lineclear.embedded.options import Options
 from lineclear.process.setting_fields import flag_of
@@ -70,7 +71,7 @@ def check_word(word: str) -> None:
         assert word[:-1] in Params.__annotations__ or word == "progress=", word
     elif match := re.fullmatch(r"([\w.]+)\((.*)\)", word):
         found = named(match[1])
-        parameters = {*inspect.signature(found).parameters, *Options.__annotations__}
+        parameters = {*inspect.signature(found).parameters, *Options.__annotations__, *WindowParams.__annotations__}
         given = [given.partition("=")[0].strip() for given in match[2].split(",") if given.strip() not in ("...", "")]
         assert not [name for name in given if name.isidentifier() and name not in parameters], word
     elif word == "stop_timeout_seconds=":

@@ -16,6 +16,8 @@ import pytest
 from support.sources import REPOSITORY
 
 from lineclear.client import AdminClient, AsyncAdminClient, AsyncClient, Client, Sampling, Submitted
+from lineclear.client.batch_window import WindowParams
+from lineclear.client.call_settings import ConfigArguments
 from lineclear.client.prompt_calls import EmbedParams, ScoreParams
 from lineclear.client.requests import Params
 from lineclear.client.retry import RetryPolicy
@@ -261,7 +263,8 @@ def positional(call: Callable[..., Any], target: Any, owner: type, method: str, 
 
 @pytest.mark.parametrize("method", ["iter_batch", "as_completed", "generate_batch"])
 def test_arguments_of_batches_are_tested(method: str) -> None:
-    for name in list(inspect.signature(getattr(Client, method)).parameters)[3:-1]:
+    own = WindowParams.__annotations__.keys() - Params.__annotations__.keys()
+    for name in {*list(inspect.signature(getattr(Client, method)).parameters)[3:-1], *own}:
         assert name in (REPOSITORY / "tests/client" / ELSEWHERE[method, name]).read_text()
 
 
@@ -271,7 +274,9 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(inspect.signature(Client.__init__).parameters)[1:])
+@pytest.mark.parametrize(
+    "name", [*list(inspect.signature(Client.__init__).parameters)[1:-1], *ConfigArguments.__annotations__]
+)
 def test_every_setting_of_a_client_has_an_effect(name: str) -> None:
     if file := ELSEWHERE.get(("Client", name)):
         assert name in (REPOSITORY / "tests/client" / file).read_text()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from lineclear.client import AdminClient, Client, Request, RetryPolicy, Sampling
+from lineclear.client.call_settings import client_config
 from lineclear.client.progress import display
 from lineclear.client.testing import FakeTransport
 from lineclear.errors import InvalidRequest
@@ -28,7 +29,7 @@ def calling(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 CALLS: dict[str, tuple[Any, Callable[..., Any]]] = {
-    "Client": (Client.__init__, lambda **given: Client(transport=FakeTransport("a"), **given).generate("x")),
+    "Client": (client_config, lambda **given: Client(transport=FakeTransport("a"), **given).generate("x")),
     "RetryPolicy": (RetryPolicy, RetryPolicy),
     "Sampling": (Sampling, lambda **given: Request(prompt="a", sampling=Sampling(**given)).to_proto()),
     "Request": (Request, calling(lambda client, **given: client.generate("a", **given))),
@@ -44,8 +45,13 @@ CALLS: dict[str, tuple[Any, Callable[..., Any]]] = {
     ),
     "watch_steps": (AdminClient.watch_steps, calling(lambda client, **given: watched(client, **given))),
 }
-EXTRA = {"attach": {"from_index": int, "timeout_seconds": float}}
-"""Arguments of a call that is not the function beside it."""
+EXTRA = {
+    "attach": {"from_index": int, "timeout_seconds": float},
+    "iter_batch": {"concurrency": int, "window": int},
+    "as_completed": {"concurrency": int, "window": int},
+    "generate_batch": {"concurrency": int},
+}
+"""Arguments of a call that the signature of the function beside it does not name."""
 
 
 def watched(client: Client, **given: Any) -> None:

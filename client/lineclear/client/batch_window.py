@@ -11,8 +11,10 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 from lineclear.errors import LineclearError
 
+from .call_params import Params
 from .message_classes import Model
 from .message_fields import whole
+from .progress import Progress
 from .results import Generation
 
 Item = TypeVar("Item")
@@ -25,6 +27,19 @@ DEFAULT_CONCURRENCY = 32
 """Requests of a batch at a time if the number of slots of the server is unknown."""
 _MOST_SLOTS = 256
 """More requests at a time than this only if the caller says so."""
+
+
+class BatchParams(Params, total=False):
+    """The keyword arguments of a batch: its own, and those of each call."""
+
+    concurrency: int | None
+    progress: Progress
+
+
+class WindowParams(BatchParams, total=False):
+    """The keyword arguments of a batch whose answers are read one by one."""
+
+    window: int | None
 
 
 class Read(NamedTuple, Generic[Item]):

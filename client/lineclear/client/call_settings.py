@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Any, Unpack, get_args
+from typing import Any, TypedDict, Unpack, get_args
 
 from lineclear.errors import InvalidRequest
 from lineclear.v1 import inference_pb2 as pb
@@ -12,7 +12,7 @@ from lineclear.v1 import inference_pb2 as pb
 from .call_params import Params
 from .message_fields import filled
 from .parameters import Metadata, OnModelChange, OnQueued, Prompt, Sampling, Unset
-from .requests import Request, of_tenant, pairs
+from .requests import Request, authorized, of_tenant, pairs
 from .retry import OnWait, RetryPolicy, RetryState, bounded
 from .rpc_methods import Pairs
 
@@ -111,12 +111,26 @@ class ClientConfig:
         return RetryState(self.retry, timeout_seconds, on_wait=self.on_wait)
 
 
+class ConfigArguments(TypedDict, total=False):
+    """The keyword arguments of a client that its calls use. `AsyncClient` explains them."""
+
+    token: str | None
+    metadata: Metadata
+    timeout_seconds: float | None
+    max_attempts: int | None
+    retry: RetryPolicy | None
+    sampling: Sampling | None
+    on_model_change: OnModelChange
+
+
 def client_config(
-    timeout_seconds: float | None,
-    max_attempts: int | None,
-    retry: RetryPolicy | None,
-    metadata: Metadata,
-    sampling: Sampling | None,
+    *,
+    token: str | None = None,
+    metadata: Metadata = (),
+    timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+    max_attempts: int | None = None,
+    retry: RetryPolicy | None = None,
+    sampling: Sampling | None = None,
     on_model_change: OnModelChange = "error",
 ) -> ClientConfig:
     """Return the checked arguments of a client. Raises ValueError if `max_attempts` and `retry` are both given."""
@@ -124,9 +138,8 @@ def client_config(
         raise ValueError("give max_attempts or retry, not both")
     if max_attempts is not None:
         retry = RetryPolicy(max_attempts=max_attempts)
-    return ClientConfig(
-        timeout_seconds, retry or RetryPolicy(), pairs(metadata), sampling, on_model_change=_checked(on_model_change)
-    )
+    own_metadata = pairs(authorized(metadata, token))
+    return ClientConfig(timeout_seconds, retry or RetryPolicy(), own_metadata, sampling, _checked(on_model_change))
 
 
 def _checked(value: OnModelChange) -> OnModelChange:

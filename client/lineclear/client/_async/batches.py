@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import Literal, TypeVar, Unpack, overload
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, TypeVar, Unpack, cast, overload
 
 from lineclear.errors import LineclearError
 
-from ..batch_window import ALL_AT_ONCE, DEFAULT_CONCURRENCY, BatchWindow, Outcome, checked_window, default_concurrency
+from ..batch_window import (
+    ALL_AT_ONCE,
+    DEFAULT_CONCURRENCY,
+    BatchParams,
+    BatchWindow,
+    Outcome,
+    WindowParams,
+    checked_window,
+    default_concurrency,
+)
 from ..call_params import Params
-from ..message_classes import Model
-from ..parameters import Prompt, Sampling, Unset
-from ..progress import Progress, display
+from ..parameters import Prompt, Sampling
+from ..progress import display
 from ..requests import Request
 from ..results import Generation
 from ..sigint import AsyncCanceller
 from .answer_stream import AsyncStream
 from .batch_workers import AsyncBatchResults, AsyncBatchWorkers
+from .connection import AsyncConnection
 
+Answer = TypeVar("Answer")
 Key = TypeVar("Key")
 
 _SLOTS_TIMEOUT_SECONDS = 1.0
 """Longest wait for the number of slots of the server, before a batch without `concurrency`."""
 
 
-class AsyncBatches(ABC):
-    """Runs batches with the two calls that the client defines."""
-
-    @abstractmethod
-    def stream(
-        self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
-    ) -> AsyncStream: ...
-
-    @abstractmethod
-    async def model(self, *, timeout_seconds: float | Unset | None = ...) -> Model: ...
+class AsyncBatches(AsyncConnection):
+    """Runs batches. `concurrency`, `window` and `progress` are keyword arguments beside the parameters of a call."""
 
     @overload
     def iter_batch(
@@ -42,11 +43,8 @@ class AsyncBatches(ABC):
         prompts: Iterable[Prompt | Request],
         sampling: Sampling | None = None,
         *,
-        concurrency: int | None = None,
-        window: int | None = None,
         return_exceptions: Literal[False],
-        progress: Progress = None,
-        **params: Unpack[Params],
+        **params: Unpack[WindowParams],
     ) -> AsyncBatchResults[Generation]: ...
     @overload
     def iter_batch(
@@ -54,22 +52,16 @@ class AsyncBatches(ABC):
         prompts: Iterable[Prompt | Request],
         sampling: Sampling | None = None,
         *,
-        concurrency: int | None = None,
-        window: int | None = None,
         return_exceptions: bool = True,
-        progress: Progress = None,
-        **params: Unpack[Params],
+        **params: Unpack[WindowParams],
     ) -> AsyncBatchResults[Outcome]: ...
     def iter_batch(
         self,
         prompts: Iterable[Prompt | Request],
         sampling: Sampling | None = None,
         *,
-        concurrency: int | None = None,
-        window: int | None = None,
         return_exceptions: bool = True,
-        progress: Progress = None,
-        **params: Unpack[Params],
+        **params: Unpack[WindowParams],
     ) -> AsyncBatchResults[Generation] | AsyncBatchResults[Outcome]:
         """Iterate over the answers in the order of the prompts, each as soon as it and all before it are complete.
 
@@ -79,54 +71,32 @@ class AsyncBatches(ABC):
         cancelled. Where the loop may end early, wrap the results in `contextlib.aclosing`: that cancels the other
         requests. Raises ValueError if `concurrency` is below 1.
         """
-        batch_window = BatchWindow(prompts, checked_window(concurrency, window), return_exceptions)
-        workers = self._batch_workers(batch_window, concurrency, sampling, params)
-        return AsyncBatchResults(workers, display(progress), _outcome)
+        window = BatchWindow(prompts, _window(params), return_exceptions)
+        return self._batch(window, _outcome, sampling, params)
 
     @overload
     def as_completed(  # type: ignore[overload-overlap]
-        self,
-        prompts: Mapping[Key, Prompt | Request],
-        sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        window: int | None = None,
-        progress: Progress = None,
-        **params: Unpack[Params],
+        self, prompts: Mapping[Key, Prompt | Request], sampling: Sampling | None = None, **params: Unpack[WindowParams]
     ) -> AsyncBatchResults[tuple[Key, Outcome]]: ...
     @overload
     def as_completed(
-        self,
-        prompts: Iterable[Prompt | Request],
-        sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        window: int | None = None,
-        progress: Progress = None,
-        **params: Unpack[Params],
+        self, prompts: Iterable[Prompt | Request], sampling: Sampling | None = None, **params: Unpack[WindowParams]
     ) -> AsyncBatchResults[tuple[int, Outcome]]: ...
     def as_completed(
         self,
         prompts: Mapping[Key, Prompt | Request] | Iterable[Prompt | Request],
         sampling: Sampling | None = None,
-        *,
-        concurrency: int | None = None,
-        window: int | None = None,
-        progress: Progress = None,
-        **params: Unpack[Params],
+        **params: Unpack[WindowParams],
     ) -> AsyncBatchResults[tuple[Key, Outcome]] | AsyncBatchResults[tuple[int, Outcome]]:
         """Iterate over pairs of key and answer, each as soon as it is complete. Otherwise like `iter_batch`.
 
         The key of an answer is that of its prompt in a mapping, or its index. A failed request yields its error.
         """
-        size = checked_window(concurrency, window)
-        if isinstance(prompts, Mapping):
-            keys = list(prompts)
-            batch_window = BatchWindow(list(prompts.values()), size, in_order=False)
-            workers = self._batch_workers(batch_window, concurrency, sampling, params)
-            return AsyncBatchResults(workers, display(progress), lambda index, outcome: (keys[index], outcome))
-        workers = self._batch_workers(BatchWindow(prompts, size, in_order=False), concurrency, sampling, params)
-        return AsyncBatchResults(workers, display(progress), lambda index, outcome: (index, outcome))
+        items, keys = _items(prompts)
+        window = BatchWindow(items, _window(params), in_order=False)
+        if keys is None:
+            return self._batch(window, lambda index, outcome: (index, outcome), sampling, params)
+        return self._batch(window, lambda index, outcome: (keys[index], outcome), sampling, params)
 
     @overload
     async def generate_batch(  # type: ignore[overload-overlap]
@@ -134,10 +104,8 @@ class AsyncBatches(ABC):
         prompts: Mapping[Key, Prompt | Request],
         sampling: Sampling | None = None,
         *,
-        concurrency: int | None = None,
         return_exceptions: Literal[False] = False,
-        progress: Progress = None,
-        **params: Unpack[Params],
+        **params: Unpack[BatchParams],
     ) -> dict[Key, Generation]: ...
     @overload
     async def generate_batch(  # type: ignore[overload-overlap]
@@ -145,10 +113,8 @@ class AsyncBatches(ABC):
         prompts: Mapping[Key, Prompt | Request],
         sampling: Sampling | None = None,
         *,
-        concurrency: int | None = None,
         return_exceptions: bool,
-        progress: Progress = None,
-        **params: Unpack[Params],
+        **params: Unpack[BatchParams],
     ) -> dict[Key, Outcome]: ...
     @overload
     async def generate_batch(
@@ -156,10 +122,8 @@ class AsyncBatches(ABC):
         prompts: Iterable[Prompt | Request],
         sampling: Sampling | None = None,
         *,
-        concurrency: int | None = None,
         return_exceptions: Literal[False] = False,
-        progress: Progress = None,
-        **params: Unpack[Params],
+        **params: Unpack[BatchParams],
     ) -> list[Generation]: ...
     @overload
     async def generate_batch(
@@ -167,20 +131,16 @@ class AsyncBatches(ABC):
         prompts: Iterable[Prompt | Request],
         sampling: Sampling | None = None,
         *,
-        concurrency: int | None = None,
         return_exceptions: bool,
-        progress: Progress = None,
-        **params: Unpack[Params],
+        **params: Unpack[BatchParams],
     ) -> list[Outcome]: ...
     async def generate_batch(
         self,
         prompts: Mapping[Key, Prompt | Request] | Iterable[Prompt | Request],
         sampling: Sampling | None = None,
         *,
-        concurrency: int | None = None,
         return_exceptions: bool = False,
-        progress: Progress = None,
-        **params: Unpack[Params],
+        **params: Unpack[BatchParams],
     ) -> dict[Key, Generation] | dict[Key, Outcome] | list[Generation] | list[Outcome]:
         """Return all answers: a list in the order of the prompts, or a dict with the keys of a mapping.
 
@@ -188,36 +148,49 @@ class AsyncBatches(ABC):
         raised and the other requests are cancelled; with `return_exceptions=True` the errors are among the answers.
         `progress`: True shows a bar on a terminal if rich is installed; a function is called with (done, total).
         """
-        checked_window(concurrency, None)
-        keys = list(prompts) if isinstance(prompts, Mapping) else None
-        items = list(prompts.values()) if isinstance(prompts, Mapping) else prompts
-        batch_window = BatchWindow(items, ALL_AT_ONCE, return_exceptions)
-        workers = self._batch_workers(batch_window, concurrency, sampling, params)
-        results = AsyncBatchResults(workers, display(progress), _outcome)
+        checked_window(params.get("concurrency"), None)
+        items, keys = _items(prompts)
+        results = self._batch(BatchWindow(items, ALL_AT_ONCE, return_exceptions), _outcome, sampling, params)
         with AsyncCanceller.cancelling(results.cancel):
             outcomes = [outcome async for outcome in results]
         return outcomes if keys is None else dict(zip(keys, outcomes, strict=True))
 
-    def _batch_workers(
+    def _batch(
         self,
-        batch_window: BatchWindow[Prompt | Request],
-        concurrency: int | None,
+        window: BatchWindow[Prompt | Request],
+        shown: Callable[[int, Outcome], Answer],
         sampling: Sampling | None,
-        params: Params,
-    ) -> AsyncBatchWorkers[Prompt | Request]:
+        params: BatchParams,
+    ) -> AsyncBatchResults[Answer]:
+        """Return the answers to the items of `window`. Takes the parameters of the batch from those of the calls."""
+        concurrency, progress = params.pop("concurrency", None), params.pop("progress", None)
+        of_call = cast("Params", params)
+
         async def chosen_concurrency() -> int:
             return concurrency or await self._default_concurrency()
 
         def open_stream(prompt: Prompt | Request) -> AsyncStream:
-            return self.stream(prompt, sampling, **params)
+            return self.stream(prompt, sampling, **of_call)
 
-        return AsyncBatchWorkers(batch_window, chosen_concurrency, open_stream)
+        workers = AsyncBatchWorkers(window, chosen_concurrency, open_stream)
+        return AsyncBatchResults(workers, display(progress), shown)
 
     async def _default_concurrency(self) -> int:
         try:
             return default_concurrency(await self.model(timeout_seconds=_SLOTS_TIMEOUT_SECONDS))
         except LineclearError:
             return DEFAULT_CONCURRENCY
+
+
+def _window(params: WindowParams) -> int:
+    return checked_window(params.get("concurrency"), params.pop("window", None))
+
+
+def _items(
+    prompts: Mapping[Key, Prompt | Request] | Iterable[Prompt | Request],
+) -> tuple[Iterable[Prompt | Request], list[Key] | None]:
+    """Return the prompts, and the keys of a mapping."""
+    return (list(prompts.values()), list(prompts)) if isinstance(prompts, Mapping) else (prompts, None)
 
 
 def _outcome(index: int, outcome: Outcome) -> Outcome:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self, TypeVar, Unpack, cast
+from typing import Unpack, cast
 
-import grpc
-
-from lineclear.errors import DuplicateRequest, LineclearError
+from lineclear.errors import DuplicateRequest
 from lineclear.v1 import inference_pb2 as pb
 
 from .. import rpc_methods
 from ..call_params import Params
-from ..call_settings import DEFAULT_TIMEOUT_SECONDS, client_config, submit_request, submittable
+from ..call_settings import submit_request, submittable
 from ..chat_messages import ChatMessage
-from ..concurrency import async_sleep
-from ..grpc_channel import default_target
-from ..message_classes import Model, Stats
+from ..message_classes import Stats
 from ..message_fields import filled
-from ..parameters import UNSET, Metadata, OnModelChange, OnQueued, Prompt, Sampling, Unset
+from ..parameters import UNSET, Metadata, OnQueued, Prompt, Sampling, Unset
 from ..prompt_calls import (
     Embeddings,
     EmbedParams,
@@ -33,24 +28,12 @@ from ..prompt_calls import (
     score_request,
     scores_from,
 )
-from ..requests import Request, authorized, detokenize_request, pairs, tokenize_request
-from ..results import (
-    Generation,
-    HealthStatus,
-    Queued,
-    SubmittedStatus,
-    from_proto,
-    queued_from_proto,
-    submitted_status,
-)
-from ..retry import RetryPolicy
-from ..rpc_methods import AsyncTransport, Options, Pairs
+from ..requests import Request, detokenize_request, pairs, tokenize_request
+from ..results import Generation, HealthStatus, Queued, SubmittedStatus, from_proto, queued_from_proto, submitted_status
+from ..rpc_methods import Pairs
 from .answer_stream import AsyncStream
 from .batches import AsyncBatches
-from .transport import AsyncGrpcTransport
-
-Req = TypeVar("Req")
-Res = TypeVar("Res")
+from .connection import AsyncConnection
 
 
 class AsyncSubmitted:
@@ -59,11 +42,13 @@ class AsyncSubmitted:
     Another process finds it by its `request_id`: `client.submitted(request_id)`.
     """
 
-    def __init__(self, client: AsyncClient, request_id: str, metadata: Pairs, queued: Queued | None = None) -> None:
+    def __init__(
+        self, connection: AsyncConnection, request_id: str, metadata: Pairs, queued: Queued | None = None
+    ) -> None:
         self.request_id = request_id
         self.queued = queued
         """Its place in the queue on arrival, if it waited and `queue_position=True` was given to `submit`."""
-        self._client = client
+        self._connection = connection
         self._metadata = metadata
 
     def __repr__(self) -> str:
@@ -76,9 +61,9 @@ class AsyncSubmitted:
 
         `on_queued` is called at once with the request's place on arrival if it waits and asked for that in `submit`.
         """
-        config = self._client._config
+        config = self._connection._config
         options = config.attaching(self.request_id, from_index, self._metadata, timeout_seconds, on_queued)
-        return AsyncStream(self._client._transport, options)
+        return AsyncStream(self._connection._transport, options)
 
     async def result(self, *, timeout_seconds: float | None = None) -> Generation:
         """Wait for the complete answer. Raises the LineclearError that the request ended with."""
@@ -87,12 +72,13 @@ class AsyncSubmitted:
     async def poll(self, *, timeout_seconds: float | Unset | None = UNSET) -> SubmittedStatus:
         """Return the state and the answer so far. Raises UnknownRequest if the server does not have the request."""
         request = filled(pb.GetResultRequest(), request_id=self.request_id)
-        found = await self._client._unary(rpc_methods.GET_RESULT, request, timeout_seconds, self._metadata)
+        found = await self._connection._unary(rpc_methods.GET_RESULT, request, timeout_seconds, self._metadata)
         return submitted_status(found)
 
     async def cancel(self, *, index: int | None = None, timeout_seconds: float | Unset | None = UNSET) -> bool:
         """Cancel the request or drop its answer, or cancel one output. Returns False if the server does not have it."""
-        return await self._client._cancel(self.request_id, index, timeout_seconds, self._metadata)
+        request = filled(pb.CancelRequest(), request_id=self.request_id, index=index)
+        return (await self._connection._unary(rpc_methods.CANCEL, request, timeout_seconds, self._metadata)).found
 
 
 class AsyncClient(AsyncBatches):
@@ -120,60 +106,6 @@ class AsyncClient(AsyncBatches):
 
     Every call raises a LineclearError if it fails, and RuntimeError after `close`.
     """
-
-    def __init__(
-        self,
-        target: str | None = None,
-        *,
-        credentials: grpc.ChannelCredentials | None = None,
-        token: str | None = None,
-        metadata: Metadata = (),
-        timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
-        max_attempts: int | None = None,
-        retry: RetryPolicy | None = None,
-        sampling: Sampling | None = None,
-        options: Options = (),
-        sessions: bool | None = None,
-        on_model_change: OnModelChange = "error",
-        transport: AsyncTransport | None = None,
-    ) -> None:
-        own_metadata = authorized(metadata, token)
-        self._config = client_config(timeout_seconds, max_attempts, retry, own_metadata, sampling, on_model_change)
-        self._transport = transport or AsyncGrpcTransport(
-            default_target() if target is None else target, credentials, options, sessions
-        )
-
-    @property
-    def target(self) -> str:
-        """The address of the server."""
-        return self._transport.target
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Cancel all calls and disconnect."""
-        await self._transport.close_async()
-
-    def stream(
-        self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
-    ) -> AsyncStream:
-        """Return a stream of the answer. `params` are fields of `Sampling` and of `Request`.
-
-        Raises InvalidRequest if a parameter does not fit into the message, TypeError for an unknown parameter.
-        """
-        return AsyncStream(self._transport, self._config.outgoing(prompt, sampling, **params))
-
-    async def generate(
-        self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
-    ) -> Generation:
-        """Return the complete answer. Arguments and errors are those of `stream`. Ctrl-C cancels the request."""
-        return await self.stream(prompt, sampling, **params).read_all()
 
     async def submit(
         self, prompt: Prompt | Request, sampling: Sampling | None = None, **params: Unpack[Params]
@@ -206,7 +138,7 @@ class AsyncClient(AsyncBatches):
         `request_id` is that of the request, or of `Started`. The reader of the answer gets Cancelled. A submitted
         request that has ended is deleted. With `index` that output alone is cancelled, and the others continue.
         """
-        return await self._cancel(request_id, index, timeout_seconds, self._config.metadata)
+        return await self.submitted(request_id).cancel(index=index, timeout_seconds=timeout_seconds)
 
     async def score(
         self,
@@ -265,11 +197,6 @@ class AsyncClient(AsyncBatches):
         request = detokenize_request(token_ids, keep_special_tokens)
         return (await self._unary(rpc_methods.DETOKENIZE, request, timeout_seconds)).text
 
-    async def model(self, *, timeout_seconds: float | Unset | None = UNSET) -> Model:
-        """Return the served model and the limits of the server."""
-        answer = await self._unary(rpc_methods.GET_MODEL, pb.GetModelRequest(), timeout_seconds)
-        return from_proto(Model, answer)
-
     async def stats(self, *, timeout_seconds: float | Unset | None = UNSET) -> Stats:
         """Return the statistics of the server."""
         answer = await self._unary(rpc_methods.GET_STATS, pb.GetStatsRequest(), timeout_seconds)
@@ -280,28 +207,3 @@ class AsyncClient(AsyncBatches):
     ) -> HealthStatus:
         """Return the health of `service`; "" is the server process. Raises Unreachable if no server answers."""
         return await self._unary(rpc_methods.HEALTH, service, timeout_seconds)
-
-    async def _unary(
-        self,
-        method: rpc_methods.Method[Req, Res],
-        request: Req,
-        timeout_seconds: float | Unset | None,
-        metadata: Pairs | None = None,
-    ) -> Res:
-        attempts = self._config.short(timeout_seconds)
-        own_metadata = self._config.metadata if metadata is None else metadata
-        while True:
-            try:
-                return await self._transport.unary_async(
-                    method, request, timeout_seconds=attempts.begin(), metadata=own_metadata
-                )
-            except LineclearError as error:
-                if error.code in method.error_responses:
-                    return method.error_responses[error.code]
-                await async_sleep(attempts.pause_after(error))
-
-    async def _cancel(
-        self, request_id: str, index: int | None, timeout_seconds: float | Unset | None, metadata: Pairs
-    ) -> bool:
-        request = filled(pb.CancelRequest(), request_id=request_id, index=index)
-        return (await self._unary(rpc_methods.CANCEL, request, timeout_seconds, metadata)).found
