@@ -48,7 +48,7 @@ from campaigns.answers import Reader, Tally
 from campaigns.mix import FEATURES, mixed_questions, prepare
 from campaigns.pauses import Death, Pauses, by_feature, quantiles
 from campaigns.questions import ROUTES, AskMixed, toy_questions
-from campaigns.server import BOUND_SECONDS, Server, is_orphan
+from campaigns.server import Server, finish, is_orphan
 from support.small_tokenizers import byte_level, save
 from support.toy_service import VOCABULARY
 
@@ -123,11 +123,7 @@ class Campaign:
                     break
                 self._wait_for_tokens(server, readers, self.rng.randrange(_MAX_TOKENS_BETWEEN))
                 server = self._kill_worker(server, readers) if of == "worker" else self._kill_server(server, readers)
-            for reader in readers:
-                reader.stop()
-            for reader in readers:
-                reader.join(BOUND_SECONDS)
-                assert not reader.is_alive(), f"an answer did not end: {reader.busy_with}"
+            finish(readers)
         pids = self._children(server)
         code = server.end(signal.SIGTERM)
         assert code == 0, f"the server exited with {code}"
@@ -172,11 +168,11 @@ class Campaign:
             self.continued_elsewhere += not server.has_logged("worker_joined", started_at)
             if self.rng.random() < _SHARE_OF_WHOLE_WORKERS:
                 self._wait_for_workers(server)
-            _wait(server, lambda: bool(server.joined_pids()), "a worker to kill")
+            server.wait_until(lambda: bool(server.joined_pids()), "a worker to kill")
         return server
 
     def _wait_for_workers(self, server: Server) -> None:
-        _wait(server, lambda: len(server.joined_pids()) >= self.num_workers, f"{self.num_workers} workers")
+        server.wait_until(lambda: len(server.joined_pids()) >= self.num_workers, f"{self.num_workers} workers")
 
     def _terminate(self, server: Server, readers: Sequence[Reader], pid: int, started_at: float) -> None:
         """Send SIGTERM until the worker is lost. A worker may continue after the first one while it has work."""
@@ -184,8 +180,7 @@ class Campaign:
             with contextlib.suppress(ProcessLookupError):  # it has exited, and the scheduler has not noticed yet
                 os.kill(pid, signal.SIGTERM)
             goal = sum(reader.num_tokens for reader in readers) + _TOKENS_BETWEEN_SIGNALS
-            _wait(
-                server,
+            server.wait_until(
                 lambda goal=goal: (  # type: ignore[misc]
                     server.has_logged("worker_lost", started_at) or sum(reader.num_tokens for reader in readers) >= goal
                 ),
@@ -204,13 +199,13 @@ class Campaign:
 
     def _wait_for_tokens(self, server: Server, readers: Sequence[Reader], number: int) -> None:
         goal = sum(reader.num_tokens for reader in readers) + number
-        _wait(server, lambda: sum(reader.num_tokens for reader in readers) >= goal, "progress")
+        server.wait_until(lambda: sum(reader.num_tokens for reader in readers) >= goal, "progress")
 
     def _wait_for_recovery(
         self, server: Server, readers: Sequence[Reader], joined_at: float, started_at: float
     ) -> None:
         """Wait until each reader has a token from the new worker, which ends the recovery."""
-        _wait(server, lambda: all(reader.last_at > joined_at for reader in readers), "a token for every stream")
+        server.wait_until(lambda: all(reader.last_at > joined_at for reader in readers), "a token for every stream")
         self.recovered.append(max(reader.last_at for reader in readers) - started_at)
 
     def _children(self, server: Server) -> list[int]:
@@ -276,15 +271,6 @@ class Campaign:
     def is_clean(self) -> bool:
         """Whether clients noticed nothing but a pause."""
         return self.tally.is_clean and not self.orphans and not self.missing()
-
-
-def _wait(server: Server, condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + BOUND_SECONDS
-    while not condition():
-        code = server.process.poll()
-        assert code is None, f"the server exited instead of {what}: {server.state()}; {server.last_events()}"
-        assert time.monotonic() < end, f"no {what} within {BOUND_SECONDS:g} s: {server.state()}; {server.last_events()}"
-        time.sleep(0.002)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from campaigns.server import BOUND_SECONDS, Server
+from campaigns.server import Server, finish
 from support.small_tokenizers import byte_level, save
 from support.toy import expected, fingerprint
 from support.toy_service import text_of
@@ -179,7 +179,7 @@ class Campaign:
         for reader in self._readers:
             reader.start()
         for number in range(1, updates + 1):
-            self._wait_for_tokens(self._rng.randrange(_MAX_TOKENS_BETWEEN))
+            self._wait_for_tokens(server, self._rng.randrange(_MAX_TOKENS_BETWEEN))
             kind = ("worker killed", "server stopped", "worker killed", "server killed")[number % 4]
             self.updates[kind] += 1
             started_at = time.monotonic()
@@ -191,13 +191,11 @@ class Campaign:
                 server.end(signal.SIGTERM if kind == "server stopped" else signal.SIGKILL)
                 server = self._start()
                 joined_at = server.wait_for("worker_joined", started_at)[0]
-            _wait(lambda at=joined_at: all(reader.last_at > at for reader in self._readers), "a token for every reader")
+            server.wait_until(
+                lambda at=joined_at: all(reader.last_at > at for reader in self._readers), "a token for every reader"
+            )
             self.seconds.append(time.monotonic() - started_at)
-        for reader in self._readers:
-            reader.stop()
-        for reader in self._readers:
-            reader.join(BOUND_SECONDS)
-            assert not reader.is_alive(), "an answer counts not end"
+        finish(self._readers)
         code = server.end(signal.SIGTERM)
         assert code == 0, f"the server exited with {code}"
 
@@ -206,9 +204,9 @@ class Campaign:
         flags += ["--drain-linger-seconds", "0"]
         return Server(self.target, flags, toy=_TOY | {"model_file": str(self._model)})
 
-    def _wait_for_tokens(self, number: int) -> None:
+    def _wait_for_tokens(self, server: Server, number: int) -> None:
         goal = sum(reader.num_tokens for reader in self._readers) + number
-        _wait(lambda: sum(reader.num_tokens for reader in self._readers) >= goal, "progress")
+        server.wait_until(lambda: sum(reader.num_tokens for reader in self._readers) >= goal, "progress")
 
     def figures(self) -> dict[str, Any]:
         """Return all figures."""
@@ -240,13 +238,6 @@ class Campaign:
         }
         counts |= {"models": max(0, len(tally.models) - 1)}
         return [name for name, times in counts.items() if not times]
-
-
-def _wait(condition: Any, what: str) -> None:
-    end = time.monotonic() + BOUND_SECONDS
-    while not condition():
-        assert time.monotonic() < end, f"no {what} within {BOUND_SECONDS:g} s"
-        time.sleep(0.002)
 
 
 def campaign(folder: Path, *, updates: int, streams: int, seed: int) -> Campaign:

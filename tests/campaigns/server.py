@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,15 @@ class Server:
         found += [f"{line['event']}: {line.get('reason', '')}" for line in ends[-3:]]
         return "; ".join([*found, f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors"])
 
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until `condition()` holds. Fails if the server exits before."""
+        end = time.monotonic() + BOUND_SECONDS
+        while not condition():
+            code = self.process.poll()
+            assert code is None, f"the server exited instead of {what}: {self.state()}; {self.last_events()}"
+            assert time.monotonic() < end, f"no {what} within {BOUND_SECONDS:g} s: {self.state()}; {self.last_events()}"
+            time.sleep(0.002)
+
     def check_figures(self) -> None:
         """Check the equations between the figures, those of an idle server if no request is live."""
         address = self.wait_for("metrics_listening")[1]["address"]
@@ -149,6 +158,15 @@ class Server:
         code = self.process.wait(BOUND_SECONDS)
         self._reader.join(BOUND_SECONDS)
         return code
+
+
+def finish(readers: Sequence[Any]) -> None:
+    """Stop readers and wait until their answers in progress are complete."""
+    for reader in readers:
+        reader.stop()
+    for reader in readers:
+        reader.join(BOUND_SECONDS)
+        assert not reader.is_alive(), f"an answer did not end: {getattr(reader, 'busy_with', reader)}"
 
 
 def is_orphan(pid: int) -> bool:
