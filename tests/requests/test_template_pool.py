@@ -352,7 +352,7 @@ def sockets(path: Path) -> Path:
 def template_processes(parent: int) -> list[int]:
     found = Path(f"/proc/{parent}/task").glob("*/children")
     pids = [int(pid) for path in found for pid in path.read_text().split()]
-    return [pid for pid in pids if b"template_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in pids if b"template_renderer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def is_running(pid: int) -> bool:

@@ -24,8 +24,12 @@ from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.detokenizer import AnswerText, IncrementalDecoder
 from lineclear.scheduler.text.limited_child import Refused
 from lineclear.scheduler.text.sampling_texts import BreakerIndex, Breakers, bad_word_ids
-from lineclear.scheduler.text.template_process import pack_conversation
-from lineclear.scheduler.text.template_renderer import ChatMessage, ChatTemplate, Conversation, not_taken
+from lineclear.scheduler.text.template_renderer import (
+    ChatMessage,
+    ChatTemplate,
+    Conversation,
+    not_taken,
+)
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.v1 import inference_pb2 as pb
 
@@ -59,7 +63,7 @@ class TokenizerPool:
             most = _EXPANSION * settings.max_prompt_bytes + 65536
             self.processes = LimitedProcesses(
                 "chat template",
-                "lineclear.scheduler.text.template_process",
+                "lineclear.scheduler.text.template_renderer",
                 {**chat.definition, "max_bytes": most},
                 cpu_seconds=self._template_seconds,
                 max_bytes=most + 1024,
@@ -121,7 +125,7 @@ class TokenizerPool:
         await self._turn(chat)
         with self._pacer.measured():
             opens_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-            frame = pack_conversation(Conversation(messages, opens_answer, time_us, context))
+            frame = Conversation(messages, opens_answer, time_us, context).packed()
         cost = chat.ByteSize() + _MESSAGE_BYTES * (len(chat.messages) + len(chat.tools))
         try:
             text = await pool.ask(frame, cost)

@@ -1,7 +1,8 @@
 """Render a chat template so that message contents cannot write special tokens.
 
-Templates get the same helpers and variables as in transformers. `template_process` limits their time and memory, which
-jinja2's sandbox does not. This module imports little, to keep the start of that process short.
+Templates get the same helpers and variables as in transformers. jinja2's sandbox limits `range` and attributes, but not
+time: an endless loop in a template would keep a thread and the interpreter lock. So this module is also the main of a
+process with limits (`limited_child`), and imports little, to keep its start short.
 
 Before rendering, each character of a content that occurs in some special token is replaced by a placeholder character
 that occurs nowhere in the conversation. After rendering, the template's own special tokens are sealed
@@ -15,7 +16,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
@@ -25,6 +26,7 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from lineclear.errors import InvalidRequest, Violation
+from lineclear.scheduler.text.limited_child import Refused, pack, serve
 from lineclear.scheduler.text.special_token_seal import Seal
 from lineclear.scheduler.text.tool_context import ToolContext, kept_words, opaque
 
@@ -50,12 +52,30 @@ class Conversation(NamedTuple):
     """The template's time; 0: now."""
     context: ToolContext = ToolContext()
 
+    def packed(self) -> bytes:
+        """Return the content of a frame of the process."""
+        head = {
+            "roles": [message.role for message in self.chat_messages],
+            "opens": self.add_generation_prompt,
+            "time_us": self.time_us,
+            "tools": self.context.tools,
+            "message_fields": list(self.context.message_fields.items()),
+        }
+        return pack(head, [message.content for message in self.chat_messages])
+
+    @classmethod
+    def unpacked(cls, head: Mapping[str, Any], contents: list[str]) -> Conversation:
+        """Return the conversation of a frame, its context parsed."""
+        messages = list(map(ChatMessage, head["roles"], contents))
+        context = ToolContext(head["tools"], dict(head["message_fields"])).parsed()
+        return cls(messages, head["opens"], head["time_us"], context)
+
 
 class InvalidTemplate(ValueError):
     """The source is not a valid jinja2 template."""
 
 
-class _Refused(Exception):
+class _TemplateRefusal(Exception):
     """The template called raise_exception."""
 
 
@@ -138,7 +158,7 @@ class _Renderer:
                 documents=None,
                 strftime_now=(_EPOCH + datetime.timedelta(microseconds=time_us or wall_clock_us())).strftime,
             )
-        except _Refused as refusal:
+        except _TemplateRefusal as refusal:
             # Quote only literals of the template: other text may contain parts of the prompt.
             reason = f": {refusal}" if str(refusal) in self.literals else ""
             raise not_taken(f"the model's chat template refuses this conversation{reason}") from None
@@ -198,7 +218,7 @@ def _harmless(literals: Iterable[str], keys: Set[str], special_tokens: Collectio
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     def raise_exception(message: str) -> NoReturn:
-        raise _Refused(message)
+        raise _TemplateRefusal(message)
 
     def tojson(
         value: Any,
@@ -228,3 +248,28 @@ class _Generation(jinja2.ext.Extension):
         next(parser.stream)
         body: list[jinja2.nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return body
+
+
+# --- as a process ----------------------------------------------------------------------------------------------------
+
+
+def _prepare(private: Mapping[str, str], max_bytes: int, **template: Any) -> Callable[[dict[str, Any], list[str]], str]:
+    chat_template = ChatTemplate(seal=Seal(private), **template)
+
+    def render(head: dict[str, Any], contents: list[str]) -> str:
+        try:
+            text = chat_template.render(Conversation.unpacked(head, contents))
+            size = len(text.encode())
+        except InvalidRequest as error:
+            raise Refused(error.violations[0].description) from None
+        except (MemoryError, UnicodeEncodeError):
+            raise Refused("the model's chat template fails on this conversation") from None
+        if size > max_bytes:
+            raise Refused(f"the model's chat template makes more than {max_bytes} bytes of this conversation")
+        return text
+
+    return render
+
+
+if __name__ == "__main__":
+    serve(_prepare)
