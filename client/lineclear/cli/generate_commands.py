@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +34,36 @@ from .prompt_file import Entry
 RequestId = Annotated[str, typer.Argument(help="The id that `submit` showed.")]
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of the command line, and their form."""
+
+    prompts: Annotated[list[str] | None, argument("The prompt. Default, or -: standard input.", metavar="PROMPT")] = (
+        None
+    )
+    token_ids: Annotated[str | None, option("Token ids as the prompt.", metavar="ID,ID,...")] = None
+    as_chat: AsChat = False
+    system: Annotated[str | None, option("With --chat (implied): the system message.")] = None  # fmt: skip
+
+    def entries(self, many: batch_run.ManyPrompts, make: Callable[[Any], Request], is_chat: bool) -> batch_run.Entries:
+        """Return the prompts as requests by `make`. Raises typer.BadParameter."""
+        ids, texts = numbers(self.token_ids, "--token-ids"), self.prompts or []
+        if sum((bool(texts), ids is not None, many.file is not None)) > 1:
+            raise typer.BadParameter("give one of PROMPT, --token-ids and --file")
+        if ids is not None and is_chat:
+            raise typer.BadParameter("is a prompt without a conversation", param_hint="--token-ids")
+        is_one = many.file is None and len(texts) < 2
+        many.check(is_one)
+        if not is_one:
+            return many.entries(texts, make)
+        one = ids if ids is not None else _text(texts[0] if texts else None, "a PROMPT")
+        return [Entry(make(one), {"prompt": one})]
+
+    def is_streamed(self, many: batch_run.ManyPrompts) -> bool:
+        """Whether there is one prompt, whose answer is written while it streams."""
+        return many.file is None and many.out is None and len(self.prompts or ()) < 2
+
+
 @command(epilog="Example: lineclear generate 'Once upon a time' -n 64 --temperature 0")
 def generate(
     connection: Connection,
@@ -40,44 +72,28 @@ def generate(
     tools: ToolFlags,
     shown: Shown,
     many: batch_run.ManyPrompts,
-    prompts: Annotated[
-        list[str] | None, argument("The prompt. Default, or -: standard input.", metavar="PROMPT")
-    ] = None,
-    token_ids: Annotated[str | None, option("Token ids as the prompt.", metavar="ID,ID,...")] = None,
-    as_chat: AsChat = False,
-    system: Annotated[str | None, option("With --chat (implied): the system message.")] = None,
+    given: Prompts,
     on_model_change: OnModelChange = "error",
-) -> None:  # fmt: skip
+) -> None:
     """Generate the continuation of a prompt and stream it.
 
     With several prompts, or with --file, each result is one line of JSON, in the order of the prompts. A failed one has
     `error`. The run ends if the server is unavailable.
     """
-    chosen, calls, ids = sampling.sampling(), tools.params(), numbers(token_ids, "--token-ids")
-    given: Params = {**calls, "on_model_change": on_model_change}
-    is_chat = bool(as_chat or calls or system is not None)
-
-    def make(prompt: Any) -> Request:
-        if isinstance(prompt, str) and is_chat:
-            prompt = chat.conversation(system, prompt)
-        return Request.of(request.request(prompt, chosen), **given)
-
-    if sum((bool(prompts), ids is not None, many.file is not None)) > 1:
-        raise typer.BadParameter("give one of PROMPT, --token-ids and --file")
-    if ids is not None and is_chat:
-        raise typer.BadParameter("is a prompt without a conversation", param_hint="--token-ids")
-    is_one = many.file is None and len(prompts or ()) < 2
-    many.check(is_one)
-    is_streamed = is_one and many.out is None
+    chosen, calls, is_streamed = sampling.sampling(), tools.params(), given.is_streamed(many)
+    extra: Params = {**calls, "on_model_change": on_model_change}
+    is_chat = bool(given.as_chat or calls or given.system is not None)
     if shown.deltas and not is_streamed:
         raise typer.BadParameter("needs one prompt, without --out", param_hint="--deltas")
     if is_streamed and not shown.json_lines:
         request.check_text()
-    if not is_one:
-        entries = many.entries(prompts or (), make)
-    else:
-        one = ids if ids is not None else _text(prompts[0] if prompts else None, "a PROMPT")
-        entries = [Entry(make(one), {"prompt": one})]
+
+    def make(prompt: Any) -> Request:
+        if isinstance(prompt, str) and is_chat:
+            prompt = chat.conversation(given.system, prompt)
+        return Request.of(request.request(prompt, chosen), **extra)
+
+    entries = given.entries(many, make, is_chat)
     with connection.client() as client:
         if is_streamed:
             batch_run.show(client.stream(next(iter(entries)).request, on_queued=shown.on_queued), shown)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lineclear.client import Delta, Stream, ToolCall, sigint
-from lineclear.client.message_classes import Gauges, Model, Quantiles, Stats, WorkerStats
+from lineclear.client.message_classes import Counters, Gauges, Model, Quantiles, Stats, WorkerStats
 from lineclear.client.results import Generation, Queued
 from lineclear.errors import LineclearError
 
@@ -163,20 +163,28 @@ def summary(result: Generation) -> str:
 
 def stats_view(stats: Stats) -> Group:
     """Return the tables of GetStats."""
-    counters, gauges, worker = stats.counters, stats.gauges, stats.worker
-    state = "draining" if gauges.draining else "joined" if worker.up else "no worker"
-    head = Text.assemble(
-        ("lineclear ", "bold"),
-        strip_control_chars(f"{stats.server_version}  up {_span(stats.uptime_seconds)}  worker {state}"),
-        strip_control_chars(
-            f" (#{worker.joins}, pid {worker.pid}, {worker.device} {worker.dtype}, {worker.attention_backend})"
-        ),
-        strip_control_chars(f"\nstrategy {stats.batching_strategy}, scheduling {stats.scheduling_policy}, "),
-        (f"{stats.generation_tokens_per_second:.1f} tokens/s", "bold green"),
+    side_by_side = Table.grid(padding=(0, 3))
+    side_by_side.add_row(_now(stats), _totals(stats.counters))
+    workers = [_worker_table(stats.workers)] if len(stats.workers) > 1 else []
+    return Group(_head(stats), side_by_side, *workers, _times(stats))
+
+
+def _head(stats: Stats) -> Text:
+    worker = stats.worker
+    state = "draining" if stats.gauges.draining else "joined" if worker.up else "no worker"
+    plain = (
+        f"{stats.server_version}  up {_span(stats.uptime_seconds)}  worker {state}"
+        f" (#{worker.joins}, pid {worker.pid}, {worker.device} {worker.dtype}, {worker.attention_backend})"
+        f"\nstrategy {stats.batching_strategy}, scheduling {stats.scheduling_policy}, "
     )
-    now = _table("now", "")
-    _rows(
-        now,
+    rate = f"{stats.generation_tokens_per_second:.1f} tokens/s"
+    return Text.assemble(("lineclear ", "bold"), strip_control_chars(plain), (rate, "bold green"))
+
+
+def _now(stats: Stats) -> Table:
+    gauges = stats.gauges
+    return _pairs(
+        "now",
         ("workers", _worker_counts(gauges)),
         ("running", gauges.num_requests_running),
         ("waiting", f"{gauges.num_requests_waiting} ({gauges.num_tokens_waiting} tokens)"),
@@ -187,9 +195,12 @@ def stats_view(stats: Stats) -> Group:
         ("prefix cache hits", f"{stats.prefix_cache_hit_ratio:.1%}"),
         ("mean batch size", f"{stats.mean_batch_size:.2f}"),
     )
-    totals_table = _table("since start", "")
-    _rows(
-        totals_table,
+
+
+def _totals(counters: Counters) -> Table:
+    drafts, accepted = counters.spec_decode_num_draft_tokens, counters.spec_decode_num_accepted_tokens
+    return _pairs(
+        "since start",
         ("admitted", counters.requests_admitted),
         ("finished", counters.requests_finished),
         ("rejected / failed", f"{counters.requests_rejected} / {counters.requests_failed}"),
@@ -198,20 +209,20 @@ def stats_view(stats: Stats) -> Group:
         ("generated tokens", counters.generation_tokens),
         ("preemptions (recomputed)", f"{counters.preemptions} ({counters.recomputed_tokens})"),
         ("steps / rows / wasted", f"{counters.steps} / {counters.rows} / {counters.wasted_samples}"),
-        ("drafts (accepted)", f"{counters.spec_decode_num_draft_tokens} ({counters.spec_decode_num_accepted_tokens})"),
+        ("drafts (accepted)", f"{drafts} ({accepted})"),
     )
-    times = _table("milliseconds", "mean", "p50", "p90", "p99", "max", "count")
-    for name, quantiles in (
-        ("in the queue", stats.request_queue_time_seconds),
-        ("to the first token", stats.time_to_first_token_seconds),
-        ("between tokens", stats.request_mean_inter_token_latency_seconds),
-        ("in all", stats.e2e_request_latency_seconds),
-        ("a step", stats.step_seconds),
-    ):
-        times.add_row(name, *_milliseconds(quantiles))
-    side_by_side = Table.grid(padding=(0, 3))
-    side_by_side.add_row(now, totals_table)
-    return Group(head, side_by_side, *([_worker_table(stats.workers)] if len(stats.workers) > 1 else []), times)
+
+
+def _times(stats: Stats) -> Table:
+    times = {
+        "in the queue": stats.request_queue_time_seconds,
+        "to the first token": stats.time_to_first_token_seconds,
+        "between tokens": stats.request_mean_inter_token_latency_seconds,
+        "in all": stats.e2e_request_latency_seconds,
+        "a step": stats.step_seconds,
+    }
+    columns = ("milliseconds", "mean", "p50", "p90", "p99", "max", "count")
+    return _table(columns, ((name, *_milliseconds(quantiles)) for name, quantiles in times.items()))
 
 
 def _worker_counts(gauges: Gauges) -> str:
@@ -222,41 +233,30 @@ def _worker_counts(gauges: Gauges) -> str:
 
 
 def _worker_table(workers: Sequence[WorkerStats]) -> Table:
-    table = _table(
-        "worker",
-        "state",
-        "pid",
-        "device",
-        "joins",
-        "running",
-        "steps",
-        "ms a step",
-        "tokens/s",
-        "blocks used",
-        "cached",
-    )
-    for worker in workers:
-        table.add_row(
-            "" if worker.index is None else str(worker.index),
+    columns = "worker", "state", "pid", "device", "joins", "running", "steps"
+    rows = (
+        (
+            "" if worker.index is None else worker.index,
             strip_control_chars(worker.state),
-            str(worker.pid),
+            worker.pid,
             strip_control_chars(worker.device),
-            str(worker.joins),
+            worker.joins,
             f"{worker.num_requests_running} / {worker.num_slots}",
-            str(worker.steps),
+            worker.steps,
             f"{worker.step_seconds * 1000:.2f}",
             f"{worker.generation_tokens_per_second:.1f}",
             f"{worker.blocks_used} / {worker.num_blocks}",
-            str(worker.blocks_cached),
+            worker.blocks_cached,
         )
-    return table
+        for worker in workers
+    )
+    return _table((*columns, "ms a step", "tokens/s", "blocks used", "cached"), rows)
 
 
 def model_view(model: Model) -> Table:
     """Return the table of GetModel."""
-    table = _table("model", "")
-    _rows(
-        table,
+    return _pairs(
+        "model",
         ("id", strip_control_chars(model.model_id)),
         ("fingerprint", strip_control_chars(model.model_fingerprint)),
         ("family", strip_control_chars(model.family)),
@@ -270,19 +270,19 @@ def model_view(model: Model) -> Table:
         ("server", strip_control_chars(model.server_version)),
         *((name.replace("_", " "), getattr(model.limits, name)) for name in type(model.limits).__slots__),
     )
-    return table
 
 
-def _table(*columns: str) -> Table:
+def _pairs(title: str, *rows: tuple[str, Any]) -> Table:
+    return _table((title, ""), rows)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(str, row))
     return table
-
-
-def _rows(table: Table, *rows: tuple[str, Any]) -> None:
-    for name, value in rows:
-        table.add_row(name, str(value))
 
 
 def _milliseconds(quantiles: Quantiles) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lineclear.client.prompt_calls import ContinuationScore, PoolingName
+from lineclear.client.prompt_calls import ContinuationScore, EmbedParams, PoolingName
 from lineclear.client.requests import Request
 
 from . import output
@@ -22,14 +23,23 @@ _PER_CALL = 128
 """The most inputs or continuations that the server takes in one call."""
 
 
-Adapter = Annotated[str | None, option("Name of a loaded LoRA adapter.")]
-Priority = Annotated[int | None, option("0 (most urgent) to 255. Default 128.", min=0, max=255)]
+@dataclass(frozen=True)
+class CallFlags:
+    """The parameters that both calls have."""
+
+    adapter: Annotated[str | None, option("Name of a loaded LoRA adapter.")] = None
+    priority: Annotated[int | None, option("0 (most urgent) to 255. Default 128.", min=0, max=255)] = None
+
+    def params(self) -> EmbedParams:
+        """Return the parameters of a call."""
+        return {"adapter": self.adapter, "priority": self.priority}
 
 
 @command(epilog="Example: lineclear score 'The capital of France is' ' Paris' ' Rome'")
 def score(
     connection: Connection,
     prompt: Annotated[str, typer.Argument(help="The prompt. -: standard input.")],
+    *,
     continuations: Annotated[
         list[str] | None,
         argument("Texts that may follow, with the space in front that separates them from the prompt."),
@@ -40,8 +50,7 @@ def score(
     top_logprobs: Annotated[
         int | None, option("With --json: this many most likely tokens in the place of each. [0, 20]")
     ] = None,
-    adapter: Adapter = None,
-    priority: Priority = None,
+    flags: CallFlags,
     json_lines: Json = False,
 ) -> None:  # fmt: skip
     """Show the log-probability of each continuation of a prompt, in the order of the arguments."""
@@ -52,7 +61,7 @@ def score(
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with connection.client() as client:
         for some in _groups(continuations, file):
-            found = client.score(text, some, top_logprobs=top_logprobs, adapter=adapter, priority=priority)
+            found = client.score(text, some, top_logprobs=top_logprobs, **flags.params())
             for continuation, entry in zip(some, found.scores, strict=True):
                 if json_lines:
                     output.show_json({"continuation": continuation, **_as_json(entry, top_logprobs)})
@@ -64,12 +73,12 @@ def score(
 def embed(
     connection: Connection,
     inputs: Annotated[list[str] | None, argument("Texts. Default: the lines of standard input.")] = None,
+    *,
     file: Annotated[Path | None, option("Texts, one per line. -: standard input.", dir_okay=False)] = None,
     pooling: Annotated[PoolingName, typer.Option(help="Which hidden states make up a vector.")] = "last_token",
     dimensions: Annotated[int | None, option("Keep this many leading dimensions.", min=1)] = None,
     normalize: Annotated[bool, typer.Option(help="Scale vectors to length 1.")] = True,
-    adapter: Adapter = None,
-    priority: Priority = None,
+    flags: CallFlags,
     json_lines: Annotated[bool, option("Without effect: vectors are always JSON.", "--json")] = False,
 ) -> None:  # fmt: skip
     """Write a line of JSON for each text: its vector. Empty lines of a file are skipped."""
@@ -80,14 +89,7 @@ def embed(
     index = 0
     with connection.client() as client:
         for some in _groups(inputs, file or Path("-")):
-            found = client.embed(
-                some,
-                pooling=pooling,
-                normalize=normalize,
-                dimensions=dimensions,
-                adapter=adapter,
-                priority=priority,
-            )
+            found = client.embed(some, pooling=pooling, normalize=normalize, dimensions=dimensions, **flags.params())
             for vector in found.vectors:
                 output.show_json({"index": index, "embedding": list(vector)})
                 index += 1
