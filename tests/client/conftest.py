@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -185,6 +188,58 @@ def server() -> Iterator[ScriptedServer]:
     server = ScriptedServer("127.0.0.1:0")
     yield server
     server.stop()
+
+
+def hold(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+    """One token, and then nothing until the call ends."""
+    yield started()
+    yield tokens(0, 1, text="a")
+    ended = threading.Event()
+    if context.add_callback(ended.set):
+        assert ended.wait(PATIENCE_SECONDS)
+
+
+@contextlib.contextmanager
+def network(target: str, accepts_after_seconds: float = 0.0) -> Iterator[tuple[str, threading.Event]]:
+    """An address that leads to `target` until the event is set; from then on nothing arrives, in either direction.
+
+    Its port is open from the start, but it accepts connections late, like a busy machine.
+    """
+    gone = threading.Event()
+    ends: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pump(source: socket.socket, drain: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while (data := source.recv(65536)) and not gone.is_set():
+                    drain.sendall(data)
+
+        def accept() -> None:
+            time.sleep(accepts_after_seconds)
+            with contextlib.suppress(OSError):
+                while True:
+                    outside, _ = listener.accept()
+                    inside = socket.create_connection(target.rsplit(":", 1))
+                    ends.extend((outside, inside))
+                    for pair in ((outside, inside), (inside, outside)):
+                        threading.Thread(target=pump, args=pair, daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}", gone
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            for end in ends:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Either:

@@ -28,18 +28,6 @@ def test_answers_are_in_the_order_of_the_prompts(server: Any, client: Any) -> No
     assert server.most_open <= 7
 
 
-def test_concurrency_requests_run_at_once(server: Any, client: Any) -> None:
-    gate = threading.Barrier(5)  # opens only when five calls are in their handlers together
-
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        gate.wait(PATIENCE_SECONDS)
-        yield server.finished(0)
-
-    server.script = script
-    assert len(client.generate_batch(iter("abcdefghij"), concurrency=5)) == 10
-    assert server.most_open == 5
-
-
 def gated(server: Any, count: int) -> None:
     """Have the server answer when exactly `count` calls are in their handlers together."""
     gate = threading.Barrier(count)
@@ -49,6 +37,12 @@ def gated(server: Any, count: int) -> None:
         yield server.finished(0)
 
     server.script = script
+
+
+def test_concurrency_requests_run_at_once(server: Any, client: Any) -> None:
+    gated(server, 5)
+    assert len(client.generate_batch(iter("abcdefghij"), concurrency=5)) == 10
+    assert server.most_open == 5
 
 
 def test_default_concurrency_is_the_slots_of_the_server(server: Any, client: Any) -> None:
@@ -76,13 +70,6 @@ def test_mapping_gives_a_dict(server: Any, client: Any) -> None:
     assert {key: answer.text for key, answer in answers.items()} == {"first": "one two", ("second", 2): "three"}
     assert list(answers) == list(prompts)
     assert client.generate_batch({}) == {}
-
-
-def test_mapping_with_a_failure(client: Any) -> None:
-    outcomes = client.generate_batch({"good": "a", "bad": "\ud800"}, return_exceptions=True)
-    assert {key: type(outcome).__name__ for key, outcome in outcomes.items()} == {
-        "good": "Generation", "bad": "MalformedMessage",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["sync", "asyncio"])
@@ -129,9 +116,12 @@ def test_failure_takes_the_place_of_its_answer(server: Any, client: Any) -> None
         yield server.finished(0)
 
     server.script = script
-    results = client.generate_batch(["good", "bad", "\ud800", "good"], return_exceptions=True)
-    kinds = [type(result).__name__ for result in results]
-    assert kinds == ["Generation", "PromptTooLong", "MalformedMessage", "Generation"]
+    prompts = {"a": "good", "b": "bad", "c": "\ud800", "d": "good"}
+    kinds = ["Generation", "PromptTooLong", "MalformedMessage", "Generation"]
+    results = client.generate_batch(prompts.values(), return_exceptions=True)
+    assert [type(result).__name__ for result in results] == kinds
+    by_key = client.generate_batch(prompts, return_exceptions=True)
+    assert {key: type(result).__name__ for key, result in by_key.items()} == dict(zip("abcd", kinds, strict=True))
 
 
 def test_first_failure_cancels_the_rest(server: Any, client: Any) -> None:

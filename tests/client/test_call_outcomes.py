@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from client.conftest import hold, network
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear import errors
@@ -21,19 +20,8 @@ from lineclear.errors import LineclearError, QueueFull, Unreachable, Violation, 
 from lineclear.v1 import inference_pb2 as pb
 
 
-def hold(server: Any) -> Any:
-    """A script that says one token and then waits until the call ends."""
-
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        yield server.started()
-        yield server.tokens(0, 1, text="a")
-        server.wait_for_end(context)
-
-    return script
-
-
 def test_leaving_the_block_cancels_the_call(server: Any, client: Any) -> None:
-    server.script = hold(server)
+    server.script = hold
     reached: list[bool] = []
     client.after_block = lambda: reached.append(server.ended.wait(PATIENCE_SECONDS))
     deltas, _ = client.read("x", take=2)
@@ -41,7 +29,7 @@ def test_leaving_the_block_cancels_the_call(server: Any, client: Any) -> None:
 
 
 def test_an_error_in_the_block_cancels_the_call(server: Any) -> None:
-    server.script = hold(server)
+    server.script = hold
     with Client(server.target) as client:
         with contextlib.suppress(KeyError), client.stream("x") as stream:
             next(stream)
@@ -50,7 +38,7 @@ def test_an_error_in_the_block_cancels_the_call(server: Any) -> None:
 
 
 def test_cancelling_from_another_thread_ends_the_loop(server: Any) -> None:
-    server.script = hold(server)
+    server.script = hold
     with Client(server.target) as client, client.stream("x") as stream:
         assert [next(stream).text, next(stream).text] == ["", "a"]
         thread = threading.Thread(target=stream.cancel)
@@ -64,7 +52,7 @@ def test_cancelling_from_another_thread_ends_the_loop(server: Any) -> None:
 
 
 def test_cancelling_from_another_task_ends_the_loop(server: Any) -> None:
-    server.script = hold(server)
+    server.script = hold
 
     async def run() -> None:
         async with AsyncClient(server.target) as client, client.stream("x") as stream:
@@ -78,7 +66,7 @@ def test_cancelling_from_another_task_ends_the_loop(server: Any) -> None:
 
 
 def test_cancelled_task_cancels_its_call(server: Any) -> None:
-    server.script = hold(server)
+    server.script = hold
 
     async def run() -> None:
         async with AsyncClient(server.target) as client:
@@ -122,7 +110,7 @@ def test_cancelling_during_a_pause_between_attempts_ends_the_pause(server: Any) 
 
 
 def test_deadline_during_the_answer(server: Any, client: Any) -> None:
-    server.script = hold(server)
+    server.script = hold
     with pytest.raises(errors.DeadlineExceeded, match="before the answer was complete"):
         client.generate("x", timeout_seconds=0.3)
 
@@ -183,36 +171,8 @@ def test_no_server_is_unreachable(tmp_path: Path, client: Any) -> None:
 
 
 def test_server_that_accepts_late_is_reached(server: Any, client: Any) -> None:
-    """Its port is open, but for two seconds it does not accept connections, like a busy machine."""
-    with contextlib.ExitStack() as stack:
-        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        wires: list[socket.socket] = []
-
-        def pump(source: socket.socket, drain: socket.socket) -> None:
-            with contextlib.suppress(OSError):
-                while data := source.recv(65536):
-                    drain.sendall(data)
-
-        def open_late() -> None:
-            time.sleep(2.0)
-            with contextlib.suppress(OSError):
-                while True:
-                    outside, _ = door.accept()
-                    inside = socket.create_connection(server.target.rsplit(":", 1))
-                    wires.extend((outside, inside))
-                    for ends in ((outside, inside), (inside, outside)):
-                        threading.Thread(target=pump, args=ends).start()
-
-        late = threading.Thread(target=open_late)
-        late.start()
-        stack.callback(late.join)
-        stack.callback(door.shutdown, socket.SHUT_RDWR)
-        client.target = f"127.0.0.1:{door.getsockname()[1]}"
+    with network(server.target, accepts_after_seconds=2.0) as (client.target, _):
         assert client.generate("one two").text == "one two"
-        for wire in wires:
-            with contextlib.suppress(OSError):
-                wire.shutdown(socket.SHUT_RDWR)
-            wire.close()
 
 
 def test_server_crash_during_an_answer_is_unreachable(server: Any, client: Any) -> None:
@@ -281,7 +241,7 @@ def test_call_cancelled_by_the_server_is_retried(server: Any, client: Any) -> No
 
 
 def test_close_cancels_running_calls(server: Any) -> None:
-    server.script = hold(server)
+    server.script = hold
     client = Client(server.target)
     with client.stream("x") as stream:
         next(stream)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.time_limits import PATIENCE_SECONDS
 
 from lineclear import errors
 from lineclear.client import RetryPolicy
@@ -17,43 +16,33 @@ from lineclear.errors import QueueFull
 QUICK = RetryPolicy(max_attempts=3, first_pause_seconds=0.01, max_pause_seconds=0.02)
 
 
-@pytest.mark.parametrize("refused", [0, 1, 2])
-def test_full_queue_is_retried(server: Any, client: Any, refused: int) -> None:
-    server.failures = [QueueFull("full", retry_after_seconds=0.01)] * refused
-    patient = client.with_settings(max_attempts=None, retry=QUICK)
-    assert patient.generate("a b").text == "a b"
-    assert len(server.requests) == refused + 1
+FULL = QueueFull("full", retry_after_seconds=0.01)
 
 
-def test_attempts_are_bounded(server: Any, client: Any) -> None:
-    server.failures = [QueueFull("full", retry_after_seconds=0.01)] * 3
-    with pytest.raises(QueueFull):
-        client.with_settings(max_attempts=None, retry=QUICK).generate("a b")
-    assert len(server.requests) == 3
-
-
-def test_one_attempt_disables_retries(server: Any, client: Any) -> None:
-    server.failures = [QueueFull("full", retry_after_seconds=0.01)]
-    with pytest.raises(QueueFull):
-        client.with_settings(max_attempts=1).generate("x")
-    assert len(server.requests) == 1
-
-
-def test_invalid_request_is_not_retried(server: Any, client: Any) -> None:
-    for error in (QueueFull("full"), errors.InvalidRequest("no"), errors.InternalError("bug")):
-        server.requests.clear()
-        server.failures = [error]
-        with pytest.raises(type(error)):
-            client.with_settings(max_attempts=5).generate("x")
-        assert len(server.requests) == 1
-
-
-def test_pause_beyond_the_deadline_raises_at_once(server: Any, client: Any) -> None:
-    server.failures = [QueueFull("full", retry_after_seconds=600.0)]
-    began = time.monotonic()
-    with pytest.raises(QueueFull):
-        client.with_settings(max_attempts=5).generate("x", timeout_seconds=PATIENCE_SECONDS)
-    assert time.monotonic() - began < PATIENCE_SECONDS
+@pytest.mark.parametrize(
+    ("failures", "attempts", "num_requests"),
+    [
+        ([], 3, 1),
+        ([FULL], 3, 2),
+        ([FULL] * 2, 3, 3),
+        ([FULL] * 3, 3, 3),
+        ([FULL], 1, 1),
+        ([QueueFull("full")], 3, 1),
+        ([QueueFull("full", retry_after_seconds=6000.0)], 3, 1),
+        ([errors.InvalidRequest("no")], 3, 1),
+        ([errors.InternalError("bug")], 3, 1),
+    ],
+)
+def test_call_is_retried(server: Any, client: Any, failures: list[Any], attempts: int, num_requests: int) -> None:
+    """A full queue that names a pause before the deadline, as often as the policy allows; nothing else."""
+    server.failures = list(failures)
+    patient = client.with_settings(max_attempts=None, retry=replace(QUICK, max_attempts=attempts))
+    if len(failures) < num_requests:
+        assert patient.generate("a b").text == "a b"
+    else:
+        with pytest.raises(type(failures[-1])):
+            patient.generate("a b")
+    assert len(server.requests) == num_requests
 
 
 def test_later_attempts_have_the_remaining_time(server: Any, client: Any) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from client.conftest import network
 from grpc._cython import cygrpc
 from support.sources import REPOSITORY
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
@@ -59,38 +58,6 @@ def test_installed_grpc_has_every_option() -> None:
     assert b"grpc.http2.min_recv_ping_interval_without_data_ms\0" not in library
 
 
-@contextlib.contextmanager
-def silent_network(target: str) -> Iterator[tuple[str, threading.Event]]:
-    """An address that leads to `target` until the event is set; from then on nothing arrives, in either direction."""
-    gone = threading.Event()
-    ends: list[socket.socket] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def pump(source: socket.socket, drain: socket.socket) -> None:
-            with contextlib.suppress(OSError):
-                while (data := source.recv(65536)) and not gone.is_set():
-                    drain.sendall(data)
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    outside, _ = listener.accept()
-                    inside = socket.create_connection(target.rsplit(":", 1))
-                    ends.extend((outside, inside))
-                    for pair in ((outside, inside), (inside, outside)):
-                        threading.Thread(target=pump, args=pair, daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        try:
-            yield f"127.0.0.1:{listener.getsockname()[1]}", gone
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            for end in ends:
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-                end.close()
-
-
 def test_keepalive_detects_a_dead_connection(server: Any, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to a ping is waited for as long as documented, and not for gRPC's 60 s."""
 
@@ -109,7 +76,7 @@ def test_keepalive_detects_a_dead_connection(server: Any, client: Any, monkeypat
             client.generate("x", timeout_seconds=PATIENCE_SECONDS)
         noticed.set()
 
-    with silent_network(server.target) as (client.target, gone):
+    with network(server.target) as (client.target, gone):
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         assert noticed.wait(SOON_SECONDS / 2)

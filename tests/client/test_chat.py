@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from client.command import QUICK, spawn
+from client.conftest import hold
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear import errors
 from lineclear.cli import chat
 from lineclear.client import Sampling
-from lineclear.v1 import inference_pb2 as pb
 
 
 def test_whole_conversation_is_sent(cli: Any, server: Any) -> None:
@@ -116,19 +115,13 @@ def test_chat_on_a_terminal(server: Any, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_the_chat_open(server: Any) -> None:
-    alive = server.script
-
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        yield server.tokens(0, 1, text="begun")
-        server.wait_for_end(context)
-
-    server.script = script
+    alive, server.script = server.script, hold
     told, ours = pty.openpty()
     run = spawn("chat", "--target", server.target, stdin=ours, stdout=ours)
     os.close(ours)
     os.write(told, b"first\n")
     seen = b""
-    while b"begun" not in seen:
+    while b"\na" not in seen:  # below the line that was typed
         seen += os.read(told, 1 << 16)
     run.send_signal(signal.SIGINT)
     assert server.ended.wait(PATIENCE_SECONDS)
@@ -138,4 +131,4 @@ def test_ctrl_c_keeps_the_chat_open(server: Any) -> None:
     os.close(told)
     assert run.returncode == 0, err
     assert b"stopped; the partial answer is kept" in err
-    assert [turn.content for turn in server.requests[1].chat.messages] == ["first", "begun", "second one"]
+    assert [turn.content for turn in server.requests[1].chat.messages] == ["first", "a", "second one"]

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from client.command import COMMAND, QUICK, lines, process, spawn
+from client.conftest import hold
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear import errors
@@ -35,14 +36,10 @@ def test_process_output_and_exit_codes(server: Any, tmp_path: Path) -> None:
 
 
 def test_text_is_shown_before_the_answer_ends(server: Any) -> None:
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        yield server.tokens(0, 1, text="begun")
-        server.wait_for_end(context)
-
-    server.script = script
+    server.script = hold
     run = spawn("generate", "x", "--target", server.target)
     assert run.stdout is not None
-    assert run.stdout.read(5) == b"begun"
+    assert run.stdout.read(1) == b"a"
     run.send_signal(signal.SIGINT)  # and Ctrl-C now cancels the call
     _, err = run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == 130
@@ -52,15 +49,10 @@ def test_text_is_shown_before_the_answer_ends(server: Any) -> None:
 
 def test_grpc_logs_are_not_shown(server: Any) -> None:
     """gRPC logs a lost connection; the command reports it already."""
-
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        yield server.tokens(0, 1, text="begun")
-        server.wait_for_end(context)
-
-    server.script = script
+    server.script = hold
     run = spawn("generate", "x", "--target", server.target, *QUICK)
     assert run.stdout is not None
-    assert run.stdout.read(5) == b"begun"
+    assert run.stdout.read(1) == b"a"
     server.stop()
     _, err = run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == 100 + 14

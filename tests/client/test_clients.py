@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from client.conftest import finished, started, tokens
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear import errors
@@ -52,22 +53,26 @@ def test_a_stream_is_read_inside_its_block(server: Any) -> None:
     assert server.requests == []
 
 
-def test_a_gap_is_data_loss_and_the_call_is_cancelled(server: Any, client: Any) -> None:
+@pytest.mark.parametrize(
+    ("responses", "sentence"),
+    [
+        ([tokens(0, 1), tokens(2, 3)], "token 2, token 1 was expected"),
+        ([started(), finished(0), tokens(0, 100)], "after the end"),
+        ([started(), tokens(0, 1)], "without the end"),
+    ],
+)
+def test_wrong_responses_are_data_loss_and_the_call_is_cancelled(
+    server: Any, client: Any, responses: list[pb.GenerateResponse], sentence: str
+) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        yield server.tokens(0, 1)
-        yield server.tokens(2, 3)
-        server.wait_for_end(context)
+        yield from responses
+        if sentence != "without the end":
+            server.wait_for_end(context)
 
     server.script = script
-    with pytest.raises(errors.DataLoss, match="token 2, token 1 was expected"):
+    with pytest.raises(errors.DataLoss, match=sentence):
         client.generate("x")
     assert server.ended.wait(PATIENCE_SECONDS)
-
-
-def test_a_stream_without_its_end_is_data_loss(server: Any, client: Any) -> None:
-    server.script = lambda request, context: iter([server.started(), server.tokens(0, 1)])
-    with pytest.raises(errors.DataLoss, match="without the end"):
-        client.generate("x")
 
 
 def test_unary_calls(client: Any) -> None:

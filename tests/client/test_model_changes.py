@@ -141,17 +141,6 @@ def test_attach_detects_another_request_of_that_id(server: Any) -> None:
         client.submitted("job").result()
 
 
-def test_responses_after_the_end_are_data_loss(server: Any, client: Any) -> None:
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        yield server.started()
-        yield server.finished(0)
-        yield server.tokens(0, 100, text="a")
-
-    server.script = script
-    with pytest.raises(DataLoss, match="after the end"):
-        client.generate("x")
-
-
 def test_invalid_on_model_change_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="one of error, restart"):
         Client(transport=FakeTransport(), on_model_change="again")  # type: ignore[arg-type]

@@ -46,7 +46,14 @@ def queue(server: Any) -> Iterator[Queue]:
     queue.open.set()
 
 
-def test_callback_gets_the_place_while_the_request_waits(server: Any, queue: Queue) -> None:
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client, note: client.generate("x", on_queued=note),
+        lambda client, note: client.submit("x", queue_position=True).attach(on_queued=note).read_all(),
+    ],
+)
+def test_callback_gets_the_place_while_the_request_waits(server: Any, queue: Queue, ask: Any) -> None:
     places: list[Queued] = []
 
     def note(queued: Queued) -> None:
@@ -54,7 +61,7 @@ def test_callback_gets_the_place_while_the_request_waits(server: Any, queue: Que
         queue.open.set()  # nothing else opens the queue
 
     with Client(server.target) as client:
-        assert client.generate("x", on_queued=note).text == "one"
+        assert ask(client, note).text == "one"
     assert places == [Queued(3, 1.5)]
 
 
@@ -71,19 +78,6 @@ def test_coroutine_function_gets_the_place(server: Any, queue: Queue) -> None:
             return (await client.generate("x", on_queued=note)).text
 
     assert asyncio.run(main()) == "one"
-    assert places == [Queued(3, 1.5)]
-
-
-def test_attached_reader_gets_the_place(server: Any, queue: Queue) -> None:
-    places: list[Queued] = []
-
-    def note(queued: Queued) -> None:
-        places.append(queued)
-        queue.open.set()
-
-    with Client(server.target) as client:
-        submitted = client.submit("x", queue_position=True)
-        assert submitted.attach(on_queued=note).read_all().text == "one"
     assert places == [Queued(3, 1.5)]
 
 

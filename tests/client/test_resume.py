@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from client.conftest import Clock
 
 from lineclear import errors
 from lineclear.client import Client, RetryPolicy
@@ -126,13 +127,6 @@ def test_fake_transport_can_interrupt_an_answer() -> None:
 
 
 # --- when -------------------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def resumptions(clock: Clock, timeout_seconds: float | None = None, **policy: Any) -> ResumeState:

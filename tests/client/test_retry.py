@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from client.conftest import Clock
 
 from lineclear.client import Client
 from lineclear.client.call_settings import ClientConfig, submit_request
@@ -26,13 +27,6 @@ from lineclear.errors import (
     WorkerUnavailable,
     tree,
 )
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def attempts(timeout_seconds: float | None = None, *, dice: float = 0.5, clock: Clock | None = None) -> RetryState:
@@ -179,14 +173,6 @@ def test_duplicate_after_lost_connection_is_retried() -> None:
         elsewhere.pause_after(taken)
 
 
-def test_pause_beyond_the_deadline_raises_the_cause() -> None:
-    clock = Clock()
-    calls = attempts(10.0, clock=clock)
-    clock.now += 9.5
-    with pytest.raises(ConnectionLost):
-        calls.pause_after(ConnectionLost("x"))
-
-
 @pytest.mark.parametrize(("dice", "pause"), [(0.0, 0.5), (1.0, 1.0)])
 def test_pause_is_in_the_upper_half_of_the_ceiling(dice: float, pause: float) -> None:
     assert attempts(dice=dice).pause_after(Unreachable("x")) == pause
@@ -227,8 +213,3 @@ def test_timeout_is_at_most_a_year(timeout_seconds: float) -> None:
     assert attempts(timeout_seconds).begin() == MAX_TIMEOUT_SECONDS
     prompt = ClientConfig(timeout_seconds, RetryPolicy(), (), None).outgoing([1, 2])
     assert submit_request(prompt).timeout.ToSeconds() == MAX_TIMEOUT_SECONDS
-
-
-def test_timeout_nan_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="nan; give a number"):
-        attempts(math.nan)

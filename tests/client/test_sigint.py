@@ -134,20 +134,29 @@ def test_ignored_sigint_is_not_guarded() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_next_answer_arrives_after_ctrl_c_at_any_moment(server: Any) -> None:
-    """Without the guard gRPC sometimes kept a lock, and the next call hung."""
-    echo, chance = server.script, random.Random(1)
+def endless(server: Any) -> None:
+    """Have the server answer "endless" with words and "silent" with nothing, without end, and repeat other prompts."""
+    echo = server.script
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        if request.text != "endless":
+        if request.text == "silent":
+            yield server.started()
+            server.wait_for_end(context)
+        elif request.text == "endless":
+            index = 0
+            while context.is_active():
+                yield server.tokens(index, 1, text="word ")
+                index += 1
+        else:
             yield from echo(request, context)
-            return
-        index = 0
-        while context.is_active():
-            yield server.tokens(index, 1, text="word ")
-            index += 1
 
     server.script = script
+
+
+def test_next_answer_arrives_after_ctrl_c_at_any_moment(server: Any) -> None:
+    """Without the guard gRPC sometimes kept a lock, and the next call hung."""
+    chance = random.Random(1)
+    endless(server)
 
     def read(client: Client) -> None:
         answer = client.stream("endless")
@@ -165,20 +174,6 @@ def test_next_answer_arrives_after_ctrl_c_at_any_moment(server: Any) -> None:
             assert client.generate("one two", timeout_seconds=PATIENCE_SECONDS).text == "one two"
 
 
-def endless(server: Any) -> None:
-    """Have the server answer "endless" without end, and anything else as ever."""
-    echo = server.script
-
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        if request.text != "endless":
-            yield from echo(request, context)
-            return
-        yield server.started()
-        server.wait_for_end(context)
-
-    server.script = script
-
-
 def test_ctrl_c_ends_a_batch_after_the_current_callback(server: Any) -> None:
     steps: list[str] = []
 
@@ -190,7 +185,7 @@ def test_ctrl_c_ends_a_batch_after_the_current_callback(server: Any) -> None:
     endless(server)
     with Client(server.target) as client:
         with pytest.raises(KeyboardInterrupt):
-            client.generate_batch(["one", *["endless"] * 3], concurrency=4, progress=press)
+            client.generate_batch(["one", *["silent"] * 3], concurrency=4, progress=press)
         assert steps == ["went on"]
         assert client.generate("one two", timeout_seconds=PATIENCE_SECONDS).text == "one two"
 
@@ -206,7 +201,7 @@ def test_ctrl_c_in_a_file_run_keeps_complete_lines(server: Any, tmp_path: Path) 
 
     steps: list[str] = []
     endless(server)
-    entries = [Entry(Request.of(text), cast("dict[str, Any]", Pressing(prompt=text))) for text in ("one", "endless")]
+    entries = [Entry(Request.of(text), cast("dict[str, Any]", Pressing(prompt=text))) for text in ("one", "silent")]
     with Client(server.target) as client:
         with pytest.raises(KeyboardInterrupt):
             batch_run.several(client, entries, ManyPrompts(out=tmp_path / "out", concurrency=2), progress=False)
@@ -248,7 +243,7 @@ def test_ctrl_c_cancels_generate_and_result() -> None:
 def test_batch_results_are_cancelled_from_any_thread(server: Any) -> None:
     endless(server)
     with Client(server.target) as client:
-        outcomes = client.iter_batch(["one", "endless"])
+        outcomes = client.iter_batch(["one", "silent"])
         next(outcomes)
         threading.Thread(target=outcomes.cancel).start()
         with pytest.raises(Cancelled):
@@ -281,21 +276,7 @@ def test_ctrl_c_ends_a_batch_that_waits_for_a_prompt(server: Any, kind: str) -> 
 @pytest.mark.parametrize("what", OPERATIONS)
 def test_repeated_ctrl_c_leaves_the_client_usable(server: Any, what: str) -> None:
     """The program has plain loops and does not handle signals."""
-    echo = server.script
-
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        if request.text == "silent":
-            yield server.started()
-            server.wait_for_end(context)
-        elif request.text == "endless":
-            index = 0
-            while context.is_active():
-                yield server.tokens(index, 1, text="word ")
-                index += 1
-        else:
-            yield from echo(request, context)
-
-    server.script = script
+    endless(server)
     command = [sys.executable, "-m", "client.interrupted", server.target, what, "60", "1"]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

@@ -136,13 +136,6 @@ def test_unary_calls() -> None:
         client.generate("x")
 
 
-def test_batch_with_fake_transport() -> None:
-    fake = FakeTransport(lambda request: Answer(request.text, delay_seconds=0.001))
-    prompts = [f"a{n}" for n in range(30)]
-    with Client(transport=fake) as client:
-        assert [result.text for result in client.generate_batch(prompts, concurrency=4)] == prompts
-
-
 def test_aclosing_a_batch_cancels_the_rest() -> None:
     fake = FakeTransport(lambda request: "now" if request.text == "0" else Answer("much later", delay_seconds=3600.0))
 

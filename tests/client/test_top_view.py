@@ -106,16 +106,12 @@ def test_view_fits(width: int, height: int, workers: int) -> None:
 
 
 def test_slots_that_do_not_fit_are_counted() -> None:
-    many = tuple(changed(RUNNING, request=n, slot=n) for n in range(300))
-    lines = text(history(changed(STATE, running=many)), height=24)
+    many = history(changed(STATE, running=tuple(changed(RUNNING, request=n, slot=n) for n in range(300))))
+    lines = text(many, height=24)
     shown = sum("  slot" in line for line in lines)
     assert f"  and {300 - shown} more" in lines
     assert any("KV blocks" in line for line in lines)
-
-
-def test_without_a_height_all_slots_are_shown() -> None:
-    many = tuple(changed(RUNNING, request=n, slot=n) for n in range(300))
-    assert sum("  slot" in line for line in text(history(changed(STATE, running=many)), height=None)) == 300
+    assert sum("  slot" in line for line in text(many, height=None)) == 300
 
 
 def test_cell_of_several_blocks_shows_use_before_free() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from client.command import spawn
+from client.conftest import Clock
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.cli.wait_notice import WaitNotice
@@ -76,13 +77,6 @@ def test_report_is_one_line_without_control_characters(capsys: pytest.CaptureFix
 
 
 # -- the waits
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 POLICY = RetryPolicy(first_pause_seconds=1.0, max_pause_seconds=4.0)
