@@ -273,30 +273,39 @@ class Either:
     def read(self, *args: Any, take: int | None = None, **kwargs: Any) -> tuple[list[Any], Any]:
         """The deltas of a stream, at most `take`, and the stream after its block."""
         deltas: list[Any] = []
+
+        def see(delta: Any) -> bool:
+            deltas.append(delta)
+            return len(deltas) == take
+
+        return deltas, self.each("stream", see, *args, **kwargs)
+
+    def each(self, name: str, see: Callable[[Any], object], *args: Any, **kwargs: Any) -> Any:
+        """Call `see` with each item of a stream or a batch until it returns True. Returns the stream or batch."""
         if self.kind == "sync":
             with Client(self.target, **self.settings) as client:
-                with client.stream(*args, **kwargs) as stream:
-                    for delta in stream:
-                        deltas.append(delta)
-                        if len(deltas) == take:
+                items = getattr(client, name)(*args, **kwargs)
+                with items if name == "stream" else contextlib.nullcontext():
+                    for item in items:
+                        if see(item) is True:
                             break
                 self.after_block()
-                return deltas, stream
+                return items
 
         async def run() -> Any:
             async with AsyncClient(self.target, **self.settings) as client:
-                async with client.stream(*args, **kwargs) as stream:
-                    async for delta in stream:
-                        deltas.append(delta)
-                        if len(deltas) == take:
+                items = getattr(client, name)(*args, **kwargs)
+                async with items if name == "stream" else contextlib.nullcontext():
+                    async for item in items:
+                        if see(item) is True:
                             break
                 await asyncio.to_thread(self.after_block)
-                return deltas, stream
+                return items
 
         return asyncio.run(run())
 
     def after_block(self) -> None:
-        """Called by `read` between leaving the stream's block and closing the client; a test may replace it."""
+        """Called by `each` between leaving the stream's block and closing the client; a test may replace it."""
 
 
 @pytest.fixture

@@ -72,10 +72,9 @@ def test_mapping_gives_a_dict(server: Any, client: Any) -> None:
     assert client.generate_batch({}) == {}
 
 
-@pytest.mark.parametrize("kind", ["sync", "asyncio"])
-def test_answers_as_completed(server: Any, kind: str) -> None:
+def test_answers_as_completed(server: Any, client: Any) -> None:
     """The first prompt is answered after the answers to the others were read."""
-    go_on, seen = threading.Event(), []
+    go_on, seen, indexes = threading.Event(), [], []
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         if request.text == "slow":
@@ -84,29 +83,17 @@ def test_answers_as_completed(server: Any, kind: str) -> None:
             server.fail(context, errors.PromptTooLong("too long"))
         yield server.finished(0)
 
-    def see(key: object, outcome: object) -> None:
-        seen.append((key, type(outcome).__name__))
+    def see(pair: tuple[object, object]) -> None:
+        seen.append((pair[0], type(pair[1]).__name__))
         if len(seen) == 3:
             go_on.set()
 
     server.script = script
-    prompts = {"s": "slow", "a": "x", "b": "bad", "c": "y"}
-    if kind == "sync":
-        with Client(server.target) as client:
-            for key, outcome in client.as_completed(prompts):
-                see(key, outcome)
-            assert sorted(index for index, _ in client.as_completed(iter("xyz"))) == [0, 1, 2]
-    else:
-
-        async def scenario() -> None:
-            async with AsyncClient(server.target) as client:
-                async for key, outcome in client.as_completed(prompts):
-                    see(key, outcome)
-                assert sorted([index async for index, _ in client.as_completed(iter("xyz"))]) == [0, 1, 2]
-
-        asyncio.run(scenario())
+    client.each("as_completed", see, {"s": "slow", "a": "x", "b": "bad", "c": "y"})
     assert seen[-1] == ("s", "Generation")
     assert sorted(seen[:3]) == [("a", "Generation"), ("b", "PromptTooLong"), ("c", "Generation")]
+    client.each("as_completed", lambda pair: indexes.append(pair[0]), iter("xyz"))
+    assert sorted(indexes) == [0, 1, 2]
 
 
 def test_failure_takes_the_place_of_its_answer(server: Any, client: Any) -> None:
@@ -186,25 +173,15 @@ class Slow:
         yield "two"
 
 
-@pytest.mark.parametrize("kind", ["sync", "asyncio"])
-def test_answer_is_delivered_before_the_next_prompt(server: Any, kind: str) -> None:
+def test_answer_is_delivered_before_the_next_prompt(client: Any) -> None:
     prompts, texts = Slow(), []
-    if kind == "sync":
-        with Client(server.target) as client:
-            for outcome in client.iter_batch(prompts):
-                texts.append(outcome.text)  # type: ignore[union-attr]
-                assert prompts.go_on.is_set() == (len(texts) == 2)
-                prompts.go_on.set()
-    else:
 
-        async def scenario() -> None:
-            async with AsyncClient(server.target) as client:
-                async for outcome in client.iter_batch(prompts):
-                    texts.append(outcome.text)  # type: ignore[union-attr]
-                    assert prompts.go_on.is_set() == (len(texts) == 2)
-                    prompts.go_on.set()
+    def see(outcome: Any) -> None:
+        texts.append(outcome.text)
+        assert prompts.go_on.is_set() == (len(texts) == 2)
+        prompts.go_on.set()
 
-        asyncio.run(scenario())
+    client.each("iter_batch", see, prompts)
     assert texts == ["one", "two"]
 
 

@@ -14,16 +14,14 @@ from typing import Any
 
 import grpc
 import pytest
-import typer
 from client.command import QUICK, lines
 from google.rpc.code_pb2 import Code
 
 from lineclear import errors
 from lineclear.cli import exit_status, output
-from lineclear.cli.app import app
 from lineclear.cli.options import RequestFlags, SamplingFlags
 from lineclear.client import Sampling, local_server
-from lineclear.client.requests import REQUEST_FIELDS
+from lineclear.client.requests import REQUEST_FIELDS, Request
 from lineclear.errors import LineclearError, tree
 from lineclear.exit_codes import ExitCode
 from lineclear.extras import install_command
@@ -56,60 +54,47 @@ def test_every_request_field_is_an_option() -> None:
     assert flags == REQUEST_FIELDS - no_flags - of_connection - {"add_generation_prompt", "queue_position"}
 
 
+OPTIONS: dict[str, tuple[str | list[str], Any]] = {
+    "max_tokens": ("9", 9), "temperature": ("0", 0), "top_k": ("4", 4), "top_p": ("0.5", 0.5), "min_p": ("0.25", 0.25),
+    "repetition_penalty": ("1.5", 1.5), "presence_penalty": ("-0.5", -0.5), "frequency_penalty": ("0.5", 0.5),
+    "logit_bias": (["5=1.5", "6=-2"], {5: 1.5, 6: -2}), "allowed_token_ids": ("1,2", [1, 2]),
+    "banned_token_ids": ("3", [3]), "bad_words": (["x y", "z"], ["x y", "z"]),
+    "begin_banned_token_ids": ("4,5", [4, 5]), "forced_first_token_id": ("0", 0),
+    "no_repeat_ngram_size": ("3", 3), "exponential_decay_start": ("2", 2),
+    "exponential_decay_factor": ("1.5", 1.5), "typical_p": ("0.5", 0.5), "top_n_sigma": ("1.5", 1.5),
+    "xtc_probability": ("0.5", 0.5), "xtc_threshold": ("0.25", 0.25), "dynatemp_range": ("0.5", 0.5),
+    "dynatemp_exponent": ("2", 2), "dry_multiplier": ("0.5", 0.5), "dry_base": ("2", 2), "dry_allowed_length": ("3", 3),
+    "dry_penalty_last_n": ("-1", -1), "dry_sequence_breakers": ("a b", ["a b"]), "seed": ("7", 7),
+    "min_tokens": ("1", 1),
+    "repetition_detection": ("20,4", {"max_pattern_size": 20, "min_count": 4, "min_pattern_size": 1}),
+    "truncate_prompt_tokens": ("50", 50), "ignore_eos": ([], True), "stop": (["a", "b"], ["a", "b"]),
+    "stop_token_ids": ("8, 9", [8, 9]), "stop_regex": ("c+", "c+"), "eos_token_ids": ("3", [3]),
+    "include_stop_string": ([], True), "priority": ("0", 0), "expected_tokens": ("4", 4), "top_logprobs": ("2", 2),
+    "logprob_token_ids": ("7,5", [7, 5]), "prompt_logprobs": ("0", 0), "token_timings": ([], True), "echo": ([], True),
+    "num_speculative_tokens": ("0", 0), "cache_salt": ("s", "s"), "request_id": ("r", "r"), "model": ("m", "m"),
+    "model_fingerprint": ("f", "f"),
+}  # fmt: skip
+"""What is given for the flag of a parameter, and the value of the parameter."""
+
+
 def test_options_are_in_the_request(cli: Any, server: Any) -> None:
-    result = cli(
-        "generate", "--json", "x", "-n", "9", "--temperature", "0", "--top-k", "4", "--top-p", "0.5", "--min-p", "0.25",
-        "--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--frequency-penalty", "0.5",
-        "--logit-bias", "5=1.5", "--logit-bias", "6=-2", "--allowed-token-ids", "1,2", "--banned-token-ids", "3",
-        "--bad-words", "x y", "--bad-words", "z", "--begin-banned-token-ids", "4,5", "--forced-first-token-id", "0",
-        "--no-repeat-ngram-size", "3", "--exponential-decay-start", "2", "--exponential-decay-factor", "1.5",
-        "--typical-p", "0.5", "--top-n-sigma", "1.5", "--xtc-probability", "0.5", "--xtc-threshold", "0.25",
-        "--dynatemp-range", "0.5", "--dynatemp-exponent", "2", "--dry-multiplier", "0.5", "--dry-base", "2",
-        "--dry-allowed-length", "3", "--dry-penalty-last-n", "-1", "--dry-sequence-breakers", "a b",
-        "--repetition-detection", "20,4", "--truncate-prompt-tokens", "50",
-        "--seed", "7", "--min-tokens", "1", "--ignore-eos", "--stop", "a", "--stop", "b", "--stop-token-ids", "8, 9",
-        "--stop-regex", "c+",
-        "--eos-token-ids", "3", "--include-stop-string", "--priority", "0", "--expected-tokens", "4",
-        "--top-logprobs", "2", "--logprob-token-ids", "7,5", "--prompt-logprobs", "0", "--token-timings", "--echo",
-        "--num-speculative-tokens", "0", "--header", "a=b=c", "--cache-salt", "s",
-        "--request-id", "r", "--tenant", "t", "--model", "m", "--model-fingerprint", "f",
-    )  # fmt: skip
+    arguments: list[str] = []
+    for name, (given, _) in OPTIONS.items():
+        flag = f"--{name.replace('_', '-')}"
+        for text in [given] if isinstance(given, str) else given:
+            arguments += [flag, text]
+        arguments += [] if given else [flag]
+    result = cli("generate", "--json", "x", *arguments, "--header", "a=b=c", "--tenant", "t")
     assert result.exit_code == 0, result.output
-    assert server.requests == [
-        pb.GenerateRequest(
-            text="x",
-            sampling={
-                "temperature": 0, "top_k": 4, "top_p": 0.5, "min_p": 0.25, "repetition_penalty": 1.5,
-                "presence_penalty": -0.5, "frequency_penalty": 0.5,
-                "logit_bias": [{"token_id": 5, "bias": 1.5}, {"token_id": 6, "bias": -2}],
-                "allowed_token_ids": [1, 2], "banned_token_ids": [3], "seed": 7, "min_tokens": 1, "max_tokens": 9,
-                "ignore_eos": True, "bad_words": ["x y", "z"], "begin_banned_token_ids": [4, 5],
-                "forced_first_token_id": 0, "no_repeat_ngram_size": 3, "exponential_decay_start": 2,
-                "exponential_decay_factor": 1.5, "typical_p": 0.5, "top_n_sigma": 1.5, "xtc_probability": 0.5,
-                "xtc_threshold": 0.25, "dynatemp_range": 0.5, "dynatemp_exponent": 2, "dry_multiplier": 0.5,
-                "dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": -1, "dry_sequence_breakers": ["a b"],
-            },
-            stop={
-                "regex": "c+", "strings": ["a", "b"], "token_ids": [8, 9], "eos_token_ids": [3],
-                "include_stop_string": True,
-                "repetition_detection": {"max_pattern_size": 20, "min_count": 4, "min_pattern_size": 1},
-            },
-            priority=0,
-            truncate_prompt_tokens=50,
-            expected_tokens=4,
-            request_id="r",
-            model="m",
-            model_fingerprint="f",
-            cache_salt="s",
-            num_speculative_tokens=0,
-            output={
-                "logprobs": True, "top_logprobs": 2, "logprob_token_ids": [7, 5], "prompt_logprobs": 0,
-                "token_timings": True, "echo": True,
-            },
-        )
-    ]  # fmt: skip
+    values: Any = {name: value for name, (_, value) in OPTIONS.items()}
+    assert server.requests == [Request.of("x", **values).to_proto()]
     assert server.metadata[0]["a"] == "b=c"
     assert server.metadata[0]["x-tenant-id"] == "t"
+
+
+def test_short_options(cli: Any, server: Any) -> None:
+    cli("generate", "x", "-n", "9", "-T", "0.5", "-s", "a")
+    assert server.requests == [Request.of("x", max_tokens=9, temperature=0.5, stop=["a"]).to_proto()]
 
 
 def test_without_options_fields_are_unset(cli: Any, server: Any) -> None:
@@ -293,8 +278,6 @@ def test_every_command_has_help_without_a_server(cli: Any, command: str) -> None
         ["generate", "x", "--target", "https://x"],
         ["generate", "x", "--header", "novalue"],
         ["generate", "x", "--header", "grpc-x=1"],
-        ["generate", "--file", "/nonexistent/file"],
-        ["generate", "x", "--resume"],
         ["generate", "x", "--out", "/nonexistent/file"],
         ["tokenize", "a b", "--decode"],
     ],
@@ -407,13 +390,6 @@ def test_serve_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPa
 
 def test_control_characters_are_replaced() -> None:
     assert output.strip_control_chars("a\x1b]0;title\x07b\n\tc\x9b2J") == "a\ufffd]0;title\ufffdb\n\tc\ufffd2J"
-
-
-def test_expanded_shows_the_fields_as_options() -> None:
-    generate = typer.main.get_command(app).commands["generate"]  # type: ignore[attr-defined]
-    names = {parameter.name for parameter in generate.params}
-    assert {"target", "temperature", "stop", "top_logprobs", "file"} <= names
-    assert not names & {"connection", "sampling", "request"}
 
 
 def test_token_file_variable_differs_from_the_servers(
