@@ -26,14 +26,14 @@ from lineclear.errors import (
     ServerDraining,
     WorkerUnavailable,
 )
-from lineclear.scheduler.app import _max_inbox
+from lineclear.scheduler.app import _engine_limits
 from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReason
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import EngineStuck
-from lineclear.scheduler.engine.join_log import log_join
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
-from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
+from lineclear.scheduler.engine.worker_session import WorkerTimeouts
+from lineclear.scheduler.engine.worker_subscribers import log_join
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.wire.codec import ProtocolMismatch, encode
 from lineclear.wire.messages import PROTOCOL, Heartbeat, LogLevel, Message, SetLogLevel
@@ -160,7 +160,8 @@ def test_full_inbox_refuses_requests() -> None:
 @pytest.mark.parametrize("size", [1, 3000])
 def test_inbox_holds_a_submit_and_a_cancel_of_each_request(size: int) -> None:
     settings = SchedulerSettings(model="m", max_queue_size=size, max_batch_size=1)
-    with EngineHarness(max_inbox=_max_inbox(settings), core=CoreLimits(max_queue_size=size), num_workers=1) as harness:
+    limits = CoreLimits(max_queue_size=size)
+    with EngineHarness(max_inbox=_engine_limits(settings, "").max_inbox, core=limits, num_workers=1) as harness:
         with harness.held():
             streams = []
             for i in range(size):

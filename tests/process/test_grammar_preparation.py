@@ -5,7 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+from support.worker_peer import hello
+
+from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.engine.grammar_preparation import MAX_SENT, GrammarPreparation
+from lineclear.scheduler.engine.worker_session import Joined, Lost
 from lineclear.wire.messages import Heartbeat, PrepareGrammar
 
 
@@ -27,10 +31,10 @@ class Fixture:
 
     def prepare(self, *grammars: str) -> None:
         for grammar in grammars:
-            self.preparation.prepare(grammar, lambda grammar=grammar: self.done.append(grammar))  # type: ignore[misc]
+            self.preparation.prepare(grammar, lambda grammar=grammar: self.done.append(grammar), 0.0)  # type: ignore[misc]
 
     def answer(self, message: PrepareGrammar) -> None:
-        self.preparation.on_heartbeat(Heartbeat(message.epoch, 0, prepared=(message.number,)))
+        self.preparation.answered(Heartbeat(message.epoch, 0, prepared=(message.number,)), 0.0)
 
     def of(self, epoch: int) -> list[str]:
         return [message.grammar for message in self.sent if message.epoch == epoch]
@@ -60,7 +64,7 @@ def test_grammar_that_a_full_socket_refused_is_sent_later() -> None:
     f.prepare("a")
     assert (f.sent, f.done) == ([], [])
     f.is_full = False
-    f.preparation.check()
+    f.preparation.send(0.0)
     for message in list(f.sent):
         f.answer(message)
     assert f.done == ["a"]
@@ -70,7 +74,7 @@ def test_lost_worker_holds_nothing_back() -> None:
     f = Fixture()
     f.prepare(*GRAMMARS)
     del f.workers.joined[1]
-    f.preparation.check()
+    f.preparation.worker_lost(Lost(hello(2), "it left", WorkerLoss.CLEAN, False, False), 0.0)
     answered = 0
     while answered < len(f.sent):
         if f.sent[answered].epoch == 1:
@@ -84,5 +88,5 @@ def test_worker_that_joins_is_sent_the_last_grammars_first() -> None:
     f = Fixture()
     f.prepare(*GRAMMARS)
     f.workers.joined.append(SimpleNamespace(epoch=3))
-    f.preparation.worker_joined(3)
+    f.preparation.worker_joined(Joined(hello(3)), 0.0)
     assert f.of(3) == GRAMMARS[: -MAX_SENT - 1 : -1]

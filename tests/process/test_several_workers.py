@@ -21,9 +21,9 @@ from lineclear.errors import WorkerRestartFailed
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.engine import worker_process
 from lineclear.scheduler.engine.worker_link import WorkerGone
+from lineclear.scheduler.engine.worker_session import WorkerTimeouts
 from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
-from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import Hello, StepPlan
 
 OPTIONS = ToyOptions(num_slots=8, min_step_seconds=0.002, max_step_seconds=0.004)

@@ -19,8 +19,8 @@ from support.sockets import bare_context
 from support.toy_worker import ToyOptions
 
 from lineclear.process.private_dir import private_socket_dir
+from lineclear.scheduler.engine.worker_session import WorkerTimeouts
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
-from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.codec import decode, encode
 from lineclear.wire.messages import Heartbeat, Hello, StepPlan, StepResult
 

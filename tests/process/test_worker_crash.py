@@ -15,9 +15,8 @@ from support.toy_worker import ToyOptions
 
 from lineclear.scheduler.core.events import Event
 from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.scheduler.engine.worker_session import CLOSED
+from lineclear.scheduler.engine.worker_session import CLOSED, WorkerTimeouts
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
-from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 
 SLOW = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.006)
 SHORT_SILENCE = WorkerTimeouts(heartbeat_timeout_seconds=4.0)

@@ -22,10 +22,14 @@ from support.toy_worker import ToyOptions
 from support.worker_peer import Peer, hello
 
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.engine.worker_events import Fact, Joined, Lost
 from lineclear.scheduler.engine.worker_link import WorkerGone, WorkerLink
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
-from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
+from lineclear.scheduler.engine.worker_session import (
+    Fact,
+    Joined,
+    Lost,
+    WorkerTimeouts,
+)
 from lineclear.wire.codec import ProtocolMismatch, decode, encode
 from lineclear.wire.messages import (
     PROTOCOL,

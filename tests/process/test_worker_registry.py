@@ -9,10 +9,19 @@ from support.worker_peer import hello
 
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.engine.engine_stats import WorkerStatus
-from lineclear.scheduler.engine.worker_events import Joined, JoinRefused, JoinRejected, Lost, Output, Send
 from lineclear.scheduler.engine.worker_registry import MAX_SESSIONS, WorkerRegistry
-from lineclear.scheduler.engine.worker_session import LAST_MESSAGES_SECONDS, SessionState
-from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
+from lineclear.scheduler.engine.worker_session import (
+    LAST_MESSAGES_SECONDS,
+    Joined,
+    JoinRefused,
+    JoinRejected,
+    Lost,
+    Output,
+    Send,
+    SessionEvent,
+    SessionState,
+    WorkerTimeouts,
+)
 from lineclear.wire.messages import Goodbye, Heartbeat, Rejoin, StepError, StepErrorKind, StepResult, Stopping
 
 SCRIPTS = {
@@ -353,15 +362,15 @@ def test_worker_with_other_files_is_rejected(player: Player) -> None:
 
 def test_bad_result_is_a_clean_loss(player: Player) -> None:
     player.play("7.1 hello"), player.play("7.1 reachable")
-    (output,) = player.workers.on_bad_result(player.workers[7], "9 tokens", 101.0)
     reason = "it sent a result that cannot be: 9 tokens"
+    (output,) = player.workers.handle(player.workers[7], SessionEvent.FAILED, 101.0, reason)
     assert output == Lost(hello(7, instance=1, pid=1), reason, WorkerLoss.CLEAN, True, False)
 
 
 def test_unsent_plan_cuts_the_worker_off(player: Player) -> None:
     player.play("7.1 hello"), player.play("7.1 reachable")
     (session,) = player.workers.joined
-    assert player.workers.on_unsent_plan(session, 101.0) == []
+    assert player.workers.handle(session, SessionEvent.DISCONNECTED, 101.0) == []
     assert player.workers.joined == ()
     assert player.workers.serving == (session,)
 

@@ -9,34 +9,17 @@ from itertools import product
 import pytest
 
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.engine.worker_events import (
-    Accepted,
-    Condemned,
-    Disconnected,
-    EpochEnded,
-    Event,
-    Lost,
-    PlaceFreed,
-    ProcessExited,
-    Received,
-    Refused,
-    Rejected,
-    Replaced,
-    Retired,
-    Send,
-    Spared,
-    Superseded,
-    TimedOut,
-    WorkerFailed,
-)
 from lineclear.scheduler.engine.worker_process import loss_by_exit
 from lineclear.scheduler.engine.worker_session import (
     CLOSED,
     IllegalTransition,
+    Lost,
+    Send,
+    SessionEvent,
     SessionState,
     WorkerSession,
+    WorkerTimeouts,
 )
-from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.wire.messages import (
     Goodbye,
     Heartbeat,
@@ -55,56 +38,29 @@ WARM = 9
 """The first step that compiles nothing."""
 HELLO = Hello(3, 8, 4, 2, 32, 97, (0,), 64, pid=7, instance=1)
 HEARTBEAT = Heartbeat(3, 0)
-S = SessionState
+S, E = SessionState, SessionEvent
 
-EVENTS: dict[type[Event], Event] = {
-    type(event): event
-    for event in (
-        *(
-            Accepted(),
-            Refused("full"),
-            Rejected(),
-            Replaced(),
-            PlaceFreed(),
-            Superseded(),
-            Retired(),
-            Received(HEARTBEAT),
-        ),
-        *(
-            EpochEnded("done"),
-            WorkerFailed("late", WorkerLoss.CRASHED),
-            Disconnected(),
-            TimedOut(),
-            Condemned(),
-            Spared(),
-        ),
-        ProcessExited(WorkerLoss.CRASHED),
-    )
-}
-PATHS: dict[SessionState, list[Event]] = {
+PATHS: dict[SessionState, list[SessionEvent]] = {
     S.CONNECTING: [],
-    S.WAITING: [Refused("full")],
-    S.JOINED: [Accepted()],
-    S.CUT_OFF: [Accepted(), Disconnected()],
-    S.UNHEALTHY: [Accepted(), WorkerFailed("late", WorkerLoss.CRASHED)],
-    S.CONDEMNED: [Accepted(), WorkerFailed("late", WorkerLoss.CRASHED), Condemned()],
-    S.ENDED: [Accepted(), EpochEnded("done")],
-    S.GONE: [Rejected()],
+    S.WAITING: [E.REFUSED],
+    S.JOINED: [E.ACCEPTED],
+    S.CUT_OFF: [E.ACCEPTED, E.DISCONNECTED],
+    S.UNHEALTHY: [E.ACCEPTED, E.FAILED],
+    S.CONDEMNED: [E.ACCEPTED, E.FAILED, E.CONDEMNED],
+    S.ENDED: [E.ACCEPTED, E.EPOCH_ENDED],
+    S.GONE: [E.REJECTED],
 }
 """How a session comes into each state."""
 LEGAL = {
-    S.CONNECTING: "Accepted:JOINED Refused:WAITING Rejected:GONE Replaced:ENDED Received:CONNECTING "
-    "Disconnected:CONNECTING TimedOut:ENDED ProcessExited:GONE",
-    S.WAITING: "Rejected:GONE Replaced:ENDED PlaceFreed:ENDED Received:WAITING ProcessExited:GONE",
-    S.JOINED: "Received:JOINED EpochEnded:ENDED Retired:ENDED WorkerFailed:UNHEALTHY Disconnected:CUT_OFF "
-    "ProcessExited:GONE",
-    S.CUT_OFF: "Superseded:ENDED Received:CUT_OFF EpochEnded:ENDED WorkerFailed:UNHEALTHY TimedOut:ENDED "
-    "ProcessExited:GONE",
-    S.UNHEALTHY: "Superseded:ENDED Received:UNHEALTHY Disconnected:ENDED Condemned:CONDEMNED Spared:UNHEALTHY "
-    "ProcessExited:GONE",
-    S.CONDEMNED: "Superseded:GONE Received:CONDEMNED Disconnected:GONE ProcessExited:GONE",
-    S.ENDED: "Received:ENDED ProcessExited:GONE",
-    S.GONE: "Received:GONE ProcessExited:GONE",
+    S.CONNECTING: "ACCEPTED:JOINED REFUSED:WAITING REJECTED:GONE REPLACED:ENDED DISCONNECTED:CONNECTING "
+    "TIMED_OUT:ENDED PROCESS_EXITED:GONE",
+    S.WAITING: "REJECTED:GONE REPLACED:ENDED PLACE_FREED:ENDED PROCESS_EXITED:GONE",
+    S.JOINED: "EPOCH_ENDED:ENDED RETIRED:ENDED FAILED:UNHEALTHY DISCONNECTED:CUT_OFF PROCESS_EXITED:GONE",
+    S.CUT_OFF: "SUPERSEDED:ENDED EPOCH_ENDED:ENDED FAILED:UNHEALTHY TIMED_OUT:ENDED PROCESS_EXITED:GONE",
+    S.UNHEALTHY: "SUPERSEDED:ENDED DISCONNECTED:ENDED CONDEMNED:CONDEMNED SPARED:UNHEALTHY PROCESS_EXITED:GONE",
+    S.CONDEMNED: "SUPERSEDED:GONE DISCONNECTED:GONE PROCESS_EXITED:GONE",
+    S.ENDED: "PROCESS_EXITED:GONE",
+    S.GONE: "PROCESS_EXITED:GONE",
 }
 """The table once more, written by hand: an event that is not named is illegal in that state."""
 
@@ -143,18 +99,16 @@ def lost(reason: str, loss: WorkerLoss, *, must_kill: bool = False, was_stopping
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("state", "kind"), list(product(S, EVENTS)), ids=lambda value: getattr(value, "__name__", None)
-)
-def test_transition(state: SessionState, kind: type[Event]) -> None:
+@pytest.mark.parametrize(("state", "event"), list(product(S, E)), ids=lambda value: value.name)
+def test_transition(state: SessionState, event: SessionEvent) -> None:
     legal = dict(entry.split(":") for entry in LEGAL[state].split())
     session = session_in(state)
-    if kind.__name__ in legal:
-        session.handle(EVENTS[kind], 100.0)
-        assert session.state is S[legal[kind.__name__]]
+    if event.name in legal:
+        session.handle(event, 100.0)
+        assert session.state is S[legal[event.name]]
     else:
-        with pytest.raises(IllegalTransition, match=f"{kind.__name__} in state {state.name}"):
-            session.handle(EVENTS[kind], 100.0)
+        with pytest.raises(IllegalTransition, match=f"{event.name} in state {state.name}"):
+            session.handle(event, 100.0)
         assert session.state is state
 
 
@@ -162,7 +116,7 @@ def test_transition(state: SessionState, kind: type[Event]) -> None:
 
 
 def test_retired_worker_is_a_clean_loss() -> None:
-    lost, goodbye = session_in(S.JOINED).handle(Retired(), 91.0)
+    lost, goodbye = session_in(S.JOINED).handle(E.RETIRED, 91.0)
     assert lost == Lost(
         HELLO, "it was stopped, and its requests continue on other workers", WorkerLoss.CLEAN, False, False
     )
@@ -217,7 +171,7 @@ def test_stale_message_is_answered_by_state() -> None:
 def test_stopping_worker_is_lost_as_one(session: WorkerSession) -> None:
     assert session.receive(Stopping(3), 91.0) == [Stopping(3)]
     assert session.is_stopping
-    exited = session.handle(ProcessExited(WorkerLoss.KILLED), 92.0)
+    exited = session.handle(E.PROCESS_EXITED, 92.0, loss=WorkerLoss.KILLED)
     assert exited[0] == lost("its process ended", WorkerLoss.KILLED, was_stopping=True)
 
 
@@ -248,7 +202,7 @@ def test_silence(session: WorkerSession) -> None:
 
 
 def test_step_timeout(session: WorkerSession) -> None:
-    session.plan_sent(plan(WARM), now=100.0)
+    session.timer.plan_sent(plan(WARM), now=100.0)
     session.receive(HEARTBEAT, 109.0)
     assert session.check(109.9) == []
     assert session.next_check() == 110.0
@@ -257,40 +211,41 @@ def test_step_timeout(session: WorkerSession) -> None:
 
 
 def test_first_steps_may_compile(session: WorkerSession) -> None:
-    session.plan_sent(plan(WARM - 1), now=100.0)
+    session.timer.plan_sent(plan(WARM - 1), now=100.0)
     session.receive(HEARTBEAT, 159.0)
     assert session.next_check() == 160.0
 
 
 def test_long_step_gets_twenty_times_its_prediction(session: WorkerSession) -> None:
-    session.plan_sent(plan(WARM, num_tokens=8), now=100.0)
+    session.timer.plan_sent(plan(WARM, num_tokens=8), now=100.0)
     session.receive(HEARTBEAT, 115.0)
     assert session.next_check() == 100.0 + 20 * 0.8
 
 
 def test_step_starts_when_the_one_before_is_done(session: WorkerSession) -> None:
-    session.plan_sent(plan(WARM), now=100.0)
-    session.plan_sent(plan(WARM + 1), now=100.5)
+    session.timer.plan_sent(plan(WARM), now=100.0)
+    session.timer.plan_sent(plan(WARM + 1), now=100.5)
     assert session.result_applied(result(WARM), now=109.0), "nine seconds, and 0.4 were predicted"
     session.receive(HEARTBEAT, 118.0)
     assert session.check(118.0) == []
     assert session.next_check() == 119.0
-    assert not session.is_idle
+    assert not session.timer.is_idle
     assert not session.result_applied(result(WARM + 1), now=110.0), "it had the device for one second"
-    assert session.is_idle
+    assert session.timer.is_idle
 
 
 def test_cut_off_waits_for_last_messages(session: WorkerSession) -> None:
-    session.plan_sent(plan(WARM), now=94.0)
-    assert session.handle(Disconnected(), 100.0) == []
+    session.timer.plan_sent(plan(WARM), now=94.0)
+    assert session.handle(E.DISCONNECTED, 100.0) == []
     assert session.check(100.05) == []
     assert session.next_check() == 100.1
     assert session.check(100.1) == [lost(CLOSED, WorkerLoss.KILLED), Send(Rejoin(3))]
 
 
 def test_exit_code_explains_a_closed_connection(session: WorkerSession) -> None:
-    session.handle(Disconnected(), 100.0)
-    assert session.handle(ProcessExited(WorkerLoss.CRASHED), 100.05)[0] == lost("its process ended", WorkerLoss.CRASHED)
+    session.handle(E.DISCONNECTED, 100.0)
+    exited = session.handle(E.PROCESS_EXITED, 100.05, loss=WorkerLoss.CRASHED)
+    assert exited[0] == lost("its process ended", WorkerLoss.CRASHED)
 
 
 def test_connect_timeout() -> None:
@@ -303,7 +258,7 @@ def test_connect_timeout() -> None:
 
 
 def test_suspended_scheduler_extends_deadlines(session: WorkerSession) -> None:
-    session.plan_sent(plan(WARM), now=100.0)
+    session.timer.plan_sent(plan(WARM), now=100.0)
     session.extend_deadlines(now=3700.0)
     assert session.check(3700.0) == []
     session.receive(HEARTBEAT, 3708.0)
@@ -314,7 +269,7 @@ def test_suspended_scheduler_extends_deadlines(session: WorkerSession) -> None:
 
 
 def test_confirmed_token_is_progress_once(session: WorkerSession) -> None:
-    session.plan_sent(plan(1), now=91.0)
+    session.timer.plan_sent(plan(1), now=91.0)
     assert not session.take_progress(now=91.5)
     session.result_applied(result(1), now=92.0)
     assert session.take_progress(now=92.0)
@@ -323,14 +278,14 @@ def test_confirmed_token_is_progress_once(session: WorkerSession) -> None:
 
 def test_step_without_token_is_no_progress(session: WorkerSession) -> None:
     for step in range(1, 100):
-        session.plan_sent(plan(step), now=90.0 + step)
+        session.timer.plan_sent(plan(step), now=90.0 + step)
         session.result_applied(StepResult(3, step, ()), now=90.5 + step)
         assert not session.take_progress(now=90.6 + step)
 
 
 def test_ten_idle_seconds_are_progress_and_a_hanging_step_is_not(session: WorkerSession) -> None:
     assert not session.take_progress(now=99.9)
-    session.plan_sent(plan(1), now=99.9)
+    session.timer.plan_sent(plan(1), now=99.9)
     assert not session.take_progress(now=1000.0)
     session.result_applied(StepResult(3, 1, ()), now=1000.0)
     assert not session.take_progress(now=1009.9)

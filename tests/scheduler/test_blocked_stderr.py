@@ -28,14 +28,14 @@ from lineclear.client import Client
 # With a full log pipe the engine stalls for a while, which the event loop reports with all stacks.
 STANDING_STILL = """
 import threading, time
-from lineclear.scheduler.engine.engine import Engine
-turn = Engine._run_once
+from lineclear.scheduler.engine.engine_loop import EngineLoop
+turn = EngineLoop._run_once
 def slow(self):
     if os.path.exists({path!r}):
         os.unlink({path!r})
         time.sleep(1.0)
     turn(self)
-Engine._run_once = slow
+EngineLoop._run_once = slow
 import os
 """
 

@@ -14,8 +14,8 @@ from lineclear.scheduler.addresses import is_local, parse_address
 from lineclear.scheduler.core.fair_share import share_of
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES, PolicySettings
+from lineclear.scheduler.engine.worker_session import WorkerTimeouts
 from lineclear.scheduler.engine.worker_slot import SupervisorLimits
-from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.scheduler.settings import SchedulerSettings, load
 
 

@@ -107,7 +107,11 @@ CONSTRAINT_BUGS = (
         _Constraint._skip_to_marker,
         replace("self._tail[-len(self._marker) :]", "b''"),
     ),
-    Bug("a lost worker is waited for", GrammarPreparation.check, never("lost", role="test")),
+    Bug(
+        "a lost worker is waited for",
+        GrammarPreparation.worker_lost,
+        replace("self._waiting.items()", "()", role="iter"),
+    ),
     Bug(
         "a request does not wait for all workers",
         GrammarPreparation._call_done,

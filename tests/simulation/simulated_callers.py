@@ -23,8 +23,10 @@ from support.mask_threads import LateThreads
 from support.toy import fingerprint, sample, with_adapter
 
 from lineclear.errors import Cancelled, LineclearError
+from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.grammar_preparation import MAX_SENT, GrammarPreparation
+from lineclear.scheduler.engine.worker_session import Joined, Lost
 from lineclear.scheduler.requests.answer.beams import Beams
 from lineclear.scheduler.requests.answer.best_of import BestOf
 from lineclear.scheduler.requests.beam_search import BeamSearch, BeamSettings, EarlyStopping
@@ -78,7 +80,7 @@ class Callers:
             return
         seed = request.sampling.seed
         self._waiting[seed] = {e for e, worker in self._workers.items() if not worker.is_cut_off}
-        self._preparation.prepare(grammar, partial(self._on_prepared, seed, grammar, submit))
+        self._preparation.prepare(grammar, partial(self._on_prepared, seed, grammar, submit), self._now)
 
     def _on_prepared(self, seed: int, grammar: str, submit: Callable[[], object]) -> None:
         for epoch in self._waiting.pop(seed) & self._workers.keys():
@@ -102,7 +104,11 @@ class Callers:
 
     def on_join(self, worker: Worker) -> None:
         """Send a worker that joined the recent grammars."""
-        self._preparation.worker_joined(worker.hello.epoch)
+        self._preparation.worker_joined(Joined(worker.hello), self._now)
+
+    def on_loss(self, worker: Worker) -> None:
+        """Wait no longer for the grammars of a worker that is lost."""
+        self._preparation.worker_lost(Lost(worker.hello, "", WorkerLoss.CLEAN, False, False), self._now)
 
     def compile(self, worker: Worker | None = None) -> None:
         """Have a worker compile a grammar and answer with its next heartbeat."""
@@ -112,7 +118,7 @@ class Callers:
         if worker is not None:
             number = self._rng.choice(list(worker.preparing))
             worker.prepared.add(worker.preparing.pop(number))
-            self._preparation.on_heartbeat(Heartbeat(worker.hello.epoch, 0, prepared=(number,)))
+            self._preparation.answered(Heartbeat(worker.hello.epoch, 0, prepared=(number,)), self._now)
 
     def check_grammars(self, worker: Worker, plan: StepPlan) -> None:
         """Check that a worker was sent the grammars of the requests that it starts."""
@@ -238,7 +244,8 @@ class Callers:
     def run(self, now: float) -> None:
         """Handle what has happened, now or some time later, and the calls that follow from it."""
         self._now = now
-        self._preparation.check()
+        if self._preparation.unsent:
+            self._preparation.send(now)
         while self.is_prompt and any(worker.preparing for worker in self._workers.values()):
             self.compile()
         while (self._events or self._calls) and (self.is_prompt or self._rng.random() < 0.7):

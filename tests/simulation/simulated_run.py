@@ -352,6 +352,7 @@ class SimulatedRun:
     def _lose(self, worker: Worker, loss: WorkerLoss) -> None:
         del self.workers[worker.hello.epoch]
         self.scheduler.lose(worker.hello.epoch, loss, self.now)
+        self.callers.on_loss(worker)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from support.events import flat
 from support.time_limits import PATIENCE_SECONDS
@@ -28,11 +29,13 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import Engine
+from lineclear.scheduler.engine.engine_loop import EngineLimits
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot
 from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_session import WorkerTimeouts
 from lineclear.scheduler.engine.worker_slot import SupervisorLimits
+from lineclear.scheduler.engine.worker_subscribers import EngineCallbacks
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
-from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.wire.messages import Hello, Logprobs, Sampling
 
@@ -138,17 +141,17 @@ class EngineHarness:
         self.engine = Engine(
             self.core,
             self.link,
-            self._publish,
-            self,
-            clock,
+            cast("WorkerSupervisor", self),
+            EngineCallbacks(self._publish, on_anomaly=on_anomaly, on_fatal=self._died),
             # A worker that misses heartbeats for some seconds on a busy machine is not hung.
-            timeouts=timeouts or WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS),
-            max_workers=max_workers,
-            max_inbox=max_inbox,
-            check_every_steps=check_every_steps,
-            step_history=step_history,
-            on_anomaly=on_anomaly,
-            on_fatal=self._died,
+            EngineLimits(
+                timeouts or WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS),
+                max_workers,
+                max_inbox,
+                check_every_steps,
+            ),
+            step_history,
+            clock,
         )
 
     def __enter__(self) -> EngineHarness:
@@ -206,7 +209,7 @@ class EngineHarness:
         for stream in streams:
             stream.check(self.options.vocab_size)
 
-    # --- the Supervisor protocol ---
+    # --- the supervisor, as the engine uses it ---
 
     def worker_joined(self, hello: Hello) -> None:
         if self.supervisor is not None:

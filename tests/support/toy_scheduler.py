@@ -22,6 +22,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.engine import Engine
 from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_subscribers import EngineCallbacks
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.wire.messages import Hello
 
@@ -47,7 +48,7 @@ async def serve(directory: Path, num_streams: int, command: list[str]) -> None:
 
     supervisor = Supervisor(command, on_exit=lambda pid, _: engine.worker_exited(pid), on_give_up=lambda _: stop.set())
     link = WorkerLink(directory)
-    engine = Engine(Scheduler(CoreLimits()), link, publish, supervisor)
+    engine = Engine(Scheduler(CoreLimits()), link, supervisor, EngineCallbacks(publish))
     engine.start()
     for _ in range(num_streams):
         submit()

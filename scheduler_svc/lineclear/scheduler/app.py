@@ -28,9 +28,11 @@ from lineclear.scheduler.admin_operations import AdminOperations
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.engine import Engine, EngineStuck
+from lineclear.scheduler.engine.engine_loop import EngineLimits
 from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_session import WorkerTimeouts
+from lineclear.scheduler.engine.worker_subscribers import EngineCallbacks
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
-from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
 from lineclear.scheduler.grpc_api.server import Server
@@ -76,17 +78,16 @@ async def serve(
     engine = Engine(
         core,
         link,
-        lambda events: manager.publish(events),
         supervisor,
-        max_workers=settings.max_workers,
-        max_inbox=_max_inbox(settings),
-        timeouts=settings.part(WorkerTimeouts),
-        text_fingerprint=files.fingerprint,
-        step_history=history,
-        on_rejected=_on_rejected(files.fingerprint, shutdown),
-        on_adapter_failed=lambda key, problem: manager.adapter_failed(key, problem),
-        on_anomaly=recordings.dump,
-        on_fatal=shutdown.on_fatal,
+        EngineCallbacks(
+            lambda events: manager.publish(events),
+            on_rejected=_on_rejected(files.fingerprint, shutdown),
+            on_adapter_failed=lambda key, problem: manager.adapter_failed(key, problem),
+            on_anomaly=recordings.dump,
+            on_fatal=shutdown.on_fatal,
+        ),
+        _engine_limits(settings, files.fingerprint),
+        history,
     )
     supervisor.on_exit = engine.worker_exited
     services = RequestServices(settings, engine, files.tokenizer, files.chat, files.generation_config, model)
@@ -283,9 +284,11 @@ def _core(settings: SchedulerSettings) -> tuple[Scheduler, RecordingFiles]:
     return core, RecordingFiles(core, directory)
 
 
-def _max_inbox(settings: SchedulerSettings) -> int:
-    """Return the bound of unread commands: a submit and a cancel for each request that can wait or run.
-
-    More can be unread only while the engine is stalled.
-    """
-    return 2 * (settings.max_queue_size + settings.max_batch_size)
+def _engine_limits(settings: SchedulerSettings, fingerprint: str) -> EngineLimits:
+    return EngineLimits(
+        settings.part(WorkerTimeouts),
+        settings.max_workers,
+        # A submit and a cancel for each request that can wait or run. More are unread only while the engine is stalled.
+        max_inbox=2 * (settings.max_queue_size + settings.max_batch_size),
+        text_fingerprint=fingerprint,
+    )

@@ -7,7 +7,7 @@ it has answered for each.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -17,6 +17,8 @@ from lineclear.errors import AdapterNotFound, AdapterRefused, LineclearError
 from lineclear.scheduler.core.events import Event
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_registry import WorkerRegistry
+from lineclear.scheduler.engine.worker_session import Joined, Lost
 from lineclear.wire.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 
 log = structlog.get_logger()
@@ -37,49 +39,50 @@ class _Held:
 class AdapterLoads:
     """The adapters of all workers. `on_failed(key, problem)` is called when a worker that joins cannot load one."""
 
-    def __init__(self, core: Scheduler, link: WorkerLink, on_failed: Callable[[bytes, str], object]) -> None:
-        self._core, self._link, self._on_failed = core, link, on_failed
+    def __init__(
+        self, core: Scheduler, link: WorkerLink, workers: WorkerRegistry, on_failed: Callable[[bytes, str], object]
+    ) -> None:
+        self._core, self._link, self._workers, self._on_failed = core, link, workers, on_failed
         self._held: dict[bytes, _Held] = {}
-        self._unloading: dict[bytes, int] = {}  # by key: index, until the last request has ended
+        self.unloading: dict[bytes, int] = {}
+        """By key: the index of an unloaded adapter, until its last request has ended. See `drop_unused`."""
         self._pending: dict[int, set[bytes]] = {}  # by epoch: adapters without an answer
         self._unsent: dict[int, deque[bytes]] = {}  # by epoch: those of them that are not sent yet
         self.joining: set[int] = set()
         """Epochs of workers that get no plan yet."""
 
-    def load(self, key: bytes, path: str, done: Future[None], epochs: Iterable[int], now: float) -> None:
-        """Load an adapter on the workers `epochs`; `done` gets the outcome."""
-        self.drop_unused(epochs)
+    def load(self, key: bytes, path: str, done: Future[None], now: float) -> None:
+        """Load an adapter on the joined workers; `done` gets the outcome."""
+        self.drop_unused(now)
         try:
             index = self._core.load_adapter(key, now)
         except LineclearError as error:
             done.set_exception(error)
             return
         held = self._held.setdefault(key, _Held(index, path))
-        self._unloading.pop(key, None)
+        self.unloading.pop(key, None)
         held.waits.append(done)
-        for epoch in epochs:
+        for epoch in self._workers.joined_epochs:
             self._send(epoch, key)
         self._complete(key)
 
-    def unload(self, key: bytes, done: Future[int], epochs: Iterable[int], now: float) -> None:
+    def unload(self, key: bytes, done: Future[int], now: float) -> None:
         """Take no further requests for an adapter; `done` gets the number of those that still use it."""
         if key in self._held:
-            self._unloading[key] = self._held.pop(key).index
+            self.unloading[key] = self._held.pop(key).index
         done.set_result(self._core.unload_adapter(key, now))
-        self.drop_unused(epochs)
 
-    def drop_unused(self, epochs: Iterable[int]) -> None:
+    def drop_unused(self, now: float) -> None:
         """Have the workers drop unloaded adapters whose last request has ended."""
-        if not self._unloading:
-            return
         used = self._core.adapters
-        for key in [key for key in self._unloading if key not in used]:
-            index = self._unloading.pop(key)
-            for epoch in epochs:
+        for key in [key for key in self.unloading if key not in used]:
+            index = self.unloading.pop(key)
+            for epoch in self._workers.joined_epochs:
                 self._link.send_control(UnloadAdapter(epoch, index))
 
-    def worker_joined(self, epoch: int) -> None:
+    def worker_joined(self, joined: Joined, now: float) -> None:
         """Send all adapters to a worker."""
+        epoch = joined.hello.epoch
         self._pending[epoch], self._unsent[epoch] = set(), deque()
         for key in self._core.adapters:
             if key in self._held:
@@ -87,8 +90,9 @@ class AdapterLoads:
         if self._pending[epoch]:
             self.joining.add(epoch)
 
-    def worker_lost(self, epoch: int) -> None:
+    def worker_lost(self, lost: Lost, now: float) -> None:
         """Wait no longer for the answers of a worker."""
+        epoch = lost.hello.epoch
         self.joining.discard(epoch)
         self._unsent.pop(epoch, None)
         for key in self._pending.pop(epoch, set()):
@@ -115,8 +119,8 @@ class AdapterLoads:
         for epoch, pending in self._pending.items():
             pending.discard(key)
             self._unsent[epoch] = deque(other for other in self._unsent[epoch] if other != key)
-        self.joining = {epoch for epoch in self.joining if self._pending[epoch]}
-        self._unloading[key] = held.index
+        self.joining.intersection_update([epoch for epoch in self.joining if self._pending[epoch]])
+        self.unloading[key] = held.index
         self._core.unload_adapter(key, now)
         events: list[Event] = []
         error = AdapterNotFound(f"a worker cannot load the adapter: {problem}")

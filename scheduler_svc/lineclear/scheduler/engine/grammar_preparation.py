@@ -11,6 +11,7 @@ from itertools import count
 
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
+from lineclear.scheduler.engine.worker_session import Joined, Lost
 from lineclear.wire.messages import Heartbeat, PrepareGrammar
 
 _MAX_RECENT = 64
@@ -31,10 +32,11 @@ class GrammarPreparation:
         self._numbers = count(1)
         self._recent: OrderedDict[str, set[int]] = OrderedDict()  # and the epochs that have compiled it
         self._waiting: dict[int, tuple[int, str]] = {}  # epoch and grammar by number, sent or not
-        self._unsent: list[int] = []
+        self.unsent: list[int] = []
+        """Numbers of the grammars that a worker has no room for yet. See `send`."""
         self._calls: dict[str, list[Callable[[], None]]] = {}
 
-    def prepare(self, grammar: str, done: Callable[[], None]) -> None:
+    def prepare(self, grammar: str, done: Callable[[], None], now: float) -> None:
         """Call `done()` once each worker that is joined now has compiled the grammar, or is lost."""
         epochs = self._recent.setdefault(grammar, set())
         self._recent.move_to_end(grammar)
@@ -44,17 +46,22 @@ class GrammarPreparation:
         for worker in self._workers.joined:
             if worker.epoch not in epochs and worker.epoch not in asked:
                 self._add(worker.epoch, grammar)
-        self._send()
+        self.send(now)
         self._calls.setdefault(grammar, []).append(done)
         self._call_done({grammar})
 
-    def worker_joined(self, epoch: int) -> None:
+    def worker_joined(self, joined: Joined, now: float) -> None:
         """Send a worker the recent grammars, the last first."""
         for grammar in reversed(self._recent):
-            self._add(epoch, grammar)
-        self._send()
+            self._add(joined.hello.epoch, grammar)
+        self.send(now)
 
-    def on_heartbeat(self, heartbeat: Heartbeat) -> None:
+    def worker_lost(self, lost: Lost, now: float) -> None:
+        """Do not wait for a worker any longer."""
+        numbers = [number for number, (epoch, _) in self._waiting.items() if epoch == lost.hello.epoch]
+        self._call_done({self._waiting.pop(number)[1] for number in numbers})
+
+    def answered(self, heartbeat: Heartbeat, now: float) -> None:
         """Note which grammars a worker has compiled."""
         done = set()
         for number in heartbeat.prepared:
@@ -62,32 +69,17 @@ class GrammarPreparation:
             if epoch and grammar in self._recent:
                 self._recent[grammar].add(epoch)
             done.add(grammar)
-        self._send()
+        self.send(now)
         self._call_done(done)
 
-    def check(self) -> None:
-        """Forget workers that are lost."""
-        if not self._waiting:
-            return
-        joined = {worker.epoch for worker in self._workers.joined}
-        lost = [number for number, (epoch, _) in self._waiting.items() if epoch not in joined]
-        if lost:
-            self._call_done({self._waiting.pop(number)[1] for number in lost})
-        self._send()
-
-    def _add(self, epoch: int, grammar: str) -> None:
-        number = next(self._numbers)
-        self._waiting[number] = epoch, grammar
-        self._unsent.append(number)
-
-    def _send(self) -> None:
+    def send(self, now: float) -> None:
         """Send what workers have room for. What cannot be sent stays until the next call."""
-        if not self._unsent:
+        if not self.unsent:
             return
-        unsent = set(self._unsent)
+        unsent = set(self.unsent)
         sent = Counter(epoch for number, (epoch, _) in self._waiting.items() if number not in unsent)
         rest = []
-        for number in self._unsent:
+        for number in self.unsent:
             if number not in self._waiting:  # its worker is lost
                 continue
             epoch, grammar = self._waiting[number]
@@ -95,7 +87,12 @@ class GrammarPreparation:
                 sent[epoch] += 1
             else:
                 rest.append(number)
-        self._unsent = rest
+        self.unsent[:] = rest
+
+    def _add(self, epoch: int, grammar: str) -> None:
+        number = next(self._numbers)
+        self._waiting[number] = epoch, grammar
+        self.unsent.append(number)
 
     def _call_done(self, grammars: set[str]) -> None:
         if not self._calls:

@@ -25,8 +25,8 @@ from zmq.utils.monitor import recv_monitor_message
 from lineclear.process.logging_setup import should_log
 from lineclear.process.private_dir import PathError, SocketDir, private_socket_dir, remove_stale_socket
 from lineclear.scheduler.engine.engine_stats import LinkCounters
-from lineclear.scheduler.engine.worker_events import EpochMessage, Fact, Output, Send
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
+from lineclear.scheduler.engine.worker_session import EpochMessage, Fact, Output, Send
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
 from lineclear.wire.messages import (
     PROTOCOL,
@@ -77,24 +77,19 @@ class WorkerLink:
         self._released = weakref.finalize(self, held.close)
         self._released.atexit = False
         self._is_abandoned = False
+        self._wake_lock = threading.Lock()
         try:
             sockets = _own(directory, held)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             held.callback(context.term)
             self._plans = held.enter_context(context.socket(zmq.ROUTER))
-            self._plans.set(zmq.ROUTER_MANDATORY, 1)
-            self._plans.set(zmq.SNDHWM, max_plans_in_flight + 8)  # with space for Rejoin and probes
-            self._plans.set(zmq.MAXMSGSIZE, 1024)  # workers send nothing on this socket
             self._results = held.enter_context(context.socket(zmq.PULL))
-            self._results.set(zmq.RCVHWM, 256)
-            self._results.set(zmq.MAXMSGSIZE, max_message_bytes)
             events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
             self._monitor = held.enter_context(self._plans.get_monitor_socket(events))
+            _configure(self._plans, self._results, max_plans_in_flight, max_message_bytes)
             for socket, path in ((self._plans, sockets.plan), (self._results, sockets.result)):
-                socket.set(zmq.LINGER, 0)
                 _bind(socket, path)
                 held.callback(_remove, path)
-            self._wake_lock = threading.Lock()
             self._wake_fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             held.callback(os.close, self._wake_fd)
         except BaseException:
@@ -261,6 +256,18 @@ def _own(directory: Path, held: contextlib.ExitStack) -> SocketDir:
     remove_stale_socket(sockets.plan)
     remove_stale_socket(sockets.result)
     return sockets
+
+
+def _configure(
+    plans: zmq.Socket[bytes], results: zmq.Socket[bytes], max_plans_in_flight: int, max_message_bytes: int
+) -> None:
+    plans.set(zmq.ROUTER_MANDATORY, 1)
+    plans.set(zmq.SNDHWM, max_plans_in_flight + 8)  # with space for Rejoin and probes
+    plans.set(zmq.MAXMSGSIZE, 1024)  # workers send nothing on this socket
+    results.set(zmq.RCVHWM, 256)
+    results.set(zmq.MAXMSGSIZE, max_message_bytes)
+    for socket in (plans, results):
+        socket.set(zmq.LINGER, 0)
 
 
 def _bind(socket: zmq.Socket[bytes], path: Path) -> None:

@@ -12,14 +12,19 @@ from functools import partial
 from itertools import count
 
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.engine import worker_events as events
 from lineclear.scheduler.engine.engine_stats import MembershipCounters, WorkerFigures, WorkerStatus
-from lineclear.scheduler.engine.worker_events import EpochMessage, Event, JoinRejected, Output
-from lineclear.scheduler.engine.worker_session import SessionState, WorkerSession
-from lineclear.scheduler.engine.worker_timeouts import WorkerTimeouts
+from lineclear.scheduler.engine.worker_session import (
+    EpochMessage,
+    JoinRejected,
+    Output,
+    SessionEvent,
+    SessionState,
+    WorkerSession,
+    WorkerTimeouts,
+)
 from lineclear.wire.messages import Goodbye, Hello, StepError, StepResult, Stopping
 
-S = SessionState
+S, E = SessionState, SessionEvent
 _HUNG_CHECK_SECONDS = 0.5
 MAX_SESSIONS = {S.CONNECTING: 64, S.WAITING: 64, S.ENDED: 64, S.GONE: 64}
 """Sessions kept for each state; the oldest are forgotten. Other states are rare and need no limit."""
@@ -49,8 +54,6 @@ class WorkerRegistry:
         """A worker has said Hello that no plan can reach yet."""
         self.has_hung = False
         """A worker that has to be killed is still connected."""
-        self.has_stopping = False
-        """A joined worker is stopping."""
         self.joined: tuple[WorkerSession, ...] = ()
         """The sessions that plans are sent to, the oldest first."""
         self.joined_epochs: frozenset[int] = frozenset()
@@ -77,7 +80,7 @@ class WorkerRegistry:
     def is_idle(self) -> bool:
         """No plan is without its result."""
         for session in self.serving:  # noqa: SIM110 (all() takes longer, and the engine asks in each iteration)
-            if not session.is_idle:
+            if not session.timer.is_idle:
                 return False
         return True
 
@@ -87,7 +90,7 @@ class WorkerRegistry:
             (s for s in self._in(S.JOINED, S.CUT_OFF, S.UNHEALTHY, S.CONDEMNED, S.WAITING)),
             key=lambda session: (not session.has_joined, session.index),
         )
-        return tuple(self._figures_of(session, now) for session in shown)
+        return tuple(session.figures(self._num_joins[session.index], now) for session in shown)
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -111,35 +114,38 @@ class WorkerRegistry:
         if session not in self._active:
             return []  # over since `to_probe`
         if not is_reachable:
-            return self._handle(session, events.Disconnected(), now)
+            return self.handle(session, E.DISCONNECTED, now)
         if session.state is S.CONNECTING:
             return self._admit(session, now)
         return []
 
-    def on_unsent_plan(self, session: WorkerSession, now: float) -> list[Output]:
-        """A joined worker could not be sent a plan."""
-        return self._handle(session, events.Disconnected(), now)
-
-    def on_bad_result(self, session: WorkerSession, problem: str, now: float) -> list[Output]:
-        """The core has refused a result of a serving worker."""
-        failed = events.WorkerFailed(f"it sent a result that cannot be: {problem}", WorkerLoss.CLEAN)
-        return self._handle(session, failed, now)
+    def handle(
+        self,
+        session: WorkerSession,
+        event: SessionEvent,
+        now: float,
+        reason: str = "",
+        loss: WorkerLoss = WorkerLoss.CLEAN,
+    ) -> list[Output]:
+        """Handle an event of a session and what follows for others. Arguments as for `WorkerSession.handle`."""
+        before = session.state
+        return self._follow(session, before, session.handle(event, now, reason, loss), now)
 
     def retire(self, now: float) -> list[Output]:
         """Release the stopping workers whose requests can continue on others."""
         if self.status.is_stopping:
             return []  # there are no others
         stopping = [session for session in self.joined if session.is_stopping]
-        return [output for session in stopping for output in self._handle(session, events.Retired(), now)]
+        return [output for session in stopping for output in self.handle(session, E.RETIRED, now)]
 
     def on_kill_answer(self, epoch: int, is_being_killed: bool, now: float) -> list[Output]:
         """Handle whether the supervisor kills the process of a lost worker."""
         session = self._sessions[epoch]
         if not is_being_killed:
-            return self._handle(session, events.Spared(), now)
-        outputs = self._handle(session, events.Condemned(), now)
+            return self.handle(session, E.SPARED, now)
+        outputs = self.handle(session, E.CONDEMNED, now)
         for other in self._of_process(session.hello, S.CONNECTING, S.WAITING):
-            outputs += self._handle(other, events.Rejected(), now)
+            outputs += self.handle(other, E.REJECTED, now)
         return outputs
 
     def on_process_exit(self, pid: int, loss: WorkerLoss, now: float) -> list[Output]:
@@ -149,7 +155,7 @@ class WorkerRegistry:
         outputs: list[Output] = []
         for hello in (hello for hello in ended.values() if hello.pid == pid):
             for session in self._of_process(hello, *S):
-                outputs += self._handle(session, events.ProcessExited(loss), now)
+                outputs += self.handle(session, E.PROCESS_EXITED, now, loss=loss)
         return outputs
 
     def check(self, now: float) -> list[Output]:
@@ -185,28 +191,28 @@ class WorkerRegistry:
         session = self._add(hello.epoch, hello, now)
         if self._of_process(hello, S.CONDEMNED, S.GONE):
             self.counters.refused_joins += 1
-            return self._handle(session, events.Rejected(), now)
+            return self.handle(session, E.REJECTED, now)
         session.was_refused = any(other.state is S.WAITING or other.was_refused for other in older)
-        return [output for other in older for output in self._handle(other, events.Replaced(), now)]
+        return [output for other in older for output in self.handle(other, E.REPLACED, now)]
 
     def _admit(self, session: WorkerSession, now: float) -> list[Output]:
         hello = session.hello
         assert hello is not None
         if refusal := self._refusal(hello):
             self.counters.refused_joins += 1
-            return self._handle(session, events.Refused(refusal), now)
+            return self.handle(session, E.REFUSED, now, refusal)
         if self._text_fingerprint and hello.text_fingerprint not in ("", self._text_fingerprint):
-            return [*self._handle(session, events.Rejected(), now), JoinRejected(hello)]
+            return [*self.handle(session, E.REJECTED, now), JoinRejected(hello)]
         outputs: list[Output] = []
         for other in self._superseded_by(hello):
-            outputs += self._handle(other, events.Superseded(), now)
+            outputs += self.handle(other, E.SUPERSEDED, now)
         taken = {other.index for other in self.serving}
         number = self._number_of(hello)
         if number is None or number in taken:
             number = next(index for index in count() if index not in taken)
         session.index = number
         self._num_joins[session.index] += 1
-        return outputs + self._handle(session, events.Accepted(), now)
+        return outputs + self.handle(session, E.ACCEPTED, now)
 
     def _refusal(self, hello: Hello) -> str:
         """Return why a worker may not join now; empty if it may."""
@@ -227,10 +233,6 @@ class WorkerRegistry:
 
     # --- helpers --------------------------------------------------------------------------------------------------
 
-    def _handle(self, session: WorkerSession, event: Event, now: float) -> list[Output]:
-        before = session.state
-        return self._follow(session, before, session.handle(event, now), now)
-
     def _follow(self, session: WorkerSession, before: SessionState, outputs: list[Output], now: float) -> list[Output]:
         """Add the outputs of other sessions that a change of state affects."""
         if session.state is before:
@@ -240,7 +242,7 @@ class WorkerRegistry:
             for waiting in self._in(S.WAITING):
                 assert waiting.hello is not None
                 if not self._refusal(waiting.hello):
-                    outputs += self._handle(waiting, events.PlaceFreed(), now)
+                    outputs += self.handle(waiting, E.PLACE_FREED, now)
         return outputs
 
     def _refresh(self) -> None:
@@ -250,7 +252,6 @@ class WorkerRegistry:
         self.serving = tuple(session for session in self._active if session.state in (S.JOINED, S.CUT_OFF))
         self.joined = tuple(session for session in self.serving if session.state is S.JOINED)
         self.joined_epochs = frozenset(session.epoch for session in self.joined)
-        self.has_stopping = any(session.is_stopping for session in self.joined)
         self.has_hung = any(session.state in (S.UNHEALTHY, S.CONDEMNED) for session in self._active)
         hello = max((s.hello for s in self.serving if s.hello), key=lambda hello: hello.max_model_len, default=None)
         self.status = WorkerStatus(
@@ -258,20 +259,7 @@ class WorkerRegistry:
             last_hello=hello or self.status.last_hello,
             num_joins=self._num_joins.total(),
             is_unhealthy=self.has_hung and not self.joined,
-            is_stopping=self.has_stopping and all(session.is_stopping for session in self.joined),
-        )
-
-    def _figures_of(self, session: WorkerSession, now: float) -> WorkerFigures:
-        hello = session.hello
-        assert hello is not None
-        is_stopping = session.state is S.JOINED and session.is_stopping
-        return WorkerFigures(
-            hello=hello,
-            state="stopping" if is_stopping else session.state.name.lower(),
-            index=session.index if session.has_joined else None,
-            joins=self._num_joins[session.index] if session.has_joined else 0,
-            num_steps=session.num_steps,
-            tokens_per_second=session.token_rate.per_second(now),
+            is_stopping=bool(self.joined) and all(session.is_stopping for session in self.joined),
         )
 
     def _add(self, epoch: int, hello: Hello | None, now: float) -> WorkerSession:

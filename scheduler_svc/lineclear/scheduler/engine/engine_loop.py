@@ -1,0 +1,250 @@
+"""One iteration of the engine: carries requests in, plans out, results in and events out.
+
+The core decides what runs, `WorkerRegistry` which workers may join, and `WorkerSession` when one is lost. Subscribers
+follow these changes. `WorkerLink` sends and receives, the supervisor starts and kills processes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+
+import structlog
+
+from lineclear.errors import LineclearError
+from lineclear.scheduler.core.events import Event
+from lineclear.scheduler.core.inflight_step import BadResult
+from lineclear.scheduler.core.poison_detector import WorkerLoss
+from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.core.sequence import Request
+from lineclear.scheduler.engine.command_inbox import CommandInbox, refusal
+from lineclear.scheduler.engine.engine_stats import MAX_STEP_TIMES, EngineCounters, EngineSnapshot
+from lineclear.scheduler.engine.invariant_checks import InvariantChecks
+from lineclear.scheduler.engine.worker_link import WorkerGone, WorkerLink
+from lineclear.scheduler.engine.worker_process import loss_by_exit
+from lineclear.scheduler.engine.worker_registry import WorkerRegistry
+from lineclear.scheduler.engine.worker_session import SessionEvent, WorkerSession, WorkerTimeouts
+from lineclear.scheduler.engine.worker_subscribers import EngineCallbacks, WorkerSubscribers
+from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.observe.step_history import StepHistory
+from lineclear.wire.messages import StepResult
+
+log = structlog.get_logger()
+
+_SNAPSHOT_SECONDS = 0.05
+_SUSPENDED_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Which workers may join, how long they may take, and what the engine keeps for other threads."""
+
+    timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
+    max_workers: int = 64
+    max_inbox: int = 4096
+    """Unread commands; see `CommandInbox`."""
+    check_every_steps: int = 64
+    """See `InvariantChecks`. A violation ends the thread, because the core's next decision could be wrong."""
+    text_fingerprint: str = ""
+    """A worker whose Hello has another one is rejected; empty: not compared."""
+
+
+class EngineLoop:
+    """The parts of the engine that its thread owns. `step_history` gets every executed step."""
+
+    def __init__(
+        self,
+        core: Scheduler,
+        link: WorkerLink,
+        supervisor: WorkerSupervisor,
+        callbacks: EngineCallbacks,
+        limits: EngineLimits,
+        step_history: StepHistory,
+        clock: Callable[[], float],
+    ) -> None:
+        self.inbox = CommandInbox(limits.max_inbox, link.wake)
+        self.is_stopped = False
+        """The current iteration is the last one."""
+        self.snapshot = EngineSnapshot(core.snapshot())
+        """Replaced, never changed: other threads read it."""
+        self.iteration_started_at: float | None = None
+        """None while waiting."""
+        self.workers = WorkerRegistry(
+            limits.timeouts,
+            lambda epoch, num_tokens: self.snapshot.predicted_seconds(epoch, num_tokens),
+            max_workers=limits.max_workers,
+            text_fingerprint=limits.text_fingerprint,
+            number_of=supervisor.number_of,
+        )
+        self.subscribers = WorkerSubscribers(core, link, self.workers, supervisor, step_history, callbacks)
+        self._joining = self.subscribers.adapters.joining
+        self._core, self._link, self._supervisor = core, link, supervisor
+        self._callbacks, self._steps, self._clock = callbacks, step_history, clock
+        self._step_seconds: deque[tuple[int, float]] = deque(maxlen=MAX_STEP_TIMES)
+        self._counters = EngineCounters()
+        self._checks = InvariantChecks(core, limits.check_every_steps, self._counters, clock)
+        self._next_wakeup = math.inf  # latest time at which wait() was to return
+        self._next_worker_check = -math.inf
+        self._snapshot_at = -math.inf
+        self._is_snapshot_current = True
+
+    def run(self) -> None:
+        """Iterate until `is_stopped`. Raises what goes wrong."""
+        while not self.is_stopped:
+            self._run_once()
+
+    def _run_once(self) -> None:
+        now = self.iteration_started_at = self._clock()
+        self._counters.iterations += 1
+        self._is_snapshot_current = False
+        if now > self._next_wakeup + _SUSPENDED_SECONDS:
+            # Messages that the worker sent in the meantime are still to be received.
+            log.warning("process_was_suspended", seconds=round(now - self._next_wakeup, 3))
+            self.workers.extend_deadlines(now)
+        self._next_wakeup = math.inf
+        events = self.inbox.run(now, self.snapshot.core.predicted_wait_seconds)
+        for fact in self._link.receive(self.workers, now):
+            if isinstance(fact, StepResult):
+                self._apply(fact, events, now)
+            else:
+                self.subscribers.handle(fact, events, now)
+        self._check_workers(events, now)
+        events += self._core.expire(now)
+        self.subscribers.do_waiting_work(events, now)
+        self._send_plans(events, now)
+        if events:
+            begin = time.perf_counter()
+            self._callbacks.publish(events)
+            self._counters.publish_seconds += time.perf_counter() - begin
+        # After the plans and events of this iteration are sent.
+        self._checks.check_if_due(now, is_idle=self.workers.is_idle)
+        if now >= self._snapshot_at + _SNAPSHOT_SECONDS:
+            self.take_snapshot(now)
+        if not self.inbox and not self.is_stopped:
+            self._wait(now)
+
+    def _wait(self, now: float) -> None:
+        deadline = self._core.next_deadline(self.workers.joined_epochs - self._joining)
+        self._next_worker_check = self.workers.next_check(now)
+        self._next_wakeup = min(
+            self._next_worker_check,
+            math.inf if deadline is None else deadline,
+            self._checks.next_check() if self.workers.is_idle else math.inf,
+            math.inf if self._is_snapshot_current else self._snapshot_at + _SNAPSHOT_SECONDS,
+        )
+        self.iteration_started_at = None
+        self._link.wait(self._next_wakeup)
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request], now: float) -> list[Event]:
+        """Submit requests to the core; a refusal is an event, too."""
+        events: list[Event] = []
+        try:
+            for request in requests:  # what the core accepts of the first, it accepts of its siblings
+                events += self._core.submit(request, now)
+        except LineclearError as error:
+            events += [refusal(request, error, now) for request in requests[len(events) :]]
+        return events
+
+    def worker_exited(self, pid: int, exit_code: int | None, now: float) -> list[Event]:
+        """Handle the exit of a process."""
+        events: list[Event] = []
+        self.subscribers.carry_out(self.workers.on_process_exit(pid, loss_by_exit(exit_code), now), events, now)
+        return events
+
+    def take_snapshot(self, now: float) -> None:
+        """Replace the snapshot."""
+        self._snapshot_at, self._is_snapshot_current = now, True
+        self.snapshot = EngineSnapshot(
+            core=self._core.snapshot(now),
+            worker=self.workers.status,
+            workers=self.workers.figures(now),
+            step_seconds=tuple(self._step_seconds),
+            counters=copy(self._counters),
+            link=copy(self._link.counters),
+            membership=copy(self.workers.counters),
+        )
+
+    def _send_plans(self, events: list[Event], now: float) -> None:
+        """Send each joined worker one plan after the other, in turns, until none can run more."""
+        if events:
+            self._steps.request_events(events)
+        num_noted = len(events)
+        begin = time.perf_counter()
+        encode_before = self._link.counters.encode_seconds
+        workers = self.workers.joined
+        if len(workers) == 1:
+            while self._send_plan(workers[0], events, now):
+                pass
+        elif workers:
+            self._send_plans_in_turns(workers, events, now)
+        events += self._core.drain_events()
+        encode_seconds = self._link.counters.encode_seconds - encode_before
+        self._counters.plan_seconds += time.perf_counter() - begin - encode_seconds
+        if len(events) > num_noted:
+            self._steps.request_events(events[num_noted:])
+
+    def _send_plans_in_turns(self, workers: Sequence[WorkerSession], events: list[Event], now: float) -> None:
+        first = self._counters.iterations % len(workers)  # each iteration another worker is first to admit requests
+        workers = [*workers[first:], *workers[:first]]
+        # A plan of one worker may let another one run more: a preemption gives the other a request that waits.
+        while sum(self._send_plan(worker, events, now) for worker in workers if worker.is_joined):
+            pass  # a worker that its plan could not be sent to is no longer joined
+
+    def _send_plan(self, worker: WorkerSession, events: list[Event], now: float) -> bool:
+        """Send a worker its next plan; return False if it gets no further one now."""
+        if worker.epoch in self._joining:
+            return False  # it still loads adapters
+        plan = self._core.plan(worker.epoch, now)
+        if plan is None:
+            return False
+        try:
+            self._link.send(plan)
+        except WorkerGone:
+            self.subscribers.carry_out(self.workers.handle(worker, SessionEvent.DISCONNECTED, now), events, now)
+            return False
+        worker.timer.plan_sent(plan, now)
+        planning = self._core.drain_events()
+        events += planning
+        self._steps.planned(plan, self._core.state, planning, now)
+        return True
+
+    def _apply(self, result: StepResult, events: list[Event], now: float) -> None:
+        worker = self.workers[result.epoch]
+        begin = time.perf_counter()
+        try:
+            found = self._core.apply(result, now)
+        except BadResult as error:
+            problem = f"it sent a result that cannot be: {error}"
+            failed = self.workers.handle(worker, SessionEvent.FAILED, now, problem, WorkerLoss.CLEAN)
+            self.subscribers.carry_out(failed, events, now)
+            return
+        events += found
+        self._counters.apply_seconds += time.perf_counter() - begin
+        self._checks.result_applied()
+        is_slow = worker.result_applied(result, now)
+        self._steps.executed(result, self._core.state, found, now)
+        if not worker.has_progressed:
+            self._report_progress(worker, now)
+        if is_slow:
+            self._callbacks.on_anomaly(f"step {result.step} was slow")
+        self._step_seconds.append((result.epoch, result.step_seconds))
+
+    def _check_workers(self, events: list[Event], now: float) -> None:
+        """Handle the timeouts that are over, and report progress."""
+        # Each wait ends at the next timeout; after an iteration without a wait, it is not known.
+        next_check, self._next_worker_check = self._next_worker_check, -math.inf
+        if now >= next_check:
+            self.subscribers.carry_out(self.workers.check(now), events, now)
+        for worker in self.workers.joined:
+            if not worker.has_progressed:
+                self._report_progress(worker, now)
+
+    def _report_progress(self, worker: WorkerSession, now: float) -> None:
+        if worker.take_progress(now) and worker.hello is not None:
+            self._supervisor.worker_progressed(worker.hello)
