@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lineclear.scheduler.engine.crash_budget import Backoff, CrashBudget
+from lineclear.scheduler.engine.worker_process import Backoff
+from lineclear.scheduler.engine.worker_slot import CrashBudget
 
 DIES, GETS_ON = "D", "P"
 

@@ -30,7 +30,7 @@ def test_new_model_answers_only_waiting_requests_that_name_no_model(tmp_path: Pa
             ahead = harness.submit(replace(request(4), model_fingerprint=fingerprint("b")))
             harness.wait_ended([ahead])
             model.write_text("b")
-            kill(supervisor.pid)
+            kill(supervisor.pids[0])
             harness.wait_joined(2)
             harness.wait_ended([running, waiting, named])
             for stream in (running, named, ahead):
@@ -55,7 +55,7 @@ def test_same_model_continues_all_requests(tmp_path: Path) -> None:
             harness.wait_joined()
             stream = harness.submit(replace(request(1, max_tokens=100), model_fingerprint=fingerprint("b")))
             harness.wait(lambda: len(stream.tokens) > 5, what="tokens")
-            kill(supervisor.pid)
+            kill(supervisor.pids[0])
             harness.wait_ended([stream])
             asked = stream.request
             assert stream.tokens == expected(asked.prompt, asked.sampling, 100, options.vocab_size, "b")

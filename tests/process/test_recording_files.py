@@ -26,7 +26,7 @@ def test_the_loss_of_a_worker_leaves_a_recording_that_replays(tmp_path: Path) ->
             harness.wait_joined()
             streams = [harness.submit(request(index, max_tokens=100)) for index in range(8)]
             harness.wait(lambda: all(len(stream.tokens) > 10 for stream in streams))
-            kill(supervisor.pid)
+            kill(supervisor.pids[0])
             harness.wait_ended(streams)
             for stream in streams:
                 stream.check(options.vocab_size)

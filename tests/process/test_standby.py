@@ -50,9 +50,9 @@ def test_the_standby_takes_over_and_another_one_is_kept() -> None:
             streams = [harness.submit(request(number, max_tokens=400)) for number in range(4)]
             for number in range(2, 5):
                 standby = ready_standby(supervisor)
-                kill(supervisor.pid)
+                kill(supervisor.pids[0])
                 harness.wait_joined(number)
-                assert supervisor.pid == standby
+                assert supervisor.pids[0] == standby
             harness.check(streams)
 
         supervisor = supervised(harness, body, SupervisorLimits(max_worker_crashes=3), standby=True)
@@ -64,7 +64,7 @@ def test_standby_crash_costs_no_stream_and_no_budget() -> None:
 
         def body(supervisor: WorkerSupervisor) -> None:
             harness.wait_joined()
-            worker = supervisor.pid
+            worker = supervisor.pids[0]
             stream = harness.submit(request(1, max_tokens=400))
             killed = set()
             for _ in range(3):
@@ -73,7 +73,7 @@ def test_standby_crash_costs_no_stream_and_no_budget() -> None:
                 eventually(lambda standby=standby: supervisor.standby_pid != standby)  # type: ignore[misc]
             assert len(killed) == 3
             harness.check([stream])
-            assert supervisor.pid == worker
+            assert supervisor.pids[0] == worker
 
         supervised(harness, body, SupervisorLimits(max_worker_crashes=0), standby=True)
         assert harness.give_ups == []
@@ -89,9 +89,9 @@ def test_a_standby_that_hangs_is_killed_and_a_new_worker_started(monkeypatch: py
             harness.wait(lambda: len(stream.tokens) > 4)
             hung = ready_standby(supervisor)
             kill(hung, signal.SIGSTOP)
-            kill(supervisor.pid)
+            kill(supervisor.pids[0])
             harness.wait_joined(2)
-            assert supervisor.pid != hung
+            assert supervisor.pids[0] != hung
             harness.check([stream])
 
         # One end is survived: the worker's. That of the standby does not count.
@@ -109,15 +109,15 @@ def test_a_standby_that_still_imports_is_not_promoted() -> None:
             keeper = supervisor._standby
             assert keeper is not None
             eventually(lambda: keeper.pid is not None)
-            importing, worker = keeper.pid, supervisor.pid
+            importing, worker = keeper.pid, supervisor.pids[0]
             kill(worker)
             harness.wait_joined(2)
-            assert supervisor.pid not in (importing, worker)
+            assert supervisor.pids[0] not in (importing, worker)
             # It goes on, and is there for the next end.
             assert ready_standby(supervisor) == importing
-            kill(supervisor.pid)
+            kill(supervisor.pids[0])
             harness.wait_joined(3)
-            assert supervisor.pid == importing
+            assert supervisor.pids[0] == importing
             harness.check([stream])
 
         supervised(harness, body, SupervisorLimits(min_backoff_seconds=0.01), standby=True)
@@ -158,9 +158,9 @@ def test_ready_standby_takes_over_during_a_drain() -> None:
             standby = ready_standby(supervisor)
             assert harness.loop is not None
             harness.loop.call_soon_threadsafe(supervisor.drain)
-            kill(supervisor.pid)
+            kill(supervisor.pids[0])
             harness.wait_joined(2)
-            assert supervisor.pid == standby
+            assert supervisor.pids[0] == standby
             harness.check([stream])
 
         supervised(harness, body, standby=True)
@@ -188,7 +188,7 @@ async def test_acknowledgement_after_the_join_starts_no_timer() -> None:
     )
     supervisor.start()
     try:
-        first = supervisor.pid
+        first = supervisor.pids[0]
         assert first is not None
         supervisor.worker_joined(hello(first))
         await until(lambda: supervisor.standby_pid is not None)
@@ -196,13 +196,13 @@ async def test_acknowledgement_after_the_join_starts_no_timer() -> None:
         assert standby is not None
         kill(standby, signal.SIGSTOP)  # so that it acknowledges after its join is told
         kill(first)
-        await until(lambda: supervisor.pid == standby)
+        await until(lambda: supervisor.pids[0] == standby)
         supervisor.worker_joined(hello(standby))
         await asyncio.sleep(0.01)
         kill(standby, signal.SIGCONT)
         await asyncio.sleep(1.5)  # longer than a start may take
         assert exits == [first]
-        assert supervisor.pid == standby
+        assert supervisor.pids[0] == standby
     finally:
         await supervisor.stop()
 

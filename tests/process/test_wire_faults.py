@@ -142,7 +142,7 @@ def test_late_hello_of_a_dead_worker_delays_no_join() -> None:
             socket.connect(f"ipc://{private_socket_dir(harness.directory).result}")
             socket.send(encode(replace(hello, epoch=hello.epoch ^ 1)))
             eventually(lambda: sum(isinstance(decode(frame), Hello) for _, frame in proxy.seen) == 2)
-        kill(supervisor.pid)
+        kill(supervisor.pids[0])
         harness.wait_joined(2)
         all_exact(harness)
         assert harness.joins[1][1] != hello.epoch ^ 1
@@ -156,7 +156,7 @@ def test_replayed_messages_of_a_dead_worker_are_dropped() -> None:
         harness.wait_joined()
         streams = [harness.submit(request(i, max_tokens=120)) for i in range(8)]
         harness.wait(lambda: sum(len(s.tokens) for s in streams) > 200)
-        kill(supervisor.pid)
+        kill(supervisor.pids[0])
         harness.wait_joined(2)
         old = harness.joins[0][1]
         said = [f for where, f in proxy.seen if where == "result" and decode(f).epoch == old]  # type: ignore[union-attr]

@@ -41,7 +41,7 @@ def test_streams_stay_exact_when_workers_are_killed_at_random(seed: int) -> None
                 goal = num_tokens(streams) + chance.randrange(300)
                 harness.wait(lambda goal=goal: num_tokens(streams) >= goal, what="progress")
                 killed_at = time.monotonic()
-                kill(supervisor.pid)
+                kill(supervisor.pids[0])
                 harness.wait(lambda number=number: len(harness.losses) >= number, what="loss")
                 assert harness.losses[-1][0] - killed_at < SOON_SECONDS
                 harness.wait_joined(number + 1)
@@ -60,9 +60,9 @@ def test_silent_worker_is_killed() -> None:
             harness.wait_joined()
             streams = [harness.submit(request(i, max_tokens=80)) for i in range(8)]
             harness.wait(lambda: num_tokens(streams) > 50)
-            pid = kill(supervisor.pid, signal.SIGSTOP)
+            pid = kill(supervisor.pids[0], signal.SIGSTOP)
             harness.wait_ended(streams)
-            assert supervisor.pid != pid
+            assert supervisor.pids[0] != pid
             for stream in streams:
                 stream.check(harness.options.vocab_size)
 
@@ -114,7 +114,7 @@ def test_worker_killed_again_during_recovery() -> None:
             streams = [harness.submit(request(i, prompt_len=40, max_tokens=60)) for i in range(8)]
             harness.wait(lambda: num_tokens(streams) > 80)
             for number in range(1, 4):
-                kill(supervisor.pid)
+                kill(supervisor.pids[0])
                 harness.wait_joined(number + 1)
             harness.check(streams)
 

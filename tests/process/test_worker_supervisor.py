@@ -73,14 +73,14 @@ Scenario = Callable[[], Coroutine[object, object, None]]
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 async def test_crash_starts_a_new_worker_at_once(run: Callable[..., None]) -> None:
     supervisor, calls = started(FOR_EVER)
-    first = supervisor.pid
+    first = supervisor.pids[0]
     assert first is not None
     killed_at = time.monotonic()
     os.kill(first, signal.SIGKILL)
     await until(lambda: bool(calls.exits))
     assert calls.exits == [(calls.exits[0][0], first)]
     assert calls.exits[0][0] - killed_at < SOON_SECONDS
-    await until(lambda: supervisor.pid not in (None, first))
+    await until(lambda: supervisor.pids[0] not in (None, first))
     assert await supervisor.stop()
     assert supervisor.num_starts == 2
 
@@ -90,7 +90,7 @@ async def test_crashing_worker_is_restarted_until_the_budget_is_spent() -> None:
     await until(lambda: bool(calls.give_ups))
     await asyncio.sleep(0.3)  # longer than any back-off: nothing more may start
     assert supervisor.num_starts == 5
-    assert supervisor.pid is None
+    assert supervisor.pids[0] is None
     await supervisor.stop()
     assert calls.give_ups == ["the worker crashed more than 4 times in 600 s without progress between the crashes"]
     moments = [moment for moment, _ in calls.exits]
@@ -112,7 +112,7 @@ async def test_any_number_of_crashes_with_progress_is_survived() -> None:
     supervisor, calls = started(FOR_EVER, max_worker_crashes=1, min_backoff_seconds=0.001)
     for number in range(1, 21):
         await until(lambda number=number: supervisor.num_starts == number)
-        pid = supervisor.pid
+        pid = supervisor.pids[0]
         assert pid is not None
         supervisor.worker_joined(hello(pid))
         supervisor.worker_progressed(hello(pid))
@@ -129,15 +129,15 @@ async def test_configuration_that_has_served_is_tried_again(tmp_path: Path) -> N
     command = ["/bin/sh", "-c", f"test -e {away} && exit 78; exec sleep 1000"]
 
     supervisor, calls = started(command, min_backoff_seconds=0.01, max_backoff_seconds=0.02)
-    assert supervisor.pid is not None
-    supervisor.worker_joined(hello(supervisor.pid))
+    assert supervisor.pids[0] is not None
+    supervisor.worker_joined(hello(supervisor.pids[0]))
     await asyncio.sleep(0)
     away.touch()
-    os.kill(supervisor.pid, signal.SIGKILL)
+    os.kill(supervisor.pids[0], signal.SIGKILL)
     await until(lambda: len(calls.exits) == 4)
     away.unlink()
     last = supervisor.num_starts
-    await until(lambda: supervisor.num_starts > last or supervisor.pid is not None)
+    await until(lambda: supervisor.num_starts > last or supervisor.pids[0] is not None)
     assert supervisor.given_up is None
     await supervisor.stop()
     assert calls.give_ups == []
@@ -148,11 +148,11 @@ async def test_configuration_that_stays_broken_spends_the_budget(tmp_path: Path)
     command = ["/bin/sh", "-c", f"test -e {away} && exit 78; exec sleep 1000"]
 
     supervisor, calls = started(command, max_worker_crashes=3, min_backoff_seconds=0.001, max_backoff_seconds=0.002)
-    assert supervisor.pid is not None
-    supervisor.worker_joined(hello(supervisor.pid))
+    assert supervisor.pids[0] is not None
+    supervisor.worker_joined(hello(supervisor.pids[0]))
     await asyncio.sleep(0)
     away.touch()
-    os.kill(supervisor.pid, signal.SIGKILL)
+    os.kill(supervisor.pids[0], signal.SIGKILL)
     await until(lambda: bool(calls.give_ups))
     assert supervisor.given_up is GiveUpReason.CRASHES
     await supervisor.stop()
@@ -177,7 +177,7 @@ async def test_lack_of_processes_memory_or_descriptors_is_tried_again(
     monkeypatch.setattr(module, name, short)
 
     supervisor, calls = started(FOR_EVER, min_backoff_seconds=0.001)
-    await until(lambda: supervisor.pid is not None)
+    await until(lambda: supervisor.pids[0] is not None)
     assert len(asked) == 4
     await supervisor.stop()
     assert calls.give_ups == []
@@ -188,7 +188,7 @@ async def test_a_worker_that_joined_resets_the_back_off() -> None:
     supervisor, _ = started(FOR_EVER, max_worker_crashes=20, min_backoff_seconds=0.05, max_backoff_seconds=3600.0)
     for number in range(1, 14):  # without a reset the last pause would be 102 s
         await until(lambda number=number: supervisor.num_starts == number, SOON_SECONDS)
-        pid = supervisor.pid
+        pid = supervisor.pids[0]
         assert pid is not None
         supervisor.worker_joined(hello(pid))
         await asyncio.sleep(0)
@@ -221,8 +221,8 @@ async def test_a_worker_that_never_joins_is_killed_and_started_again() -> None:
 
 async def test_joined_worker_has_no_start_timeout() -> None:
     supervisor, calls = started(FOR_EVER, start_timeout_seconds=0.1)
-    assert supervisor.pid is not None
-    supervisor.worker_joined(hello(supervisor.pid))
+    assert supervisor.pids[0] is not None
+    supervisor.worker_joined(hello(supervisor.pids[0]))
     await asyncio.sleep(0.3)  # three times the limit
     assert calls.exits == []
     await supervisor.stop()
@@ -230,7 +230,7 @@ async def test_joined_worker_has_no_start_timeout() -> None:
 
 async def test_engine_kills_only_the_supervised_worker() -> None:
     supervisor, calls = started(FOR_EVER)
-    pid = supervisor.pid
+    pid = supervisor.pids[0]
     assert pid is not None
     assert not supervisor.worker_broken(hello(pid + 1), "somebody else")
     await asyncio.sleep(0.05)
@@ -247,7 +247,7 @@ async def test_a_killed_process_is_given_up_once_the_kernel_holds_it(
     """On a busy machine, a killed process with much memory exits late. Its state is R then."""
     looked: list[int] = []
     supervisor, calls = started(FOR_EVER, reap_timeout_seconds=0.05)
-    pid = supervisor.pid
+    pid = supervisor.pids[0]
     assert pid is not None
     with monkeypatch.context() as patch:
         patch.setattr(WorkerProcess, "send", lambda process, number: None)  # as if it did not exit
@@ -259,14 +259,14 @@ async def test_a_killed_process_is_given_up_once_the_kernel_holds_it(
             assert supervisor.given_up is GiveUpReason.STUCK
         else:
             os.kill(pid, signal.SIGKILL)
-            await until(lambda: supervisor.pid not in (None, pid))
+            await until(lambda: supervisor.pids[0] not in (None, pid))
             assert calls.give_ups == []
     assert await supervisor.stop(kill=True)
 
 
 async def test_a_killed_process_is_waited_for_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor, calls = started(FOR_EVER, reap_timeout_seconds=0.05)
-    pid = supervisor.pid
+    pid = supervisor.pids[0]
     assert pid is not None
     with monkeypatch.context() as patch:
         patch.setattr(WorkerProcess, "send", lambda process, number: None)
@@ -308,7 +308,7 @@ async def test_on_exit_set_after_start_misses_no_exit() -> None:
 
     supervisor = WorkerSupervisor(["/bin/false"])
     supervisor.start()
-    pid = supervisor.pid
+    pid = supervisor.pids[0]
     assert pid is not None
     has_ended(pid)
     supervisor.on_exit = calls.exited
@@ -332,8 +332,8 @@ async def test_failing_callback_ends_the_supervisor() -> None:
 
 async def test_a_worker_does_not_get_the_terminals_interrupt() -> None:
     supervisor, _ = started(FOR_EVER)
-    assert supervisor.pid is not None
-    assert os.getpgid(supervisor.pid) != os.getpgid(0)
+    assert supervisor.pids[0] is not None
+    assert os.getpgid(supervisor.pids[0]) != os.getpgid(0)
     await supervisor.stop()
 
 
@@ -423,7 +423,7 @@ def test_twenty_restarts_leave_no_zombie_and_no_descriptor() -> None:
             before: set[str] = set()
             for number in range(1, 21):
                 # What is there now may be half way through a step; it dies all the same.
-                kill(supervisor.pid)
+                kill(supervisor.pids[0])
                 harness.wait_joined(number + 1)
                 if number == 1:
                     before = descriptors()

@@ -30,7 +30,7 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import Engine
 from lineclear.scheduler.engine.engine_loop import EngineLimits
-from lineclear.scheduler.engine.engine_stats import EngineSnapshot
+from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WantedWorker
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_session import WorkerTimeouts
 from lineclear.scheduler.engine.worker_slot import SupervisorLimits
@@ -230,9 +230,8 @@ class EngineHarness:
         if self.supervisor is not None:
             self.supervisor.worker_waits(hello)
 
-    @property
-    def num_wanted(self) -> int:
-        return 0 if self.supervisor is None else self.supervisor.num_wanted
+    def wanted(self) -> tuple[WantedWorker, ...]:
+        return () if self.supervisor is None else self.supervisor.wanted()
 
     def number_of(self, hello: Hello) -> int | None:
         return None if self.supervisor is None else self.supervisor.number_of(hello)

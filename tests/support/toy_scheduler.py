@@ -54,7 +54,7 @@ async def serve(directory: Path, num_streams: int, command: list[str]) -> None:
         submit()
     if command:
         supervisor.start()
-        print(json.dumps({"started": supervisor.pid}), flush=True)
+        print(json.dumps({"started": supervisor.pids[0]}), flush=True)
     await stop.wait()
     engine.release_worker()
     await supervisor.stop()

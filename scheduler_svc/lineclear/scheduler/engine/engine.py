@@ -170,7 +170,7 @@ class Engine:
 
     def take_state(self) -> TakenState:
         """Return the state of the scheduler now. On the engine's thread: see `call_on_engine_thread`."""
-        return take_state(self._core.state, self._steps.worker_indices, self._clock(), self._supervisor.num_wanted)
+        return take_state(self._core.state, self._steps.worker_indices, self._clock(), len(self._supervisor.wanted()))
 
     def _run(self) -> None:
         try:

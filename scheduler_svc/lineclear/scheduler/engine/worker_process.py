@@ -17,7 +17,6 @@ from lineclear.process import logging_setup
 from lineclear.process.parent_death import ParentDeathPipe
 from lineclear.process.standby import READY, StandbyLine
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.engine.crash_budget import Backoff
 
 log = structlog.get_logger()
 
@@ -102,6 +101,48 @@ class WorkerProcess:
             return "unknown"
 
 
+class LoopTimer:
+    """At most one pending call on the running event loop: setting another one replaces it. Calls go through `guard`."""
+
+    def __init__(self, guard: Callable[..., None]) -> None:
+        self._loop, self._guard = asyncio.get_running_loop(), guard
+        self._handle: asyncio.TimerHandle | None = None
+
+    def set(self, seconds: float, action: Callable[..., None], *args: object) -> None:
+        """Call `action` after `seconds`."""
+        self.cancel()
+        self._handle = self._loop.call_later(seconds, self._guard, action, *args)
+
+    def cancel(self) -> None:
+        """Drop the pending call, if there is one."""
+        if self._handle is not None:
+            self._handle.cancel()
+
+
+class Backoff:
+    """Pauses between starts: `first_seconds`, four times as long after each failure, at most `max_seconds`.
+
+    The pauses of five failed starts, the default budget, add up to 18 s: longer than a short lack of processes or
+    memory, or the remount of a volume.
+    """
+
+    _FACTOR, _MAX_EXPONENT = 4.0, 32  # an exponent without a bound would overflow a float
+
+    def __init__(self, first_seconds: float, max_seconds: float) -> None:
+        self._first_seconds, self._max_seconds = first_seconds, max_seconds
+        self._num_failures = 0
+
+    def reset(self) -> None:
+        """Return to the first pause: the last start was a success."""
+        self._num_failures = 0
+
+    def next_seconds(self) -> float:
+        """Return the pause after one more failure."""
+        exponent = min(self._num_failures, self._MAX_EXPONENT)
+        self._num_failures += 1
+        return min(self._max_seconds, self._first_seconds * self._FACTOR**exponent)
+
+
 class StandbyKeeper:
     """Keeps one standby ready after the first `keep`. On the event loop.
 
@@ -121,7 +162,7 @@ class StandbyKeeper:
         self._loop = asyncio.get_running_loop()
         self._standby: WorkerProcess | None = None
         self._backoff = Backoff(_STANDBY_MIN_BACKOFF_SECONDS, _STANDBY_MAX_BACKOFF_SECONDS)
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = LoopTimer(guard)
         self._draining = False
 
     @property
@@ -138,7 +179,7 @@ class StandbyKeeper:
         """Start a standby in a moment, after the streams of the joined worker have recovered."""
         if self._standby is None and not self._draining:
             self._backoff.reset()
-            self._set_timer(_STANDBY_DELAY_SECONDS, self._start)
+            self._timer.set(_STANDBY_DELAY_SECONDS, self._start)
 
     def take(self) -> WorkerProcess | None:
         """Return the standby if it is ready, not promoted yet and no longer watched here.
@@ -148,7 +189,7 @@ class StandbyKeeper:
         """
         standby = self._standby
         if standby is None:
-            self._set_timer(None)
+            self._timer.cancel()
         elif standby.is_ready:
             self._standby = None
             self._discard(standby)
@@ -159,18 +200,17 @@ class StandbyKeeper:
         """Start no further standby. The current one stays and can be taken."""
         self._draining = True
         if self._standby is None:
-            self._set_timer(None)
+            self._timer.cancel()
 
     async def stop(self, seconds: float) -> None:
         """Kill the standby and start no further one."""
         self._draining = True
-        self._set_timer(None)
+        self._timer.cancel()
         if (standby := self._standby) is not None:
             standby.send(signal.SIGKILL)
             await standby.ended_within(seconds)
 
     def _start(self) -> None:
-        self._timer = None
         try:
             line = StandbyLine()
             try:
@@ -181,11 +221,11 @@ class StandbyKeeper:
             line.started()
         except OSError as error:
             log.warning("standby_start_failed", problem=error.strerror or str(error))
-            self._set_timer(self._backoff.next_seconds(), self._start)
+            self._timer.set(self._backoff.next_seconds(), self._start)
             return
         self._loop.add_reader(standby.pidfd, self._guard, self._on_exit, standby)
         self._loop.add_reader(line.fileno, self._guard, self._on_message, standby)
-        self._set_timer(self._ready_timeout_seconds, standby.send, signal.SIGKILL)
+        self._timer.set(self._ready_timeout_seconds, standby.send, signal.SIGKILL)
         log.info("standby_started", pid=standby.pid)
 
     def _on_message(self, standby: WorkerProcess) -> None:
@@ -193,7 +233,7 @@ class StandbyKeeper:
         self._loop.remove_reader(standby.line.fileno)
         if standby.line.receive() == READY:
             standby.is_ready = True
-            self._set_timer(None)
+            self._timer.cancel()
             seconds = round(time.monotonic() - standby.started_at, 3)
             log.info("standby_ready", pid=standby.pid, seconds=seconds)
 
@@ -201,20 +241,13 @@ class StandbyKeeper:
         self._discard(standby)
         code = standby.reap()
         self._standby = None
-        self._set_timer(None)
+        self._timer.cancel()
         if self._draining:
             return
         log.warning("standby_exited", pid=standby.pid, exit_code=code)
-        self._set_timer(self._backoff.next_seconds(), self._start)
+        self._timer.set(self._backoff.next_seconds(), self._start)
 
     def _discard(self, standby: WorkerProcess) -> None:
         self._loop.remove_reader(standby.pidfd)
         if standby.line is not None:
             self._loop.remove_reader(standby.line.fileno)
-
-    def _set_timer(self, seconds: float | None, action: Callable[..., None] | None = None, *args: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        if seconds is not None and action is not None:
-            self._timer = self._loop.call_later(seconds, self._guard, action, *args)

@@ -19,8 +19,7 @@ import structlog
 
 from lineclear.errors import WorkerRestartFailed
 from lineclear.exit_codes import ExitCode
-from lineclear.scheduler.engine.crash_budget import Backoff, CrashBudget
-from lineclear.scheduler.engine.worker_process import StandbyKeeper, WorkerProcess
+from lineclear.scheduler.engine.worker_process import Backoff, LoopTimer, StandbyKeeper, WorkerProcess
 
 log = structlog.get_logger()
 
@@ -49,7 +48,7 @@ class SupervisorLimits:
     """Limits of restarts and waits, for each worker."""
 
     max_worker_crashes: int = 5
-    """Crashes without progress within `crash_window_seconds` (see `crash_budget`); one more gives the worker up. Failed
+    """Crashes without progress within `crash_window_seconds` (see `CrashBudget`); one more gives the worker up. Failed
     starts count."""
     crash_window_seconds: float = 600.0
     min_backoff_seconds: float = 0.1
@@ -63,6 +62,35 @@ class SupervisorLimits:
     reap_timeout_seconds: float = 10.0
     """From SIGKILL to the exit. After that, a process in state D is stuck in the kernel and still holds its device. In
     another state it gets twelve times as long."""
+
+
+class CrashBudget:
+    """Allows `max_crashes` crashes without progress within `window_seconds`. Reads no clock.
+
+    As Kubernetes' CrashLoopBackOff, with progress instead of time: a server survives any number of crashes while its
+    streams progress. Progress is a confirmed token, because later crashes cannot undo it, or some seconds joined
+    without work. A prompt computed in part is no progress: the next worker computes it again.
+    """
+
+    def __init__(self, max_crashes: int, window_seconds: float) -> None:
+        self._max_crashes = max_crashes
+        self._window_seconds = window_seconds
+        self._crashes: deque[float] = deque()
+
+    def __len__(self) -> int:
+        """Return the crashes without progress so far."""
+        return len(self._crashes)
+
+    def progressed(self) -> None:
+        """Forget the crashes so far, also if the report arrives after the crash of its worker."""
+        self._crashes.clear()
+
+    def crashed(self, now: float) -> bool:
+        """Count a crash, of a joined worker or not; return True when the budget is spent."""
+        self._crashes.append(now)
+        while self._crashes[0] < now - self._window_seconds:
+            self._crashes.popleft()
+        return len(self._crashes) > self._max_crashes
 
 
 class WorkerSlot:
@@ -99,10 +127,11 @@ class WorkerSlot:
         self._worker: WorkerProcess | None = None
         self._backoff = Backoff(limits.min_backoff_seconds, limits.max_backoff_seconds)
         self._has_joined = False  # any worker of this slot, ever
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = LoopTimer(guard)  # the only one: a slot waits for one thing at a time
         self._settled = asyncio.Event()  # the worker has joined, waits to join, or is given up
         self._stopping = False
-        self._draining = False
+        self.is_draining = False
+        """Do not replace a worker that exits with code 0: it was stopped too, and no request needs another one."""
         self._restarting = False  # its process has been sent SIGTERM, and another one follows
 
     @property
@@ -114,14 +143,10 @@ class WorkerSlot:
         """Whether the process is or was a worker of this slot. Any thread."""
         return pid in tuple(self._recent_pids)
 
-    def drain(self) -> None:
-        """Do not replace a worker that exits with code 0: it was stopped too, and no request needs another one."""
-        self._draining = True
-
     async def stop(self, *, kill: bool) -> bool:
         """Stop the worker and start no other one. Return False if it cannot be killed."""
         self._stopping = True
-        self._set_timer(None)
+        self._timer.cancel()
         worker = self._worker
         if worker is None:
             self._settled.set()
@@ -147,7 +172,7 @@ class WorkerSlot:
         A worker that is not running is waited for, and one that is given up is started again with a new crash budget,
         unless its process is stuck. Raises WorkerRestartFailed if it is given up again or the server stops.
         """
-        if self._draining or self._stopping:
+        if self.is_draining or self._stopping:
             raise WorkerRestartFailed(f"worker {self.number} was not restarted: {self._reason()}")
         worker = self._worker
         if self.given_up is not None and self.given_up is not GiveUpReason.STUCK:
@@ -163,7 +188,7 @@ class WorkerSlot:
             log.info("worker_restarting", pid=worker.pid)
             worker.send(signal.SIGTERM)
             seconds = self._limits.drain_timeout_seconds + self._limits.stop_timeout_seconds
-            self._set_timer(seconds, self.kill, worker.pid, f"it did not stop within {seconds:g} s")
+            self._timer.set(seconds, self.kill, worker.pid, f"it did not stop within {seconds:g} s")
         await self._settled.wait()
         if self.given_up is not None or self.pid is None:
             raise WorkerRestartFailed(f"worker {self.number} was not restarted: {self._reason()}")
@@ -180,7 +205,6 @@ class WorkerSlot:
 
     def spawn(self) -> None:
         """Start a worker."""
-        self._timer = None
         if self._standby is not None and (standby := self._standby.take()) is not None:
             self._promote(standby)
             return
@@ -200,7 +224,7 @@ class WorkerSlot:
 
     def _limit_start(self, worker: WorkerProcess) -> None:
         seconds = self._limits.start_timeout_seconds
-        self._set_timer(seconds, self.kill, worker.pid, f"it did not join within {seconds:g} s")
+        self._timer.set(seconds, self.kill, worker.pid, f"it did not join within {seconds:g} s")
 
     def _watch(self, worker: WorkerProcess) -> None:
         self.num_starts += 1
@@ -214,7 +238,7 @@ class WorkerSlot:
         self._watch(standby)
         self._loop.add_reader(standby.line.fileno, self._guard, self._on_acknowledged, standby)
         standby.line.promote(self._flags)
-        self._set_timer(_PROMOTION_SECONDS, self.kill, standby.pid, "the standby did not answer")
+        self._timer.set(_PROMOTION_SECONDS, self.kill, standby.pid, "the standby did not answer")
         log.info("worker_started", pid=standby.pid, start=self.num_starts, worker=self.number, standby=True)
 
     def _on_acknowledged(self, standby: WorkerProcess) -> None:
@@ -242,12 +266,12 @@ class WorkerSlot:
         code = worker.reap()
         self._worker = None
         self._settled.clear()
-        self._set_timer(None)
+        self._timer.cancel()
         pid = worker.pid
         seconds = round(time.monotonic() - worker.started_at, 3)
         was_restarting, self._restarting = self._restarting, False
         self._on_process_exit(pid, code)
-        if self._stopping or self.given_up is not None or (self._draining and code == 0):
+        if self._stopping or self.given_up is not None or (self.is_draining and code == 0):
             log.info("worker_exited", pid=pid, exit_code=code, seconds=seconds)
             self._settled.set()
         elif was_restarting:
@@ -278,34 +302,28 @@ class WorkerSlot:
         else:
             pause = self._backoff.next_seconds()
             has_standby = self._standby is not None and self._standby.is_ready
-            self._set_timer(0.0 if has_standby else pause, self.spawn)
+            self._timer.set(0.0 if has_standby else pause, self.spawn)
 
     def give_up(self, kind: GiveUpReason, reason: str) -> None:
         """Start no further worker. No effect after the first call."""
         if self.given_up is not None:
             return
         self.given_up = kind
-        self._set_timer(None)
+        self._timer.cancel()
         self._settled.set()
         self._on_give_up(kind, reason)
 
     # --- reports of the engine, and the timer -------------------------------------------------------------------------
 
-    def on_joined(self) -> None:
-        """The current worker has joined."""
+    def on_settled(self, *, has_joined: bool) -> None:
+        """The current worker has joined, or waits until it may join, however long that takes."""
         assert self._worker is not None
-        self._has_joined = True
-        self._backoff.reset()
-        self._close_line(self._worker)  # its acknowledgement may not be read yet, and would set the timer again
-        self._on_settled()
-
-    def on_waiting(self) -> None:
-        """The current worker waits until it may join, however long that takes."""
-        self._on_settled()
-
-    def _on_settled(self) -> None:
+        if has_joined:
+            self._has_joined = True
+            self._backoff.reset()
+            self._close_line(self._worker)  # its acknowledgement may not be read yet, and would set the timer again
         if not self._restarting:  # else the timer is that of its end
-            self._set_timer(None)
+            self._timer.cancel()
             self._settled.set()
 
     def kill(self, pid: int, reason: str) -> None:
@@ -316,23 +334,15 @@ class WorkerSlot:
         log.warning("worker_killed", pid=pid, reason=reason)
         worker.send(signal.SIGKILL)
         # No second worker while this one may still hold the device.
-        self._set_timer(self._limits.reap_timeout_seconds, self._on_not_reaped, worker, 1)
+        self._timer.set(self._limits.reap_timeout_seconds, self._on_not_reaped, worker, 1)
 
     def _on_not_reaped(self, worker: WorkerProcess, num_waits: int) -> None:
         """Give up a killed worker that the kernel holds. On a busy machine it may only need more time to exit."""
         state, seconds = worker.kernel_state, self._limits.reap_timeout_seconds
         if state != "D" and num_waits < _MAX_REAP_WAITS:
-            self._set_timer(seconds, self._on_not_reaped, worker, num_waits + 1)
+            self._timer.set(seconds, self._on_not_reaped, worker, num_waits + 1)
             return
         self.give_up(
             GiveUpReason.STUCK,
             f"process {worker.pid} cannot be killed: {num_waits * seconds:g} s after SIGKILL it is in state {state}",
         )
-
-    def _set_timer(self, seconds: float | None, action: Callable[..., None] | None = None, *args: object) -> None:
-        """Replace the only timer: a slot waits for one thing at a time."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        if seconds is not None and action is not None:
-            self._timer = self._loop.call_later(seconds, self._guard, action, *args)

@@ -10,6 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import structlog
 
@@ -67,23 +68,13 @@ class WorkerSupervisor:
         """Process id of each worker; None while it is not running."""
         return [slot.pid for slot in self._slots]
 
-    @property
-    def num_wanted(self) -> int:
-        """Number of workers, those that are given up included. Any thread."""
-        return len(self._slots)
-
     def wanted(self) -> tuple[WantedWorker, ...]:
-        """Return the workers, those that are given up included."""
+        """Return the workers, those that are given up included. Empty if another program starts them. Any thread."""
         return tuple(WantedWorker(slot.number, slot.pid, slot.given_up is not None) for slot in self._slots)
 
     def number_of(self, hello: Hello) -> int | None:
         """Return the number of a worker; None if another program has started it. Any thread."""
         return next((slot.number for slot in self._slots if slot.has_run(hello.pid)), None)
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the first worker."""
-        return self._slots[0].pid if self._slots else None
 
     @property
     def num_starts(self) -> int:
@@ -101,9 +92,21 @@ class WorkerSupervisor:
         self._loop = asyncio.get_running_loop()
         self._death_pipe = ParentDeathPipe()
         if self._wants_standby:
-            self._standby = StandbyKeeper(self._start_standby, self._guard, self._limits.start_timeout_seconds)
+            spawn = partial(self._spawn, ())
+            self._standby = StandbyKeeper(spawn, self._guard, self._limits.start_timeout_seconds)
         for number, flags in enumerate(self._flags):
-            self._slots.append(self._slot(number, flags))
+            self._slots.append(
+                WorkerSlot(
+                    number,
+                    flags,
+                    self._spawn,
+                    self._limits,
+                    self._standby,
+                    self._guard,
+                    lambda pid, code: self.on_exit(pid, code),
+                    self._on_slot_given_up,
+                )
+            )
         for slot in self._slots:
             slot.spawn()
 
@@ -113,7 +116,7 @@ class WorkerSupervisor:
         No further standby starts. A standby that is ready is still promoted when a worker crashes.
         """
         for slot in self._slots:
-            slot.drain()
+            slot.is_draining = True
         if self._standby is not None:
             self._standby.drain()
 
@@ -160,11 +163,11 @@ class WorkerSupervisor:
 
     def worker_joined(self, hello: Hello) -> None:
         """A worker has joined. Any thread."""
-        self._call(self._on_joined, hello.pid)
+        self._call(self._on_settled, hello.pid, True)
 
     def worker_waits(self, hello: Hello) -> None:
         """A worker waits until it may join. Any thread."""
-        self._call(self._on_waiting, hello.pid)
+        self._call(self._on_settled, hello.pid, False)
 
     def worker_broken(self, hello: Hello, reason: str) -> bool:
         """Kill a lost worker if this supervisor has started it; return whether it has. Any thread."""
@@ -175,7 +178,7 @@ class WorkerSupervisor:
         return True
 
     def worker_progressed(self, hello: Hello) -> None:
-        """A worker has made progress (see `crash_budget`). Any thread."""
+        """A worker has made progress (see `CrashBudget`). Any thread."""
         for slot in self._slots:
             if slot.has_run(hello.pid):  # also if the report arrives after the crash
                 self._call(slot.budget.progressed)
@@ -196,40 +199,20 @@ class WorkerSupervisor:
         except Exception as error:
             self._end(GiveUpReason.BUG, f"the supervisor failed: {type(error).__name__}: {error}")
 
-    def _on_joined(self, pid: int) -> None:
+    def _on_settled(self, pid: int, has_joined: bool) -> None:
         if (slot := self._slot_of(pid)) is not None:
-            slot.on_joined()
-            if self._standby is not None:
+            slot.on_settled(has_joined=has_joined)
+            if has_joined and self._standby is not None:
                 self._standby.keep()
 
-    def _on_waiting(self, pid: int) -> None:
-        if (slot := self._slot_of(pid)) is not None:
-            slot.on_waiting()
-
     # --- helpers --------------------------------------------------------------------------------------------------
-
-    def _slot(self, number: int, flags: Sequence[str]) -> WorkerSlot:
-        return WorkerSlot(
-            number,
-            flags,
-            self._start_process,
-            self._limits,
-            self._standby,
-            self._guard,
-            lambda pid, code: self.on_exit(pid, code),
-            self._on_slot_given_up,
-        )
 
     def _slot_of(self, pid: int) -> WorkerSlot | None:
         return next((slot for slot in self._slots if slot.pid == pid), None)
 
-    def _start_process(self, flags: Sequence[str]) -> WorkerProcess:
+    def _spawn(self, flags: Sequence[str], line: StandbyLine | None = None) -> WorkerProcess:
         assert self._death_pipe is not None
-        return WorkerProcess([*self._command, *flags], self._environment, self._death_pipe)
-
-    def _start_standby(self, line: StandbyLine) -> WorkerProcess:
-        assert self._death_pipe is not None
-        return WorkerProcess(self._command, self._environment, self._death_pipe, line)
+        return WorkerProcess([*self._command, *flags], self._environment, self._death_pipe, line)
 
     def _on_slot_given_up(self, kind: GiveUpReason, reason: str) -> None:
         num_left = sum(slot.given_up is None for slot in self._slots)
