@@ -11,7 +11,7 @@ import gc
 import secrets
 import signal
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,19 @@ _METRICS_SECONDS = 2.0  # for the event loop to compute the metrics
 _STATUS_SECONDS = 2.0  # for the last statuses to reach the clients
 
 
+@dataclass(frozen=True, slots=True)
+class _App:
+    """The parts that serve together."""
+
+    settings: SchedulerSettings
+    shutdown: ShutdownController
+    supervisor: WorkerSupervisor
+    engine: Engine
+    manager: RequestManager
+    server: Server
+    steps: StepFeed
+
+
 async def serve(
     settings: SchedulerSettings,
     model: Path,
@@ -71,37 +84,11 @@ async def serve(
     The engine and its callbacks must outlive the worker, so `stack` closes them later. Raises ConfigurationError.
     """
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
-    files = read_text_files(model)
-    core, recordings = _core(settings)
-    stack.callback(recordings.close)
-    history = StepHistory(settings.step_history)
-    engine = Engine(
-        core,
-        link,
-        supervisor,
-        EngineCallbacks(
-            lambda events: manager.publish(events),
-            on_rejected=_on_rejected(files.fingerprint, shutdown),
-            on_adapter_failed=lambda key, problem: manager.adapter_failed(key, problem),
-            on_anomaly=recordings.dump,
-            on_fatal=shutdown.on_fatal,
-        ),
-        _engine_limits(settings, files.fingerprint),
-        history,
-    )
-    supervisor.on_exit = engine.worker_exited
-    services = RequestServices(settings, engine, files.tokenizer, files.chat, files.generation_config, model)
-    manager = RequestManager(services, supervisor.wanted)
-    stack.callback(manager.close)
-    steps = StepFeed(history, engine.call_on_engine_thread, engine.take_state, settings.max_step_watchers)
-    operations = AdminOperations(shutdown, engine, recordings, supervisor, steps)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.start_recording, "SIGUSR2")
-    server = Server(manager, operations)
-    manager.on_fatal = shutdown.on_fatal
-    services.on_worker = server.set_worker
+    app = _assemble(settings, model, shutdown, link, supervisor, stack)
+    engine, manager, server, steps = app.engine, app.manager, app.server, app.steps
     engine.start()
     stack.callback(_stop, engine, shutdown)
-    await _load_adapters(services.adapters)
+    await _load_adapters(manager.services.adapters)
     watchdog = Watchdog(
         engine.busy_seconds,
         server.set_live,
@@ -112,9 +99,42 @@ async def serve(
     stack.callback(watchdog.stop)
     async with _metrics_server(manager, server.certificates), _status_server(settings, steps, server.certificates):
         try:
-            await _run(manager, shutdown, server, supervisor, steps)
+            await _run(app)
         finally:
             engine.release_worker()
+
+
+def _assemble(
+    settings: SchedulerSettings,
+    model: Path,
+    shutdown: ShutdownController,
+    link: WorkerLink,
+    supervisor: WorkerSupervisor,
+    stack: contextlib.ExitStack,
+) -> _App:
+    files = read_text_files(model)
+    core, recordings = _core(settings)
+    stack.callback(recordings.close)
+    history = StepHistory(settings.step_history)
+    callbacks = EngineCallbacks(
+        lambda events: manager.publish(events),
+        on_rejected=_on_rejected(files.fingerprint, shutdown),
+        on_adapter_failed=lambda key, problem: manager.adapter_failed(key, problem),
+        on_anomaly=recordings.dump,
+        on_fatal=shutdown.on_fatal,
+    )
+    engine = Engine(core, link, supervisor, callbacks, _engine_limits(settings, files.fingerprint), history)
+    supervisor.on_exit = engine.worker_exited
+    services = RequestServices(settings, engine, files.tokenizer, files.chat, files.generation_config, model)
+    manager = RequestManager(services, supervisor.wanted)
+    stack.callback(manager.close)
+    steps = StepFeed(history, engine.call_on_engine_thread, engine.take_state, settings.max_step_watchers)
+    operations = AdminOperations(shutdown, engine, recordings, supervisor, steps)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.start_recording, "SIGUSR2")
+    server = Server(manager, operations)
+    manager.on_fatal = shutdown.on_fatal
+    services.on_worker = server.set_worker
+    return _App(settings, shutdown, supervisor, engine, manager, server, steps)
 
 
 async def _load_adapters(adapters: Adapters) -> None:
@@ -200,17 +220,11 @@ async def _status_server(
         server.close()
 
 
-async def _run(
-    manager: RequestManager,
-    shutdown: ShutdownController,
-    server: Server,
-    supervisor: WorkerSupervisor,
-    steps: StepFeed,
-) -> None:
+async def _run(app: _App) -> None:
     """Serve until the shutdown starts, then drain, or stop at once if it is forced."""
+    settings, shutdown, manager, server = app.settings, app.shutdown, app.manager, app.server
     await server.start()
     await manager.services.tokenizers.prepare()
-    settings = manager.services.settings
     if settings.batching_strategy == "fixed_size":
         log.warning(
             "fixed_size_waits",
@@ -228,22 +242,23 @@ async def _run(
     gc.collect()
     gc.freeze()
     await shutdown.started.wait()
-    supervisor.drain()
-    if not await shutdown.run_unless_forced(_shut_down(manager, shutdown, server, steps)):
+    app.supervisor.drain()
+    if not await shutdown.run_unless_forced(_shut_down(app)):
         manager.fail_all(shutdown_interrupted)
         await server.stop(0)
 
 
-async def _shut_down(manager: RequestManager, shutdown: ShutdownController, server: Server, steps: StepFeed) -> None:
+async def _shut_down(app: _App) -> None:
     """End readiness, refuse new requests, finish running ones within the drain timeout, close the listeners last.
 
     Until then, new calls get the reason of the refusal.
     """
-    exit_code, settings = shutdown.exit_code, manager.services.settings
+    shutdown, manager, server = app.shutdown, app.manager, app.server
+    exit_code = shutdown.exit_code
     server.set_draining()
-    linger = asyncio.ensure_future(asyncio.sleep(settings.drain_linger_seconds))
+    linger = asyncio.ensure_future(asyncio.sleep(app.settings.drain_linger_seconds))
     if exit_code == ExitCode.OK:
-        await manager.drain(settings.drain_timeout_seconds)
+        await manager.drain(app.settings.drain_timeout_seconds)
     else:
         error = _engine_failed(shutdown.failure) if exit_code == ExitCode.INTERNAL else _no_worker
         manager.refuse(error)
@@ -252,7 +267,7 @@ async def _shut_down(manager: RequestManager, shutdown: ShutdownController, serv
         async with asyncio.timeout(_STATUS_SECONDS):
             await manager.services.streams.wait_until_idle()
     await linger
-    steps.close()  # only now: operators watch how a server drains
+    app.steps.close()  # only now: operators watch how a server drains
     await server.stop(_STATUS_SECONDS)
 
 

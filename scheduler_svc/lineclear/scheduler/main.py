@@ -89,12 +89,7 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
     if settings.exit_on_stdin_close:
         shutdown.watch_standard_input()
     model = _model(settings)
-    for setting in ("listen", "admin_listen", "health_listen", "metrics_listen", "status_listen"):
-        if address := getattr(settings, setting):
-            try:
-                check_bindable(address)
-            except ConfigurationError as error:
-                raise ConfigurationError(f"{flag_of(setting)}: {error}") from None
+    _check_addresses(settings)
     _check_files(settings)
     with _socket_directory(settings) as directory, contextlib.ExitStack() as stack:
         link = WorkerLink(directory, max_plans_in_flight=settings.pipeline_depth)
@@ -139,6 +134,15 @@ def _model(settings: SchedulerSettings) -> Path:
     directory = model_directory.locate(settings.model)
     model_directory.check(settings.model, directory, is_loaded_here=False)
     return directory
+
+
+def _check_addresses(settings: SchedulerSettings) -> None:
+    for setting in ("listen", "admin_listen", "health_listen", "metrics_listen", "status_listen"):
+        if address := getattr(settings, setting):
+            try:
+                check_bindable(address)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{flag_of(setting)}: {error}") from None
 
 
 def _check_files(settings: SchedulerSettings) -> None:
