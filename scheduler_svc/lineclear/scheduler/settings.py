@@ -6,6 +6,7 @@ The number of blocks and the context length are no settings: the worker reports 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import ClassVar
 
 from pydantic import model_validator
@@ -103,92 +104,10 @@ class SchedulerSettings(SchedulerFields):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> SchedulerSettings:
-        for contradictions in (self._of_requests(), self._of_workers(), self._of_security()):
-            for is_wrong, sentence in contradictions:
-                if is_wrong:
-                    raise ValueError(sentence)
+        for is_wrong, sentence in chain(_of_requests(self), _of_workers(self), _of_security(self)):
+            if is_wrong:
+                raise ValueError(sentence)
         return self
-
-    def _of_requests(self) -> Iterable[tuple[object, str]]:
-        """Return whether settings contradict each other, and the sentence for it."""
-        yield not self.listen, "--listen is empty; give host:port or unix:/path"
-        yield self.demo and self.model, "--demo and --model exclude each other; omit one of them"
-        yield (
-            "max_prompt_bytes" in self.model_fields_set and self.max_prompt_bytes > self.max_request_bytes,
-            f"--max-prompt-bytes is {self.max_prompt_bytes}, but a request has at most {self.max_request_bytes} bytes"
-            " (--max-message-bytes); raise --max-message-bytes, or leave it out",
-        )
-        yield (
-            self.min_batch_size > self.max_batch_size,
-            f"--min-batch-size ({self.min_batch_size}) is larger than --max-batch-size ({self.max_batch_size})",
-        )
-        drafts = self.speculative_method == "draft_model"
-        yield self.draft_model and not drafts, "--draft-model needs --speculative-method draft_model"
-        yield (
-            drafts and self.spawn_worker and not self.draft_model,
-            "--speculative-method draft_model needs --draft-model DIR, or use prompt_lookup",
-        )
-
-    def _of_workers(self) -> Iterable[tuple[object, str]]:
-        devices, is_external = split_devices(self.worker_devices), not self.spawn_worker
-        yield (
-            self.standby_worker and is_external,
-            "--standby-worker needs --spawn-worker; where another program starts workers, start two of them",
-        )
-        yield (
-            devices and "num_workers" in self.model_fields_set and len(devices) != self.num_workers,
-            f"--worker-devices names {len(devices)} devices and --num-workers is {self.num_workers}; give one device"
-            " for each worker, or leave --num-workers out",
-        )
-        yield (
-            self.worker_count > 1 and is_external,
-            "--num-workers needs --spawn-worker; where another program starts workers, start as many as you need",
-        )
-        yield (
-            devices and is_external,
-            "--worker-devices needs --spawn-worker; other workers take --device themselves",
-        )
-        yield (
-            self.worker_count > self.max_workers,
-            f"--num-workers ({self.worker_count}) is larger than --max-workers ({self.max_workers}); raise that",
-        )
-
-    def _of_security(self) -> Iterable[tuple[object, str]]:
-        tls, key, tokens = self.tls_cert_file, self.tls_key_file, self.admin_token_file
-        given, lacking = ("--tls-cert-file", "--tls-key-file") if tls else ("--tls-key-file", "--tls-cert-file")
-        yield bool(tls) != bool(key), f"{given} is set without {lacking}; give both"
-        yield self.tls_client_ca_file and not tls, "--tls-client-ca-file needs --tls-cert-file and --tls-key-file"
-        yield (
-            tls and not any(map(is_tcp, (self.listen, self.admin_listen, self.status_listen))),
-            "--tls-cert-file is set, but none of --listen, --admin-listen and --status-listen is host:port; a unix"
-            " socket is not encrypted",
-        )
-        yield (
-            tokens and not (self.admin_listen or self.status_listen),
-            "--admin-token-file is set without --admin-listen or --status-listen; give an address for operators",
-        )
-        yield (
-            self.channelz and not self.admin_listen,
-            "--channelz is set without --admin-listen; give an address for operators",
-        )
-        is_open = "can be reached from other machines"
-        yield (
-            not is_local(self.listen) and not self.insecure_allow_remote and self.lacks(),
-            f"--listen {self.listen} {is_open} and there is {self.lacks()}; use 127.0.0.1 or unix:, or set"
-            " --insecure-allow-remote",
-        )
-        yield (
-            self.admin_listen and not is_local(self.admin_listen) and not (tls and tokens),
-            f"--admin-listen {self.admin_listen} {is_open}; use 127.0.0.1 or unix:, or set --tls-cert-file and"
-            " --admin-token-file",
-        )
-        yield (
-            self.status_listen
-            and not is_local(self.status_listen)
-            and not (tokens and (tls or self.insecure_allow_remote)),
-            f"--status-listen {self.status_listen} {is_open}; use 127.0.0.1 and a tunnel, or set --admin-token-file and"
-            " --tls-cert-file (behind a proxy with TLS, --insecure-allow-remote)",
-        )
 
     def lacks(self) -> str:
         """Return what `listen` lacks to be safe on a network; empty if nothing."""
@@ -197,6 +116,90 @@ class SchedulerSettings(SchedulerFields):
         if not self.token_file and not self.tls_client_ca_file:
             return "no authentication (--token-file, --tls-client-ca-file)"
         return ""
+
+
+def _of_requests(settings: SchedulerSettings) -> Iterable[tuple[object, str]]:
+    """Yield whether settings contradict each other, and the sentence for it."""
+    yield not settings.listen, "--listen is empty; give host:port or unix:/path"
+    yield settings.demo and settings.model, "--demo and --model exclude each other; omit one of them"
+    yield (
+        "max_prompt_bytes" in settings.model_fields_set and settings.max_prompt_bytes > settings.max_request_bytes,
+        f"--max-prompt-bytes is {settings.max_prompt_bytes}, but a request has at most {settings.max_request_bytes}"
+        " bytes (--max-message-bytes); raise --max-message-bytes, or leave it out",
+    )
+    yield (
+        settings.min_batch_size > settings.max_batch_size,
+        f"--min-batch-size ({settings.min_batch_size}) is larger than --max-batch-size ({settings.max_batch_size})",
+    )
+    drafts = settings.speculative_method == "draft_model"
+    yield settings.draft_model and not drafts, "--draft-model needs --speculative-method draft_model"
+    yield (
+        drafts and settings.spawn_worker and not settings.draft_model,
+        "--speculative-method draft_model needs --draft-model DIR, or use prompt_lookup",
+    )
+
+
+def _of_workers(settings: SchedulerSettings) -> Iterable[tuple[object, str]]:
+    devices, is_external = split_devices(settings.worker_devices), not settings.spawn_worker
+    yield (
+        settings.standby_worker and is_external,
+        "--standby-worker needs --spawn-worker; where another program starts workers, start two of them",
+    )
+    yield (
+        devices and "num_workers" in settings.model_fields_set and len(devices) != settings.num_workers,
+        f"--worker-devices names {len(devices)} devices and --num-workers is {settings.num_workers}; give one device"
+        " for each worker, or leave --num-workers out",
+    )
+    yield (
+        settings.worker_count > 1 and is_external,
+        "--num-workers needs --spawn-worker; where another program starts workers, start as many as you need",
+    )
+    yield (
+        devices and is_external,
+        "--worker-devices needs --spawn-worker; other workers take --device themselves",
+    )
+    yield (
+        settings.worker_count > settings.max_workers,
+        f"--num-workers ({settings.worker_count}) is larger than --max-workers ({settings.max_workers}); raise that",
+    )
+
+
+def _of_security(settings: SchedulerSettings) -> Iterable[tuple[object, str]]:
+    tls, key, tokens = settings.tls_cert_file, settings.tls_key_file, settings.admin_token_file
+    given, lacking = ("--tls-cert-file", "--tls-key-file") if tls else ("--tls-key-file", "--tls-cert-file")
+    yield bool(tls) != bool(key), f"{given} is set without {lacking}; give both"
+    yield settings.tls_client_ca_file and not tls, "--tls-client-ca-file needs --tls-cert-file and --tls-key-file"
+    yield (
+        tls and not any(map(is_tcp, (settings.listen, settings.admin_listen, settings.status_listen))),
+        "--tls-cert-file is set, but none of --listen, --admin-listen and --status-listen is host:port; a unix"
+        " socket is not encrypted",
+    )
+    yield (
+        tokens and not (settings.admin_listen or settings.status_listen),
+        "--admin-token-file is set without --admin-listen or --status-listen; give an address for operators",
+    )
+    yield (
+        settings.channelz and not settings.admin_listen,
+        "--channelz is set without --admin-listen; give an address for operators",
+    )
+    is_open = "can be reached from other machines"
+    yield (
+        not is_local(settings.listen) and not settings.insecure_allow_remote and settings.lacks(),
+        f"--listen {settings.listen} {is_open} and there is {settings.lacks()}; use 127.0.0.1 or unix:, or set"
+        " --insecure-allow-remote",
+    )
+    yield (
+        settings.admin_listen and not is_local(settings.admin_listen) and not (tls and tokens),
+        f"--admin-listen {settings.admin_listen} {is_open}; use 127.0.0.1 or unix:, or set --tls-cert-file and"
+        " --admin-token-file",
+    )
+    yield (
+        settings.status_listen
+        and not is_local(settings.status_listen)
+        and not (tokens and (tls or settings.insecure_allow_remote)),
+        f"--status-listen {settings.status_listen} {is_open}; use 127.0.0.1 and a tunnel, or set --admin-token-file and"
+        " --tls-cert-file (behind a proxy with TLS, --insecure-allow-remote)",
+    )
 
 
 def load(argv: Sequence[str]) -> tuple[SchedulerSettings, tuple[str, ...]]:
