@@ -123,7 +123,7 @@ def test_no_limit_is_exceeded_and_counts_return_to_zero(moves: list[tuple[str, i
         assert len(quota) == len(waiting)
     for _, _, place in waiting:
         place.release(started=True)
-    assert (len(quota), quota.num_tenants) == (0, 0)
+    assert (len(quota), quota.tenants()) == (0, ())
 
 
 def tenant(name: str) -> dict[str, Any]:
@@ -145,7 +145,7 @@ async def test_one_tenant_does_not_fill_the_queue(tmp_path: Path) -> None:
         for call in (*own, *others, again):
             call.cancel()
         await s.idle()
-        assert (len(s.service.quota), s.service.quota.num_tenants) == (0, 0)
+        assert (len(s.service.quota), s.service.quota.tenants()) == (0, ())
 
 
 async def test_core_gets_hashed_tenants(s: Serving) -> None:
@@ -179,7 +179,7 @@ async def test_session_names_a_tenant_per_request(tmp_path: Path) -> None:
         assert s.engine.submitted[4].tenant == share_of("x" * 64)
         caller.call.cancel()
         await s.idle()
-        assert s.service.quota.num_tenants == 0
+        assert s.service.quota.tenants() == ()
 
 
 async def test_proven_tenant_is_not_renamed_in_a_session(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import pytest
 from lineclear.errors import InvalidRequest
 from lineclear.scheduler.requests.validate import request as validation
 from lineclear.scheduler.requests.validate.request import ModelBounds
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
-BOUNDS = ModelBounds(512, 512, 10_000, 64, max_outputs=8, eos_ids=frozenset({1}))
+BOUNDS = ModelBounds(512, 512, SchedulerSettings(max_outputs=8), eos_ids=frozenset({1}))
 USED = {"n", "num_beams", "length_penalty", "early_stopping", "min_tokens", "max_tokens", "ignore_eos", "seed"}
 VALUES: dict[str, Any] = {
     "best_of": 1,

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from lineclear.errors import InvalidRequest
 from lineclear.scheduler.requests.validate.request import ModelBounds, check
 from lineclear.scheduler.requests.validate.sampling import with_bad_words
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
 VOCABULARY = 4
 EOS = 1
-BOUNDS = ModelBounds(64, VOCABULARY, 4096, 16, eos_ids=frozenset({EOS}), max_outputs=4)
+BOUNDS = ModelBounds(64, VOCABULARY, SchedulerSettings(max_outputs=4), eos_ids=frozenset({EOS}))
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), unique=True)
 NAMES = ("allowed_token_ids", "banned_token_ids", "begin_banned_token_ids")
 

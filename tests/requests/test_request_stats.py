@@ -78,19 +78,19 @@ def test_the_window_is_that_of_the_last_requests() -> None:
 
 def test_the_rate_is_of_the_last_ten_seconds() -> None:
     stats = ServerStats(100.0)
-    assert stats.tokens_per_second(100.0) == 0.0
-    stats.add_tokens(50, 100.1)
-    assert stats.tokens_per_second(100.2) == 50.0  # the first second counts as a full one
-    assert stats.tokens_per_second(105.0) == 10.0
-    stats.add_tokens(50, 109.5)
-    assert stats.tokens_per_second(110.0) == 10.0
-    assert stats.tokens_per_second(112.0) == 5.0
-    assert stats.tokens_per_second(200.0) == 0.0
+    assert stats.output.per_second(100.0) == 0.0
+    stats.output.add(50, 100.1)
+    assert stats.output.per_second(100.2) == 50.0  # the first second counts as a full one
+    assert stats.output.per_second(105.0) == 10.0
+    stats.output.add(50, 109.5)
+    assert stats.output.per_second(110.0) == 10.0
+    assert stats.output.per_second(112.0) == 5.0
+    assert stats.output.per_second(200.0) == 0.0
 
 
 def test_the_rate_keeps_a_bounded_history() -> None:
     stats = ServerStats(0.0)
     for n in range(100_000):
-        stats.add_tokens(1, n * 0.01)
-    assert stats.tokens_per_second(1000.0) == pytest.approx(100.0, rel=0.11)
-    assert len(stats._output) <= 12
+        stats.output.add(1, n * 0.01)
+    assert stats.output.per_second(1000.0) == pytest.approx(100.0, rel=0.11)
+    assert len(stats.output) <= 12

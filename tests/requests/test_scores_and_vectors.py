@@ -21,6 +21,7 @@ from lineclear.client import AsyncClient, Client, Generation
 from lineclear.exit_codes import ExitCode
 from lineclear.scheduler.requests.validate import request as validation
 from lineclear.scheduler.requests.validate.request import ModelBounds
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Pooling, PoolingKind, Sampling
 
@@ -245,7 +246,7 @@ def test_commands_exit_with_codes(service: ToyService, arguments: list[str], cod
 
 
 def test_number_of_prompt_logprobs_is_bounded() -> None:
-    bounds = ModelBounds(100_000, 1000, 1 << 20, 16)
+    bounds = ModelBounds(100_000, 1000, SchedulerSettings())
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), output=pb.OutputOptions(prompt_logprobs=1))
     validated = validation.check(message, bounds)
     assert validation.resolve(validated, message, [1] * 32768, "", validated.sampling, bounds)["scoring"] is not None
@@ -254,7 +255,7 @@ def test_number_of_prompt_logprobs_is_bounded() -> None:
 
 
 def test_logprob_token_ids_alone_ask_for_log_probabilities() -> None:
-    bounds = ModelBounds(100, 1000, 1 << 20, 16)
+    bounds = ModelBounds(100, 1000, SchedulerSettings())
     message = pb.GenerateRequest(text="x", output=pb.OutputOptions(logprob_token_ids=[7, 7]))
     sampling = validation.check(message, bounds).sampling
     assert (sampling.logprobs, sampling.logprob_ids) == (0, (7, 7))

@@ -18,6 +18,7 @@ from lineclear.errors import InvalidRequest
 from lineclear.scheduler.requests.validate import tools as tool_validation
 from lineclear.scheduler.requests.validate.request import ModelBounds, check, check_tokenize
 from lineclear.scheduler.requests.validate.violations import Violations
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.template_renderer import ChatMessage, ChatTemplate, Conversation
 from lineclear.scheduler.text.text_files import load_chat_template
@@ -26,7 +27,7 @@ from lineclear.scheduler.text.tool_context import ToolContext
 from lineclear.v1 import inference_pb2 as pb
 
 TOKENIZER = Tokenizer(definition(tokenizer()))
-BOUNDS = ModelBounds(context_length=4096, vocab_size=1000, max_prompt_bytes=4096, default_max_tokens=8)
+BOUNDS = ModelBounds(4096, 1000, SchedulerSettings(max_prompt_bytes=4096))
 ARGUMENTS = {"city": "Zürich <|im_end|>", "days": [1, 2.5, None], "deep": {"a": True}}
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "Weather in Zürich?"},
@@ -280,7 +281,7 @@ BAD = {
 def test_bad_tools_are_rejected_with_their_path(bad: pb.ChatMessages, path: str) -> None:
     for call in (
         lambda: check(pb.GenerateRequest(chat=bad), BOUNDS),
-        lambda: check_tokenize(pb.TokenizeRequest(chat=bad), BOUNDS.max_prompt_bytes, BOUNDS.max_chat_messages),
+        lambda: check_tokenize(pb.TokenizeRequest(chat=bad), BOUNDS.settings),
     ):
         with pytest.raises(InvalidRequest) as caught:
             call()

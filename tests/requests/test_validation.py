@@ -24,6 +24,7 @@ from lineclear.scheduler.requests.validate.request import (
 )
 from lineclear.scheduler.requests.validate.sampling import PARAMETERS, model_defaults
 from lineclear.scheduler.requests.validate.violations import Violations, checked_texts
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 from lineclear.wire.codec import decode, encode
@@ -32,8 +33,7 @@ from lineclear.wire.messages import Row, SlotInit, StepPlan
 BOUNDS = ModelBounds(
     context_length=CONTEXT,
     vocab_size=VOCABULARY,
-    max_prompt_bytes=MAX_BYTES,
-    default_max_tokens=16,
+    settings=SchedulerSettings(max_prompt_bytes=MAX_BYTES, default_max_tokens=16, max_outputs=1, max_chat_messages=4),
     eos_ids=frozenset({EOS}),
 )
 PROTOS = Path(__file__).parents[2] / "protos" / "lineclear" / "v1"
@@ -270,12 +270,12 @@ def test_tokenizer_of_another_model_is_detected() -> None:
 )
 def test_bad_tokenize_requests(bad: pb.TokenizeRequest, fields: set[str]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_tokenize(bad, MAX_BYTES, 4)
+        check_tokenize(bad, BOUNDS.settings)
     assert {v.field for v in caught.value.violations} == fields
 
 
 def test_empty_text_can_be_tokenized() -> None:
-    check_tokenize(pb.TokenizeRequest(text=""), MAX_BYTES, 4)
+    check_tokenize(pb.TokenizeRequest(text=""), BOUNDS.settings)
 
 
 def test_bad_detokenize_requests() -> None:

@@ -161,8 +161,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if request.ByteSize() > SMALL_BYTES:
             await self._services.pacer.wait()
         with self._services.pacer.measured():
-            settings = self._services.settings
-            validation.check_tokenize(request, settings.max_prompt_bytes, settings.max_chat_messages)
+            validation.check_tokenize(request, self._services.settings)
         _identify(context)
         if request.WhichOneof("input") == "chat":
             ids = await self._services.tokenizers.encode_chat(request.chat)

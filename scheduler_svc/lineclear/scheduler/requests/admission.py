@@ -98,14 +98,10 @@ class Admission:
         request.cancel()
         return True
 
-    def count_rejected(self, reason: str) -> None:
-        """Count a call or command that failed before it had a request. `RequestContext.close` counts the others."""
-        self.services.stats.add_rejected(reason)
-
     def count_error(self, reason: str) -> None:
         """Count the error of this task's call, unless it has had a request: the end of that is counted."""
         if not _has_request.get():
-            self.count_rejected(reason)
+            self.services.stats.add_rejected(reason)
 
     def adapter_use(self) -> AdapterUse:
         """Return the use of adapters by the live requests."""

@@ -214,7 +214,7 @@ def _check_parts(path: str, parts: Sequence[Any], name: str, bounds: ModelBounds
             violations.add(f"{path}[{index}].token_ids.ids", "is empty")
         else:
             check_vocabulary(f"{path}[{index}].token_ids.ids", part.token_ids.ids, bounds.vocab_size, violations)
-    validation.check_text_size(path, texts, bounds.max_prompt_bytes, violations)
+    validation.check_text_size(path, texts, bounds.settings.max_prompt_bytes, violations)
 
 
 def _too_long(part: _Part, context_length: int) -> PromptTooLong:

@@ -77,11 +77,6 @@ class QueueLimiter:
     def __len__(self) -> int:
         return self._num_requests
 
-    @property
-    def num_tenants(self) -> int:
-        """Number of tenants with waiting requests."""
-        return len(self._requests)
-
     def tenants(self) -> tuple[str, ...]:
         """Return the tenants with waiting requests."""
         return tuple(self._requests)

@@ -55,7 +55,7 @@ class RequestManager:
         try:
             count = sum(len(event.tokens) for event in events if isinstance(event, StepTokens))
             if count:
-                self.services.stats.add_tokens(count, at)
+                self.services.stats.output.add(count, at)
             self.services.streams.dispatch(events, at)
         except Exception as error:  # the loop would only log it, and streams would wait forever
             self.on_fatal(error)

@@ -150,7 +150,7 @@ class ServerStats:
     """Timings of the last requests, histograms of all, and the output rate of the last seconds."""
 
     def __init__(self, now: float) -> None:
-        self._since = now
+        self.since = now
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         self.ended: Counter[str] = Counter()
         """Admitted requests that ended, by outcome: finish reason or error reason."""
@@ -161,7 +161,8 @@ class ServerStats:
         self._window: deque[RequestTimings] = deque()
         # Sorted values of the window, by field, because GetStats is called more often than requests finish.
         self._ordered: dict[str, list[float]] = {name: [] for name in RequestTimings._fields}
-        self._output = TokenRate(now)
+        self.output = TokenRate(now)
+        """Output tokens of the workers in the last ten seconds."""
 
     def add_finished(self, timings: RequestTimings) -> None:
         """Count a complete answer."""
@@ -201,18 +202,6 @@ class ServerStats:
             "requests_expired": expired,
             "requests_failed": self.ended.total() - finished - cancelled - expired,
         }
-
-    def add_tokens(self, count: int, now: float) -> None:
-        """Count output tokens of the worker."""
-        self._output.add(count, now)
-
-    def tokens_per_second(self, now: float) -> float:
-        """Return the rate over the last ten seconds, or since the start (at least one second)."""
-        return self._output.per_second(now)
-
-    def uptime_seconds(self, now: float) -> float:
-        """Return the time since the start."""
-        return now - self._since
 
     def window(self, name: str) -> Quantiles:
         """Return quantiles of one field of RequestTimings over the last requests that finished."""

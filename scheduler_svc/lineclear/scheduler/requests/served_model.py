@@ -73,16 +73,11 @@ class ServedModel:
         return ModelBounds(
             context_length=hello.max_model_len,
             vocab_size=hello.vocab_size,
-            max_prompt_bytes=self._settings.max_prompt_bytes,
-            default_max_tokens=self._settings.default_max_tokens,
-            max_chat_messages=self._settings.max_chat_messages,
-            max_grammar_bytes=self._settings.max_grammar_bytes,
+            settings=self._settings,
             eos_ids=frozenset(hello.eos_token_ids),
             defaults=self._defaults,
             model=served_model_name(self._settings, hello),
             model_fingerprint=hello.model_fingerprint,
-            max_outputs=self._settings.max_outputs,
-            max_held_tokens=self._settings.max_held_tokens,
             vocabulary=(hello.vocab_size, hello.eos_token_ids),
         )
 

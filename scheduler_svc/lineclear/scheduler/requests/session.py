@@ -168,7 +168,7 @@ class Session:
             request.cancel(self._services.incident(error))
 
     def _reject(self, handle: int, error: LineclearError) -> None:
-        self._admission.count_rejected(error.reason)
+        self._services.stats.add_rejected(error.reason)
         self._failures.append((handle, error))
         if len(self._failures) >= _MAX_UNSENT_FAILURES:  # process no command before the client reads
             self._has_space.clear()

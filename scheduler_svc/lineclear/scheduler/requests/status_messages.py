@@ -65,7 +65,7 @@ def stats(
     workers = [*_workers(snapshot), *_absent_workers(snapshot, wanted)]
     joined = {worker.pid for worker in workers if worker.state in SERVING}
     return pb.GetStatsResponse(
-        uptime=duration(figures.uptime_seconds(now)),
+        uptime=duration(now - figures.since),
         counters=_counters(core, figures),
         gauges=pb.Gauges(
             num_requests_waiting=core.num_requests_waiting - core.num_search_steps_waiting,
@@ -80,7 +80,7 @@ def stats(
         ),
         **{f"{name}_seconds": _quantiles(figures.window(timing)) for name, timing in HISTOGRAMS.items()},
         step_seconds=_quantiles(quantiles(seconds for _, seconds in snapshot.step_seconds)),
-        generation_tokens_per_second=figures.tokens_per_second(now),
+        generation_tokens_per_second=figures.output.per_second(now),
         worker=_worker_status(snapshot),
         workers=workers,
         batching_strategy=settings.batching_strategy,

@@ -30,6 +30,7 @@ from lineclear.scheduler.requests.validate.violations import (
     checked_texts,
     given_fields,
 )
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 from lineclear.wire.messages import Sampling
@@ -79,19 +80,13 @@ class ModelBounds:
 
     context_length: int
     vocab_size: int
-    max_prompt_bytes: int
-    default_max_tokens: int
-    max_chat_messages: int = 1024
-    max_grammar_bytes: int = 256 * 1024
+    settings: SchedulerSettings
     eos_ids: frozenset[int] = frozenset()
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Defaults from the model's generation_config.json."""
     model: str = ""
     """The served model name."""
     model_fingerprint: str = ""
-    max_outputs: int = 1
-    max_held_tokens: int = 65_536
-    """Most tokens of a request whose outputs are chosen at the end."""
     vocabulary: tuple[int, tuple[int, ...]] | None = None
     """`vocab_size` and the end-of-sequence ids, compared with those of the worker that runs the request."""
 
@@ -148,11 +143,11 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     has_form = "structured_output" in given
     if answer_tools is not None and answer_tools.is_call_forced:
         has_form = True
-        check_forced(request, bool(sampling.stop_ids), bounds.max_grammar_bytes, violations)
+        check_forced(request, bool(sampling.stop_ids), bounds.settings.max_grammar_bytes, violations)
     received = _received(request, given.get("n", 1), sampling, bounds, violations)
     best_of, beams = 0, None
     if not branching.FIELDS.isdisjoint(given):
-        best_of = branching.best_of(request, len(received), bounds.max_outputs, violations)
+        best_of = branching.best_of(request, len(received), bounds.settings.max_outputs, violations)
         beams = branching.beams(request, len(received), eos_ids | stop_ids, bounds.vocab_size, violations)
     is_resumed = has_resume or "model_fingerprint" in fields
     model_fingerprint = resume.model_fingerprint(request, violations) if is_resumed else ""
@@ -209,13 +204,15 @@ def resolve(
     max_output, requested = bounds.context_length - len(prompt), validated.max_tokens
     if max_output < 1 or (requested is not None and requested > max_output):
         raise _too_long(_prompt_path(message), len(prompt), requested, bounds.context_length)
-    max_tokens = min(bounds.default_max_tokens, max_output) if requested is None else requested
+    max_tokens = min(bounds.settings.default_max_tokens, max_output) if requested is None else requested
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest.at("sampling.min_tokens", f"must be in [0, max_tokens], which is {max_tokens} here")
     if any(validated.received):
         resume.check_length(validated.received, max_tokens)
     if validated.num_held:
-        branching.check_held(validated.num_held, validated.beams is not None, max_tokens, bounds.max_held_tokens)
+        branching.check_held(
+            validated.num_held, validated.beams is not None, max_tokens, bounds.settings.max_held_tokens
+        )
     scoring = None if validated.prompt_logprobs < 0 else _scoring(validated.prompt_logprobs, len(prompt))
     own = {"prompt": tuple(prompt), "sampling": sampling, "max_tokens": max_tokens, "scoring": scoring}
     return validated.fields | own
@@ -224,20 +221,20 @@ def resolve(
 def check_echo(text: str, bounds: ModelBounds) -> None:
     """Raises PromptTooLong for the text of a prompt that is too long to be sent."""
     violations = Violations()
-    check_text_size("output.echo", [text], bounds.max_prompt_bytes, violations)
+    check_text_size("output.echo", [text], bounds.settings.max_prompt_bytes, violations)
     violations.raise_if_any()
 
 
-def check_tokenize(request: pb.TokenizeRequest, max_prompt_bytes: int, max_chat_messages: int) -> None:
+def check_tokenize(request: pb.TokenizeRequest, settings: SchedulerSettings) -> None:
     """Raises InvalidRequest or PromptTooLong for an invalid request."""
     violations = Violations()
     kind = request.WhichOneof("input")
     if kind is None:
         violations.add("input", "is missing: set text or chat")
     elif kind == "text":
-        check_text_size("text", [request.text], max_prompt_bytes, violations)
+        check_text_size("text", [request.text], settings.max_prompt_bytes, violations)
     else:
-        _check_chat("chat", request.chat, max_prompt_bytes, max_chat_messages, violations)
+        _check_chat(request.chat, settings, violations)
     violations.raise_if_any()
 
 
@@ -293,9 +290,9 @@ def check_prompt(request: pb.GenerateRequest, bounds: ModelBounds, violations: V
     elif kind == "text":
         if not request.text:
             violations.add("text", "is empty")
-        check_text_size("text", [request.text], bounds.max_prompt_bytes, violations)
+        check_text_size("text", [request.text], bounds.settings.max_prompt_bytes, violations)
     elif kind == "chat":
-        _check_chat("chat", request.chat, bounds.max_prompt_bytes, bounds.max_chat_messages, violations)
+        _check_chat(request.chat, bounds.settings, violations)
     else:
         ids = request.token_ids.ids
         if not ids:
@@ -308,20 +305,21 @@ def check_prompt(request: pb.GenerateRequest, bounds: ModelBounds, violations: V
             check_vocabulary("token_ids.ids", ids, bounds.vocab_size, violations)
 
 
-def _check_chat(path: str, chat: pb.ChatMessages, max_bytes: int, max_messages: int, violations: Violations) -> None:
+def _check_chat(chat: pb.ChatMessages, settings: SchedulerSettings, violations: Violations) -> None:
     if not chat.messages:
-        violations.add(f"{path}.messages", "is empty")
-    if len(chat.messages) > max_messages:
-        violations.add(f"{path}.messages", f"has {len(chat.messages)} entries, the limit is {max_messages}")
+        violations.add("chat.messages", "is empty")
+    limit = settings.max_chat_messages
+    if len(chat.messages) > limit:
+        violations.add("chat.messages", f"has {len(chat.messages)} entries, the limit is {limit}")
         return
     roles = [message.role for message in chat.messages]
     invalid = {role for role in set(roles) if not _ROLE.fullmatch(role)}
     for index, role in enumerate(roles) if invalid else ():
         if role in invalid:
-            violations.add(f"{path}.messages[{index}].role", f"must be 1 to {MAX_ROLE} of [A-Za-z0-9_.-]")
+            violations.add(f"chat.messages[{index}].role", f"must be 1 to {MAX_ROLE} of [A-Za-z0-9_.-]")
     messages = tools.with_more_than_content(chat)
-    check_text_size(f"{path}.messages", tools.texts(chat, messages), max_bytes, violations)
-    tools.check_tools(path, chat, messages, violations)
+    check_text_size("chat.messages", tools.texts(chat, messages), settings.max_prompt_bytes, violations)
+    tools.check_tools("chat", chat, messages, violations)
 
 
 def check_text_size(path: str, texts: Iterable[str], max_bytes: int, violations: Violations) -> None:
@@ -356,7 +354,7 @@ def _sampling(
     for name, max_count, max_bytes in _TEXTS:
         checked_texts(f"sampling.{name}", given.get(name, ()), max_count, max_bytes, violations)
     if "structured_output" in given:
-        values["grammar_start"] = check_form(params, bool(ends), bounds.max_grammar_bytes, violations)
+        values["grammar_start"] = check_form(params, bool(ends), bounds.settings.max_grammar_bytes, violations)
     sampling = Sampling(**values, stop_ids=tuple(sorted(ends)))
     check_allowed(sampling, ends, bounds.vocab_size, violations)
     return sampling, max_tokens
@@ -379,8 +377,8 @@ def _text_options(
 def _received(
     request: pb.GenerateRequest, num_outputs: int, sampling: Sampling, bounds: ModelBounds, violations: Violations
 ) -> tuple[tuple[int, ...] | None, ...]:
-    if not 1 <= num_outputs <= bounds.max_outputs:
-        violations.add("sampling.n", f"must be in [1, {bounds.max_outputs}], as --max-outputs says")
+    if not 1 <= num_outputs <= bounds.settings.max_outputs:
+        violations.add("sampling.n", f"must be in [1, {bounds.settings.max_outputs}], as --max-outputs says")
         num_outputs = 1
     if not request.HasField("resume"):
         return ((),) * num_outputs
