@@ -69,6 +69,10 @@ class Session:
         self._drain_error: LineclearError | None = None  # ends the session once it is idle
         self._stream_error: LineclearError | None = None  # ends the session at once
 
+    def __len__(self) -> int:
+        """Return the number of its live requests."""
+        return len(self._live)
+
     # --- commands ----------------------------------------------------------------------------------------------------
 
     async def run(self, messages: AsyncIterator[pb.SessionRequest]) -> None:
