@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-_CONTROL_GROUPS = Path("proc/self/cgroup")
-_UNIFIED = Path("sys/fs/cgroup")
-_CPU_CONTROLLER = Path("sys/fs/cgroup/cpu")
+OWN_GROUPS = Path("proc/self/cgroup")
+GROUPS = Path("sys/fs/cgroup")
 _MAPS = Path("proc/self/maps")
 _HUGE_PAGES = Path("sys/kernel/mm/transparent_hugepage/enabled")
 _ALLOCATORS = ("tcmalloc", "jemalloc", "mimalloc")
@@ -51,24 +51,25 @@ def huge_pages(root: Path = Path("/")) -> str:
 
 def _quota(root: Path) -> float | None:
     """Return the smallest quota, in cores, of the process's control group and those above it; None for no limit."""
-    quotas = [_quota_of(folder) for folder in _group_folders(root)]
+    quotas = [_quota_of(folder) for folder in control_groups("cpu", root / GROUPS, root / OWN_GROUPS)]
     return min((cores for cores in quotas if cores is not None), default=None)
 
 
-def _group_folders(root: Path) -> list[Path]:
-    """Return the folders of the process's group and of those above it, for both versions of control groups.
+def control_groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
+    """Yield the folders of the process's group of a controller and of those above it, for both versions of groups.
 
-    Without a cgroup namespace, as in a systemd service, the limits are in folders below the mount.
+    Lines of `own` are `0::PATH` for version 2, mounted at `root` or at `unified` there, and `ID:CONTROLLERS:PATH` for
+    version 1. In a container the mounted root may be the group itself, so the root is always included.
     """
-    folders = [root / _UNIFIED, root / _CPU_CONTROLLER]
-    for line in _read(root / _CONTROL_GROUPS).splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, name = rest.partition(":")
-        if controllers == "" or "cpu" in controllers.split(","):
-            mount = root / (_CPU_CONTROLLER if controllers else _UNIFIED)
-            group = mount / name.lstrip("/")
-            folders += [group, *(parent for parent in group.parents if mount in parent.parents)]
-    return folders
+    paths = {"": "", controller: ""}
+    for line in _read(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        for name in controllers.split(","):
+            if name in paths:
+                paths[name] = path.lstrip("/")
+    for mount, path in ((root, paths[""]), (root / "unified", paths[""]), (root / controller, paths[controller])):
+        inner = mount / path
+        yield from (group for group in (inner, *inner.parents) if group.is_relative_to(mount))
 
 
 def _quota_of(folder: Path) -> float | None:

@@ -5,15 +5,14 @@ On a CPU, memory limits of control groups (version 1 and 2) count, of the proces
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from .host_info import GROUPS, OWN_GROUPS, control_groups
+
 _DEFAULT_FRACTION = {"cuda": 0.85, "cpu": 0.5, "mps": 0.5}
 _UNLIMITED = 1 << 62
-_CGROUP = Path("/sys/fs/cgroup")
-_OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def blocks_that_fit(
@@ -44,30 +43,9 @@ def _available_bytes() -> int:
     raise RuntimeError("/proc/meminfo has no MemAvailable; set --num-blocks")
 
 
-def _cgroup_bytes(root: Path = _CGROUP, own: Path = _OWN_CGROUP) -> int:
+def _cgroup_bytes(root: Path = "/" / GROUPS, own: Path = "/" / OWN_GROUPS) -> int:
     """Return the smallest headroom below the memory limits of the process's control groups, at most `_UNLIMITED`."""
-    try:
-        lines = own.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return min((_headroom(group) for group in _groups(root, lines)), default=_UNLIMITED)
-
-
-def _groups(root: Path, lines: list[str]) -> Iterator[Path]:
-    """Yield the memory groups in /proc/self/cgroup and the groups above them.
-
-    Lines are `0::PATH` for version 2, mounted at the root or at `unified`, and `ID:memory:PATH` for version 1. In a
-    container the mounted root may be the group itself, so the root is always included.
-    """
-    paths = {"": "", "memory": ""}
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        for name in controllers.split(","):
-            if name in paths:
-                paths[name] = path.lstrip("/")
-    for mount, path in ((root, paths[""]), (root / "unified", paths[""]), (root / "memory", paths["memory"])):
-        inner = mount / path
-        yield from (group for group in (inner, *inner.parents) if group.is_relative_to(mount))
+    return min(map(_headroom, control_groups("memory", root, own)), default=_UNLIMITED)
 
 
 def _headroom(group: Path) -> int:
