@@ -82,11 +82,6 @@ class Int8Linear(Linear):
         pointers = (None if array is None else array.data_ptr() for array in self._arrays)
         self._weights = _Weights(inputs, outputs, *pointers)
 
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        multiply, arguments = self.bind(DynamicInt(x.shape[0]), x, out)
-        multiply(*arguments)
-        return out
-
     def bind(self, rows: DynamicInt, x: Tensor, out: Tensor) -> Call:
         element = ctypes.c_int64(ELEMENTS[x.dtype])
         return self._function, (pointer_to(self._weights), element, rows, pointer(x), pointer(out))

@@ -25,19 +25,14 @@ class Linear(ABC):
     """A matrix product with constant weights."""
 
     @abstractmethod
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """Multiply x [rows, in_features]. Returns contiguous [rows, out_features], in `out` or in new memory."""
-
     def bind(self, rows: DynamicInt, x: Tensor, out: Tensor) -> Call:
         """Return a call that multiplies the first `rows` rows of `x` into those of `out`."""
 
-        def multiply() -> None:
-            target = out[: rows.value]
-            product = self(x[: rows.value], target)
-            if product.data_ptr() != target.data_ptr():
-                target.copy_(product)
-
-        return multiply, ()
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """Multiply x [rows, in_features] into `out` [rows, out_features], and return that."""
+        multiply, arguments = self.bind(DynamicInt(x.shape[0]), x, out)
+        multiply(*arguments)
+        return out
 
 
 Packer = Callable[[Sequence[nn.Linear], HugePageArena], Linear]
@@ -110,11 +105,6 @@ class Bf16Linear(Linear):
         padding = len(self._panels) // self._inputs - self._outputs
         self._bias = None if bias is None else F.pad(bias.float(), (0, padding)).contiguous()
 
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        multiply, arguments = self.bind(DynamicInt(x.shape[0]), x, out)
-        multiply(*arguments)
-        return out
-
     def bind(self, rows: DynamicInt, x: Tensor, out: Tensor) -> Call:
         sizes = ctypes.c_int64(self._inputs), ctypes.c_int64(self._outputs)
         return self._multiply, (rows, *sizes, *map(pointer, (x, self._panels, self._bias, out)))
@@ -125,9 +115,6 @@ class LinearByRows(Linear):
 
     def __init__(self, few: Linear, many: Linear) -> None:
         self._few, self._many = few, many
-
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        return (self._few if x.shape[0] <= _MAX_FEW_ROWS else self._many)(x, out)
 
     def bind(self, rows: DynamicInt, x: Tensor, out: Tensor) -> Call:
         few, few_arguments = self._few.bind(rows, x, out)
@@ -148,8 +135,8 @@ class TorchLinear(Linear):
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self._function = function
 
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        return self._function(x)
+    def bind(self, rows: DynamicInt, x: Tensor, out: Tensor) -> Call:
+        return lambda: out[: rows.value].copy_(self._function(x[: rows.value])), ()
 
 
 def onednn(weight: Tensor, bias: Tensor | None) -> Linear:
