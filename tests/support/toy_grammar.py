@@ -44,19 +44,18 @@ class ToyMatcher:
         self._count = 0
         self._is_over = False
 
-    def consume(self, token: int) -> None:
+    def consume_token(self, token: int, /) -> bool:
         """Take the next token."""
         self._is_over |= not self._is_allowed(token)
         self._state, self._count = hash((self._state, token)), self._count + 1
+        return not self._is_over
 
-    @property
-    def may_end(self) -> bool:
-        """Whether the output may end here: always at its greatest length, by chance before."""
-        return not self.has_failed and (self._count == self._longest or self._state % 5 == 0)
+    def is_accepting(self) -> bool:
+        """Return whether the output may end here: always at its greatest length, by chance before."""
+        return not self.is_error() and (self._count == self._longest or self._state % 5 == 0)
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the output is not allowed, or nothing may follow it."""
+    def is_error(self) -> bool:
+        """Return whether the output is not allowed, or nothing may follow it."""
         return self._is_over or self._count == self._stuck_at
 
     def allowed(self, vocab_size: int) -> list[int]:
@@ -64,7 +63,7 @@ class ToyMatcher:
         return [token for token in range(vocab_size) if token not in END_IDS and self._is_allowed(token)]
 
     def _is_allowed(self, token: int) -> bool:
-        return not self.has_failed and self._count < self._longest and hash((self._state, token)) % 3 != 0
+        return not self.is_error() and self._count < self._longest and hash((self._state, token)) % 3 != 0
 
 
 class ToyGrammars:
@@ -120,8 +119,8 @@ def permitted(sampling: Sampling, output: Sequence[int], vocab_size: int) -> set
     except ValueError:
         return set()
     for token in output[start:]:
-        matcher.consume(token)
-    may_end = matcher.may_end and len(output) >= sampling.min_tokens
+        matcher.consume_token(token)
+    may_end = matcher.is_accepting() and len(output) >= sampling.min_tokens
     return {*matcher.allowed(vocab_size)} - ends | ({*sampling.stop_ids} if may_end else set())
 
 

@@ -78,10 +78,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def allowed(form: str, output: Sequence[int] = ()) -> Bits:
     matcher = ToyMatcher(form)
     for token in output:
-        matcher.consume(token)
+        matcher.consume_token(token)
     bits = np.zeros(-(-VOCABULARY // 32), np.uint32)
     ToyGrammars(VOCABULARY).fill(matcher, bits)
-    if matcher.may_end:
+    if matcher.is_accepting():
         bits[0] |= np.uint32(1)
     return bits
 

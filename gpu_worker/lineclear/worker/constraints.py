@@ -26,20 +26,18 @@ _WORD_BITS = 32
 
 
 class Matcher(Protocol):
-    """Follows one output through a grammar."""
+    """Follows one output through a grammar. llguidance's `LLMatcher` is one."""
 
-    def consume(self, token: int) -> None:
+    def consume_token(self, token: int, /) -> bool:
         """Take the next token of the output. One that the grammar does not allow makes the matcher fail for good."""
         ...
 
-    @property
-    def may_end(self) -> bool:
-        """Whether the output so far is complete."""
+    def is_accepting(self) -> bool:
+        """Return whether the output so far is complete."""
         ...
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the grammar does not allow the output, or is too complex to go on."""
+    def is_error(self) -> bool:
+        """Return whether the grammar does not allow the output, or is too complex to go on."""
         ...
 
 
@@ -113,8 +111,8 @@ class _Constraint:
                 return None
         matcher = self._matcher.result()
         for token in pending:
-            matcher.consume(token)
-        if matcher.has_failed:
+            matcher.consume_token(token)
+        if matcher.is_error():
             raise ValueError("the grammar does not allow the output")
         return matcher
 
@@ -147,7 +145,7 @@ class _Constraint:
                 bits[:] = _ALL
             else:
                 self._grammars.fill(matcher, bits)
-                if matcher.has_failed:
+                if matcher.is_error():
                     bits[:] = 0
                     return bits
             self._set_ends(bits, matcher)
@@ -157,7 +155,7 @@ class _Constraint:
 
     def _set_ends(self, mask: Bits, matcher: Matcher | None) -> None:
         """Allow the tokens that end the answer exactly where the grammar may end."""
-        may_end = matcher is not None and self.position >= self._first_end and matcher.may_end
+        may_end = matcher is not None and self.position >= self._first_end and matcher.is_accepting()
         for token in {*self._grammars.end_ids, *self._end_ids}:
             mask[token // _WORD_BITS] &= ~np.uint32(1 << token % _WORD_BITS)
         for token in self._end_ids if may_end else ():

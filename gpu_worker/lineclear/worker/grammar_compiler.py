@@ -53,7 +53,7 @@ class GrammarCompiler:
 
         def on_compiled(compiled: Future[LLMatcher]) -> None:
             try:
-                copy.set_result(_LibraryMatcher(compiled.result().deep_copy()))
+                copy.set_result(compiled.result().deep_copy())
             except Exception as error:
                 copy.set_exception(error)
 
@@ -62,8 +62,8 @@ class GrammarCompiler:
 
     def fill(self, matcher: Matcher, bits: Bits) -> None:
         """Write the allowed next tokens of a matcher. Other threads go on meanwhile."""
-        assert isinstance(matcher, _LibraryMatcher)
-        matcher.ll_matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        assert isinstance(matcher, LLMatcher)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token, of a special one those of its name."""
@@ -112,24 +112,3 @@ class GrammarCompiler:
                 self._table = token_table(self._directory, self._vocab_size, self._eos_ids)
                 self.end_ids = tuple(self._table.eos_tokens)
             return self._table
-
-
-class _LibraryMatcher:
-    """A `Matcher` of llguidance."""
-
-    def __init__(self, ll_matcher: LLMatcher) -> None:
-        self.ll_matcher = ll_matcher
-
-    def consume(self, token: int) -> None:
-        """Take the next token."""
-        self.ll_matcher.consume_token(token)
-
-    @property
-    def may_end(self) -> bool:
-        """Whether the output so far is complete."""
-        return self.ll_matcher.is_accepting()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the matcher is in an error state."""
-        return self.ll_matcher.is_error()
