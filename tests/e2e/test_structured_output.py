@@ -23,8 +23,7 @@ from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.wire.messages import Row, Sampling
 from lineclear.worker.constraints import ConstraintTable
-from lineclear.worker.drafts.drafter import ReadTokens
-from lineclear.worker.drafts.verification import Drafts
+from lineclear.worker.drafts.verification import Drafts, ReadTokens
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions

@@ -15,8 +15,7 @@ from lineclear.scheduler.core.events import Failed, Finished, FinishReason, Toke
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit, StepPlan, StepResult
-from lineclear.worker.drafts.drafter import Drafter, ReadTokens
-from lineclear.worker.drafts.verification import Drafts, verified
+from lineclear.worker.drafts.verification import Drafter, Drafts, ReadTokens, verified
 from lineclear.worker.model.loader import build_fused, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner_interface import StepFailed

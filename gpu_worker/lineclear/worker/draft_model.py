@@ -19,8 +19,7 @@ from lineclear.wire.messages import Row
 
 from .attention.base import Chunk, IntArray, pack_chunks, to_device
 from .attention.registry import BACKENDS, choose
-from .drafts.drafter import ReadTokens
-from .drafts.verification import Drafts
+from .drafts.verification import Drafts, ReadTokens
 from .input_batch import InputBatch
 from .model.loaded_model import LoadedModel, ModelRefused
 

@@ -24,8 +24,8 @@ from .attention.registry import BACKENDS, choose
 from .constraints import ConstraintTable
 from .cpu.thread_tuner import ThreadTuner
 from .draft_model import DraftModelDrafter, max_catch_up
-from .drafts.drafter import Drafter, PromptLookupDrafter
-from .drafts.verification import NO_DRAFTS, Drafts
+from .drafts.prompt_lookup import PromptLookupDrafter
+from .drafts.verification import NO_DRAFTS, Drafter, Drafts
 from .grammar_compiler import GrammarCompiler
 from .input_batch import Capacity, InputBatch, PackedInputs
 from .kv_prefault import KvPrefaulter

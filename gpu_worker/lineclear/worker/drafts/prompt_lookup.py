@@ -7,10 +7,42 @@ each position the one before it with the same tokens. Adding a token costs the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from lineclear.wire.messages import Row
+
+from .verification import Drafts, ReadTokens
 
 _MAX_CANDIDATES = 16
 """Earlier occurrences that are compared. The latest come first."""
+_MAX_INDEXED_TOKENS = 4096
+"""Tokens that a step adds to the index of a slot, which takes about 2 ms. A longer prompt is indexed in several."""
+
+
+class PromptLookupDrafter:
+    """Drafts by prompt lookup. A slot is indexed from its first row with drafts on."""
+
+    def __init__(self, max_ngram: int, min_ngram: int) -> None:
+        self._sizes = max_ngram, min_ngram
+        self._slots: dict[int, PromptLookup] = {}
+
+    def reset(self) -> None:
+        """Forget every slot."""
+        self._slots.clear()
+
+    def forget(self, slot: int) -> None:
+        """Forget the sequence of a slot that gets another one."""
+        self._slots.pop(slot, None)
+
+    def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
+        """Return drafts for rows that may verify some. Rows without drafts are left out."""
+        found: dict[int, list[int]] = {}
+        for row in rows:
+            index, known = self._slots.setdefault(row.slot, PromptLookup(*self._sizes)), row.start + 1
+            index.extend(read_tokens(row.slot, len(index), min(known, len(index) + _MAX_INDEXED_TOKENS)))
+            if len(index) == known and (drafts := index.propose(row.num_drafts)):
+                found[row.slot] = drafts
+        return found
 
 
 class PromptLookup:

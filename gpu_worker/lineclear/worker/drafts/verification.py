@@ -1,4 +1,4 @@
-"""Accepts the drafts of a step: the leading ones of each row that equal the samples at their positions.
+"""Drafters, and the acceptance of their drafts: the leading ones of each row that equal the samples at their positions.
 
 Sampling is a pure function of logits, seed and position, so the accepted tokens are those of plain decoding, sampled
 ones too. This is stricter than the acceptance of Leviathan et al. (2023), which keeps only the distribution.
@@ -6,15 +6,36 @@ ones too. This is stricter than the acceptance of Leviathan et al. (2023), which
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
-from lineclear.wire.messages import StepPlan, StepResult
+from lineclear.wire.messages import Row, StepPlan, StepResult
 
 Drafts = Mapping[int, Sequence[int]]
 """The drafts of a step by slot, for rows that verify some."""
 
 NO_DRAFTS: Drafts = {}
+
+
+ReadTokens = Callable[[int, int, int], list[int]]
+"""(slot, start, end) -> the tokens of the slot at positions [start, end)."""
+
+
+class Drafter(Protocol):
+    """Makes drafts. The runner calls it before the step that verifies them."""
+
+    def reset(self) -> None:
+        """Forget every slot."""
+        ...
+
+    def forget(self, slot: int) -> None:
+        """Forget the sequence of a slot that gets another one."""
+        ...
+
+    def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
+        """Return drafts for rows that may verify some. Rows without drafts are left out."""
+        ...
 
 
 def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
