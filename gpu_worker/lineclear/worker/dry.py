@@ -9,34 +9,82 @@ Everything is computed over distances, as in `repetitions`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineclear.wire.sampling import Sampling, Use
+
 from .repetitions import MAX_REPEAT, Window, repeat_lengths, window_of
-from .sampling_metadata import Breakers, Context
+from .sampling_rows import SWITCHES, Change, Feature, SamplingRows
 
 _LARGEST_LOG = 88.7
 """Of a float32."""
 
 
-def penalize_repetition(logits: Tensor, context: Context, breakers: Breakers, token_table: Tensor) -> Tensor:
-    """Return `logits` [num_rows, vocabulary] with the penalty subtracted."""
-    last_n = context.parameters["dry_penalty_last_n"]
-    sizes = torch.where(last_n < 0, context.lengths, torch.minimum(context.lengths, last_n))
-    window = window_of(context, token_table, sizes)
-    allowed = context.parameters["dry_allowed_length"]
-    lengths = torch.minimum(repeat_lengths(window, logits.shape[1]), _distance_of_breaker(window, breakers))
-    base = context.parameters["dry_base"]
-    largest = torch.where(base > 1.000001, _LARGEST_LOG / base.log().clamp(min=1e-6), float("inf"))
-    penalties = context.parameters["dry_multiplier"] * base ** torch.minimum(lengths - allowed, largest.floor())
-    # The token behind an occurrence that ends at distance k is at distance k - 1.
-    behind = window.tokens[:, :-1]
-    penalties.masked_fill_((lengths < allowed) | breakers.is_breaker.gather(1, behind), 0.0)
-    return logits - torch.zeros_like(logits).scatter_reduce_(1, behind, penalties, "amax")
+class _Breakers(NamedTuple):
+    """Sequence breakers of one slot."""
+
+    is_breaker: npt.NDArray[np.bool_]
+    """[vocabulary]: tokens that are a breaker alone."""
+    sequences: Sequence[Sequence[int]]
 
 
-def _distance_of_breaker(window: Window, breakers: Breakers) -> Tensor:
+class _RowBreakers(NamedTuple):
+    """Sequence breakers of some rows, on the device."""
+
+    is_breaker: Tensor
+    """[num_rows, vocabulary] bool."""
+    sequences: Tensor
+    """[num_rows, most, longest]: breakers of several tokens, padded at the end."""
+    sequence_lens: Tensor
+    """[num_rows, most]; 0 for none."""
+
+
+def _breakers(sampling: Sampling, vocab_size: int) -> _Breakers:
+    is_breaker = np.zeros(vocab_size, np.bool_)
+    is_breaker[list(sampling.dry_breaker_ids)] = True
+    return _Breakers(is_breaker, sampling.dry_breaker_sequences)
+
+
+def _penalize_repetition(rows: SamplingRows, of_rows: list[_Breakers]) -> Change:
+    context, breakers = rows.context(), _row_breakers(rows, of_rows)
+    last_n, allowed = rows.parameter("dry_penalty_last_n"), rows.parameter("dry_allowed_length")
+    base, multiplier = rows.parameter("dry_base"), rows.parameter("dry_multiplier")
+
+    def change(logits: Tensor, token_table: Tensor) -> None:
+        sizes = torch.where(last_n < 0, context.lengths, torch.minimum(context.lengths, last_n))
+        window = window_of(context, token_table, sizes)
+        lengths = torch.minimum(repeat_lengths(window, logits.shape[1]), _distance_of_breaker(window, breakers))
+        largest = torch.where(base > 1.000001, _LARGEST_LOG / base.log().clamp(min=1e-6), float("inf"))
+        penalties = multiplier * base ** torch.minimum(lengths - allowed, largest.floor())
+        # The token behind an occurrence that ends at distance k is at distance k - 1.
+        behind = window.tokens[:, :-1]
+        penalties.masked_fill_((lengths < allowed) | breakers.is_breaker.gather(1, behind), 0.0)
+        changed = logits[context.rows]
+        logits[context.rows] = changed - torch.zeros_like(changed).scatter_reduce_(1, behind, penalties, "amax")
+
+    return change
+
+
+def _row_breakers(rows: SamplingRows, of_rows: list[_Breakers]) -> _RowBreakers:
+    most = max(len(x.sequences) for x in of_rows)
+    longest = max((len(sequence) for x in of_rows for sequence in x.sequences), default=0)
+    sequences = np.zeros((len(of_rows), most, longest), np.int64)
+    lengths = np.zeros((len(of_rows), most), np.int64)
+    for row, breakers in enumerate(of_rows):
+        for number, sequence in enumerate(breakers.sequences):
+            sequences[row, number, : len(sequence)] = sequence
+            lengths[row, number] = len(sequence)
+    return _RowBreakers(*map(rows.put, (np.stack([x.is_breaker for x in of_rows]), sequences, lengths)))
+
+
+def _distance_of_breaker(window: Window, breakers: _RowBreakers) -> Tensor:
     """Return [num_rows, 1]: the number of tokens behind the last breaker; the size of the window if it has none.
 
     A breaker before the last MAX_REPEAT tokens is not searched for: no repetition reaches it.
@@ -58,3 +106,6 @@ def _distance_of_breaker(window: Window, breakers: Breakers) -> Tensor:
     first = is_head.long().argmax(dim=1, keepdim=True)
     behind = first - (lengths.gather(1, first) - 1)
     return torch.where(is_head.any(dim=1, keepdim=True), behind, sizes)
+
+
+DRY = Feature(SWITCHES[Use.DRY], _breakers, _penalize_repetition)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from lineclear.process.exception_location import exception_summary
 from lineclear.wire.messages import Logprobs, StepErrorKind, StepPlan, StepResult
 
 from .drafts.verification import Drafts, verified
-from .row_outputs import ReportedRows, ScoreColumns, to_result
+from .row_outputs import ReportedRows, to_result
 from .runner_interface import StepFailed
 from .sampler import Sampled
 from .sampling_metadata import SamplingMetadata
@@ -71,9 +71,10 @@ class LaunchedStep:
         """`draft_seconds`: time to make the drafts. Stops `timer`."""
         sampled, reported = outputs.sampled, outputs.reported
         self._plan, self._drafts, self._draft_seconds = plan, outputs.drafts, draft_seconds
-        self._reported = None if reported is None else _reported_to_host(reported)
+        self._reported: ReportedRows | None = _to_host(reported)
         self._metadata = outputs.metadata
-        self._outputs = sampled if sampled is None or sampled.host_tokens is not None else _all_to_host(sampled)
+        is_on_host = sampled is None or sampled.host_tokens is not None
+        self._outputs: Sampled | None = sampled if is_on_host else _to_host(sampled)
         self._timer = timer
         self.is_complete = timer.stop()
         # On a CPU the next step overwrites the memory of the outputs.
@@ -111,16 +112,17 @@ class LaunchedStep:
         return verified(result, self._plan, self._drafts) if self._drafts else result
 
     def _logprobs(self, outputs: Sampled) -> tuple[Logprobs | None, ...]:
-        if outputs.logprobs is None or outputs.top_ids is None or outputs.top_logprobs is None:
+        reporting = self._metadata.logprobs
+        if reporting is None or outputs.logprobs is None or outputs.top_ids is None or outputs.top_logprobs is None:
             return ()
         entries: list[Logprobs | None] = [None] * self._metadata.num_rows
         columns = (outputs.logprobs.tolist(), outputs.top_ids.tolist(), outputs.top_logprobs.tolist())
-        rows, num_top = self._metadata.host_logprob_rows, self._metadata.num_top
-        for row, count, chosen, ids, values in zip(rows, num_top, *columns, strict=True):
+        rows = reporting.host_rows
+        for row, count, chosen, ids, values in zip(rows, reporting.num_top, *columns, strict=True):
             entries[row] = Logprobs(chosen, tuple(zip(ids[:count], values[:count], strict=True)))
         if outputs.id_logprobs is not None:
             found = iter(outputs.id_logprobs.tolist())
-            for row, own_ids in zip(rows, self._metadata.host_logprob_ids, strict=True):
+            for row, own_ids in zip(rows, reporting.host_ids, strict=True):
                 entry = entries[row]
                 assert entry is not None
                 entries[row] = entry._replace(top=entry.top + tuple((i, next(found)) for i in own_ids))
@@ -146,30 +148,24 @@ def _with_reported(result: StepResult, plan: StepPlan, reported: ReportedRows) -
     )
 
 
-def _reported_to_host(reported: ReportedRows) -> ReportedRows:
-    scores = None if reported.scores is None else ScoreColumns(*map(_to_host, reported.scores))
-    vectors = tuple(None if vector is None else _to_host(vector) for vector in reported.vectors)
-    return reported._replace(scores=scores, vectors=vectors)
-
-
 def rows_where(bad: Tensor | None) -> frozenset[int]:
     """Return the rows for which `bad` [num_rows] is true. Waits for the device."""
     return frozenset() if bad is None else frozenset(row for row, is_bad in enumerate(bad.tolist()) if is_bad)
 
 
-def _all_to_host(sampled: Sampled) -> Sampled:
-    optional = sampled.bad, sampled.logprobs, sampled.top_ids, sampled.top_logprobs, sampled.id_logprobs, sampled.stuck
-    bad, logprobs, top_ids, top_logprobs, ids, stuck = (None if x is None else _to_host(x) for x in optional)
-    rows = sampled.deferred, sampled.void
-    return Sampled(_to_host(sampled.tokens), bad, logprobs, top_ids, top_logprobs, ids, None, stuck, *rows)
+def _to_host(value: Any) -> Any:
+    """Copy the tensors in `value`, a tensor or a (named) tuple of values, to the host: complete when the step is.
 
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """Copy `tensor` to the host, complete when the step is. On a CPU returns the tensor itself."""
-    if tensor.device.type != "cuda":
-        return tensor.cpu() if tensor.device.type != "cpu" else tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    On a CPU the tensors themselves are returned.
+    """
+    if isinstance(value, tuple):
+        copied = [_to_host(part) for part in value]
+        return type(value)(*copied) if hasattr(value, "_fields") else tuple(copied)
+    if not isinstance(value, Tensor) or value.device.type == "cpu":
+        return value
+    if value.device.type != "cuda":
+        return value.cpu()
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
 def step_failed(error: Exception) -> StepFailed:

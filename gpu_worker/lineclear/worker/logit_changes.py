@@ -9,60 +9,124 @@ preemption, a worker loss and a resumed answer change no token, and several posi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lineclear.wire.sampling import Use
+from lineclear.wire.sampling import Sampling
 
-from .dry import penalize_repetition
-from .sampling_metadata import Context, Entries, SamplingMetadata
-from .token_history import ban_bad_words, ban_ngrams, penalize
+from .attention.base import IntArray
+from .dry import DRY
+from .sampling_rows import Change, Entries, Feature, SamplingRows, id_array
+from .token_history import BAD_WORDS, NGRAMS, PENALTIES
 
-
-def change_logits(logits: Tensor, metadata: SamplingMetadata, token_table: Tensor) -> Tensor:
-    """Return float32 `logits` [num_rows, vocabulary], changed in place.
-
-    `token_table` [num_slots, positions] holds the tokens of every sequence.
-    """
-    if metadata.bias is not None and metadata.bias_values is not None:
-        logits.index_put_((metadata.bias.rows, metadata.bias.ids), metadata.bias_values, accumulate=True)
-    _change_by_context(logits, metadata.contexts.get(Use.PENALTY), penalize, token_table)
-    dry, breakers = metadata.contexts.get(Use.DRY), metadata.breakers
-    if dry is not None and breakers is not None:
-        logits[dry.rows] = penalize_repetition(logits[dry.rows], dry, breakers, token_table)
-    if metadata.decay is not None and metadata.decay_factors is not None:
-        _raise_ends(logits, metadata.decay, metadata.decay_factors)
-    _change_by_context(logits, metadata.contexts.get(Use.NGRAM), ban_ngrams, token_table)
-    if metadata.bad_words is not None:
-        ban_bad_words(logits, metadata.bad_words, token_table)
-    allowed = metadata.allowed
-    if allowed is not None and metadata.allowed_rows is not None:
-        kept = logits[allowed.rows, allowed.ids]
-        logits[metadata.allowed_rows] = float("-inf")
-        logits[allowed.rows, allowed.ids] = kept
-    if metadata.banned is not None:
-        _fill(logits, metadata.banned, float("-inf"))
-    if metadata.forced is not None:
-        logits[metadata.forced.rows] = float("-inf")
-        _fill(logits, metadata.forced, 0.0)
-    return logits
+_MAX_DECAY = 1e30
+"""Larger factors could make a logit infinite."""
+_NO_IDS = np.zeros(0, np.int64)
 
 
-def _change_by_context(
-    logits: Tensor, context: Context | None, change: Callable[[Tensor, Context, Tensor], Tensor], token_table: Tensor
-) -> None:
-    if context is not None:
-        logits[context.rows] = change(logits[context.rows], context, token_table)
+class _Bias(NamedTuple):
+    ids: IntArray
+    values: npt.NDArray[np.float32]
 
 
-def _raise_ends(logits: Tensor, ends: Entries, factors: Tensor) -> None:
+def _bias(sampling: Sampling, vocab_size: int) -> _Bias:
+    ids, values = zip(*sampling.logit_bias, strict=True)
+    return _Bias(np.array(ids, np.int64), np.array(values, np.float32))
+
+
+def _add_bias(rows: SamplingRows, biases: list[_Bias]) -> Change:
+    entries, values = rows.entries([x.ids for x in biases]), rows.put(np.concatenate([x.values for x in biases]))
+    return lambda logits, _: logits.index_put_(entries, values, accumulate=True)
+
+
+def _raise_ends(rows: SamplingRows, ends: list[IntArray]) -> Change | None:
     """Raise each end token's logit by its size times factor - 1 (transformers' exponential decay length penalty)."""
-    scores = logits[ends.rows, ends.ids]
-    sizes = scores.abs().masked_fill_(scores.isinf(), 0.0)  # ids that the model never produces stay at -inf
-    logits[ends.rows, ends.ids] = scores + sizes * (factors - 1)
+    grown = np.flatnonzero(rows.num_outputs > rows.scalars["exponential_decay_start"])
+    if not len(grown):
+        return None
+    rows, ends = rows.take(grown), [ends[i] for i in grown]
+    exponents = rows.num_outputs - rows.scalars["exponential_decay_start"]
+    factors = np.minimum(rows.scalars["exponential_decay_factor"].astype(np.float64) ** exponents, _MAX_DECAY)
+    by_entry = rows.put(np.repeat(factors, [len(x) for x in ends]).astype(np.float32))
+    entries = rows.entries(ends)
+
+    def change(logits: Tensor, _: Tensor) -> None:
+        scores = logits[entries]
+        sizes = scores.abs().masked_fill_(scores.isinf(), 0.0)  # ids that the model never produces stay at -inf
+        logits[entries] = scores + sizes * (by_entry - 1)
+
+    return change
+
+
+def _keep_allowed(rows: SamplingRows, allowed: list[IntArray]) -> Change:
+    indices, entries = rows.put(rows.indices), rows.entries(allowed)
+
+    def change(logits: Tensor, _: Tensor) -> None:
+        kept = logits[entries]
+        logits[indices] = float("-inf")
+        logits[entries] = kept
+
+    return change
+
+
+class _Banned(NamedTuple):
+    always: IntArray
+    at_first: IntArray
+    """As the first output token."""
+    too_early: IntArray
+    """Before `min_tokens` output tokens."""
+
+
+def _banned(sampling: Sampling, vocab_size: int) -> _Banned | None:
+    early = sampling.stop_ids if sampling.min_tokens > 0 else ()
+    lists = [id_array(ids) for ids in (sampling.banned_ids, sampling.begin_banned_ids, early)]
+    return None if all(ids is None for ids in lists) else _Banned(*(_NO_IDS if ids is None else ids for ids in lists))
+
+
+def _ban(rows: SamplingRows, banned: list[_Banned]) -> Change | None:
+    counts, min_tokens = rows.num_outputs.tolist(), rows.scalars["min_tokens"].tolist()
+    ids = [
+        np.concatenate((x.always, x.at_first if not count else _NO_IDS, x.too_early if count < least else _NO_IDS))
+        for x, count, least in zip(banned, counts, min_tokens, strict=True)
+    ]
+    if not any(map(len, ids)):
+        return None
+    entries = rows.entries(ids)
+    return lambda logits, _: _fill(logits, entries, float("-inf"))
+
+
+def _force_first(rows: SamplingRows, _: list[bool]) -> Change | None:
+    first = np.flatnonzero(rows.num_outputs == 0)
+    if not len(first):
+        return None
+    rows = rows.take(first)
+    indices = rows.put(rows.indices)
+    entries = indices, rows.put(rows.scalars["forced_first_id"].astype(np.int64))
+
+    def change(logits: Tensor, _: Tensor) -> None:
+        logits[indices] = float("-inf")
+        _fill(logits, entries, 0.0)
+
+    return change
 
 
 def _fill(logits: Tensor, entries: Entries, value: float) -> None:
-    logits.index_put_((entries.rows, entries.ids), torch.full((), value, device=logits.device))
+    logits.index_put_(entries, torch.full((), value, device=logits.device))
+
+
+FEATURES = (
+    Feature(["logit_bias"], _bias, _add_bias),
+    PENALTIES,
+    DRY,
+    Feature(["exponential_decay_factor"], lambda sampling, _: id_array(sampling.stop_ids), _raise_ends),
+    NGRAMS,
+    BAD_WORDS,
+    Feature(["allowed_ids"], lambda sampling, _: id_array(sampling.allowed_ids), _keep_allowed),
+    Feature(["banned_ids", "begin_banned_ids", "min_tokens"], _banned, _ban),
+    Feature(["forced_first_id"], lambda *_: True, _force_first),
+)
+"""In the order in which they change logits."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .sampling_metadata import Context
+from .sampling_rows import Context
 
 MAX_REPEAT = 128
 """Longer repetitions count as this long. A power of two."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from .constraints import Masks
-from .logit_changes import change_logits
 from .logits import Logits, with_argmax
 from .sampling_metadata import Draws, SamplingMetadata
 from .token_masks import apply_masks
@@ -34,12 +33,12 @@ class Sampled(NamedTuple):
     bad: Tensor | None
     """[num_rows] bool: the model's logits are not finite. None: no row is bad."""
     logprobs: Tensor | None = None
-    """[num_logprob_rows]: of the sampled token, in the order of `SamplingMetadata.logprob_rows`."""
+    """[num_logprob_rows]: of the sampled token, in the order of `SamplingMetadata.logprobs`."""
     top_ids: Tensor | None = None
     """[num_logprob_rows, max num_top]: most likely first, the lowest id first among equals."""
     top_logprobs: Tensor | None = None
     id_logprobs: Tensor | None = None
-    """Of the tokens in `SamplingMetadata.logprob_ids`, one row after the other. None: of no tokens."""
+    """Of the tokens in `LogprobRows.ids`, one row after the other. None: of no tokens."""
     host_tokens: list[int] | None = None
     """`tokens` as a list, on a CPU for greedy steps."""
     stuck: Tensor | None = None
@@ -81,8 +80,10 @@ def _sample(model_logits: Logits, metadata: SamplingMetadata, token_table: Tenso
     if metadata.is_greedy:
         return Sampled(tokens.masked_fill_(failed, 0), bad, stuck=_stuck(failed, bad))
     logits = logits.float()
-    if metadata.changes_logits:
-        logits, max_values, tokens, _ = with_argmax(change_logits(logits, metadata, token_table))
+    if metadata.changes:
+        for change in metadata.changes:
+            change(logits, token_table)
+        logits, max_values, tokens, _ = with_argmax(logits)
         failed = failed | ~torch.isfinite(max_values)
     if metadata.draws is not None:
         tokens[metadata.draws.rows] = _draw(logits, metadata.draws)
@@ -90,12 +91,12 @@ def _sample(model_logits: Logits, metadata: SamplingMetadata, token_table: Tenso
         tokens[metadata.truncated_draws.rows] = _draw_truncated(logits, metadata.truncated_draws)
     tokens.masked_fill_(failed, 0)
     stuck = _stuck(failed, bad)
-    if metadata.logprob_rows is None:
+    if metadata.logprobs is None:
         return Sampled(tokens, bad, stuck=stuck)
-    rows, ids = metadata.logprob_rows, metadata.logprob_ids
+    rows, ids = metadata.logprobs.rows, metadata.logprobs.ids
     all_logprobs = torch.log_softmax(logits[rows], dim=-1)
-    top = top_logprobs(all_logprobs, tokens[rows], max(metadata.num_top))
-    return Sampled(tokens, bad, *top, None if ids is None else all_logprobs[ids.rows, ids.ids], stuck=stuck)
+    top = top_logprobs(all_logprobs, tokens[rows], max(metadata.logprobs.num_top))
+    return Sampled(tokens, bad, *top, None if ids is None else all_logprobs[ids], stuck=stuck)
 
 
 def _stuck(failed: Tensor, bad: Tensor) -> Tensor | None:
