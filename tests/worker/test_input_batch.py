@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from lineclear.wire.messages import NO_DECODES, BlockCopy, Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
-from lineclear.worker.input_batch import Capacity, InputBatch, PackedInputs
+from lineclear.worker.input_batch import InputBatch, PackedInputs
 from lineclear.worker.runner_interface import StepFailed
+from lineclear.worker.slot_table import Capacity
 
 CAPACITY = Capacity(num_slots=4, num_blocks=10, block_size=4, max_model_len=18, max_step_tokens=16, vocab_size=50)
 
@@ -31,16 +32,16 @@ def plan(
     return StepPlan(1, 1, rows, inits, zero_blocks, decodes, tuple(BlockCopy(*copy) for copy in copies))
 
 
-def slots_with_one() -> InputBatch:
+def batch_with_one() -> InputBatch:
     """Slot 2 has computed positions [0, 6) of 6 and sampled the seventh token."""
-    slots = InputBatch(CAPACITY, torch.device("cpu"))
-    go(slots, plan(Row(2, 0, 6, True, (3, 4)), inits=(init(2, 6),)))
-    return slots
+    batch = InputBatch(CAPACITY, torch.device("cpu"))
+    go(batch, plan(Row(2, 0, 6, True, (3, 4)), inits=(init(2, 6),)))
+    return batch
 
 
-def go(slots: InputBatch, step: StepPlan) -> PackedInputs:
-    slots.check(step)
-    return slots.apply(step)
+def go(batch: InputBatch, step: StepPlan) -> PackedInputs:
+    batch.slots.check(step)
+    return batch.apply(step)
 
 
 GOOD = plan(Row(2, 6, 1, True))
@@ -113,40 +114,40 @@ BAD: dict[str, tuple[StepPlan, str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_contradicting_plan_changes_nothing(name: str) -> None:
     bad, reason = BAD[name]
-    slots = slots_with_one()
+    batch = batch_with_one()
     with pytest.raises(StepFailed, match=reason) as caught:
-        slots.check(bad)
+        batch.slots.check(bad)
     assert caught.value.kind is StepErrorKind.PROTOCOL
-    assert go(slots, GOOD).positions.tolist() == [6]
+    assert go(batch, GOOD).positions.tolist() == [6]
 
 
 def test_last_position_of_the_context_is_computed() -> None:
-    slots = InputBatch(CAPACITY, torch.device("cpu"))
-    packed = go(slots, plan(Row(0, 0, 16, False, (0, 1, 2, 3)), inits=(init(0, 18),)))
-    packed = go(slots, plan(Row(0, 16, 2, True, (4,))))
+    batch = InputBatch(CAPACITY, torch.device("cpu"))
+    packed = go(batch, plan(Row(0, 0, 16, False, (0, 1, 2, 3)), inits=(init(0, 18),)))
+    packed = go(batch, plan(Row(0, 16, 2, True, (4,))))
     assert packed.sample_positions == [18]
-    slots.write_sampled(packed, torch.tensor([42]))
-    assert slots.tokens[0].tolist() == [*range(1, 19), 42]
+    batch.write_sampled(packed, torch.tensor([42]))
+    assert batch.tokens[0].tolist() == [*range(1, 19), 42]
 
 
 def test_reset_frees_every_slot() -> None:
-    slots = slots_with_one()
-    slots.reset()
+    batch = batch_with_one()
+    batch.slots.reset()
     with pytest.raises(StepFailed, match="0 tokens are known"):
-        slots.check(GOOD)
+        batch.slots.check(GOOD)
 
 
 def test_single_tokens_are_packed_first() -> None:
-    slots = InputBatch(CAPACITY, torch.device("cpu"))
+    batch = InputBatch(CAPACITY, torch.device("cpu"))
     first = plan(Row(0, 0, 7, True, (0, 1)), Row(3, 0, 3, True, (2,)), inits=(init(0, 7), init(3, 3)))
-    slots.write_sampled(go(slots, first), torch.tensor([30, 31]))
-    packed = go(slots, plan(Row(1, 0, 4, True, (5,)), Row(0, 7, 1, True), Row(3, 3, 1, True), inits=(init(1, 4),)))
+    batch.write_sampled(go(batch, first), torch.tensor([30, 31]))
+    packed = go(batch, plan(Row(1, 0, 4, True, (5,)), Row(0, 7, 1, True), Row(3, 3, 1, True), inits=(init(1, 4),)))
     assert [(chunk.num_queries, chunk.start, chunk.blocks.tolist()) for chunk in packed.batch.chunks] == [
         (1, 3, [2]),
         (1, 7, [0, 1]),
         (4, 0, [5]),
     ]
-    assert slots.tokens.view(-1)[torch.from_numpy(packed.read_indices)].tolist() == [31, 30, 1, 2, 3, 4]
+    assert batch.tokens.view(-1)[torch.from_numpy(packed.read_indices)].tolist() == [31, 30, 1, 2, 3, 4]
     assert packed.positions.tolist() == [3, 7, 0, 1, 2, 3]
     assert packed.sample_rows.tolist() == [5, 1, 0]
     assert packed.sample_slots == [1, 0, 3]
@@ -154,34 +155,34 @@ def test_single_tokens_are_packed_first() -> None:
 
 
 def test_cached_blocks_start_the_block_table() -> None:
-    slots = InputBatch(CAPACITY, torch.device("cpu"))
-    packed = go(slots, plan(Row(1, 8, 3, True, (9,)), inits=(init(1, 11, (7, 6)),)))
+    batch = InputBatch(CAPACITY, torch.device("cpu"))
+    packed = go(batch, plan(Row(1, 8, 3, True, (9,)), inits=(init(1, 11, (7, 6)),)))
     assert packed.batch.chunks[0].blocks.tolist() == [7, 6, 9]
     assert packed.positions.tolist() == [8, 9, 10]
 
 
 def test_row_starts_behind_copied_positions() -> None:
-    slots = InputBatch(CAPACITY, torch.device("cpu"))
-    packed = go(slots, plan(Row(1, 6, 5, True, (9, 8)), inits=(init(1, 11, (7,)),), copies=((3, 9, 2),)))
+    batch = InputBatch(CAPACITY, torch.device("cpu"))
+    packed = go(batch, plan(Row(1, 6, 5, True, (9, 8)), inits=(init(1, 11, (7,)),), copies=((3, 9, 2),)))
     assert packed.batch.chunks[0].blocks.tolist() == [7, 9, 8]
     assert packed.positions.tolist() == [6, 7, 8, 9, 10]
     assert packed.batch.fresh_blocks.tolist() == [8], "the copied cells of block 9 are not zeroed"
 
 
 def test_tokens_have_the_cells_of_their_positions() -> None:
-    slots = InputBatch(CAPACITY, torch.device("cpu"))
-    go(slots, plan(Row(0, 0, 3, False, (8, 1)), inits=(init(0, 7),)))
-    packed = go(slots, plan(Row(0, 3, 4, True), Row(2, 0, 6, True, (5, 0)), inits=(init(2, 6),)))
+    batch = InputBatch(CAPACITY, torch.device("cpu"))
+    go(batch, plan(Row(0, 0, 3, False, (8, 1)), inits=(init(0, 7),)))
+    packed = go(batch, plan(Row(0, 3, 4, True), Row(2, 0, 6, True, (5, 0)), inits=(init(2, 6),)))
     # Of slot 2 positions 0 to 5 in blocks 5 and 0; of slot 0 positions 3 to 6 in blocks 8 and 1. A block has 4 cells.
     assert packed.positions.tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
     assert packed.batch.cells.tolist() == [20, 21, 22, 23, 0, 1, 35, 4, 5, 6]
-    assert slots.flat_tokens.numpy()[packed.read_indices].tolist() == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
+    assert batch.flat_tokens.numpy()[packed.read_indices].tolist() == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
 
 
 def test_packing_a_prompt_has_no_python_loop_over_tokens() -> None:
     def lines(num_tokens: int) -> int:
         """How many lines of Python entering such a prompt runs."""
-        slots = InputBatch(CAPACITY._replace(max_model_len=512, num_blocks=200), torch.device("cpu"))
+        batch = InputBatch(CAPACITY._replace(max_model_len=512, num_blocks=200), torch.device("cpu"))
         step = plan(Row(0, 0, num_tokens, True, tuple(range(-(-num_tokens // 4)))), inits=(init(0, num_tokens),))
         count = 0
 
@@ -193,7 +194,7 @@ def test_packing_a_prompt_has_no_python_loop_over_tokens() -> None:
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            slots.apply(step)
+            batch.apply(step)
         finally:
             sys.settrace(before)
         return count
@@ -208,14 +209,14 @@ def test_decodes_are_packed_like_rows() -> None:
     adapted = replace(init(1, 4), adapter=2)
     found = []
     for step in (plan(*decodes.rows(), chunk, inits=(adapted,)), plan(chunk, inits=(adapted,), decodes=decodes)):
-        slots = InputBatch(CAPACITY, torch.device("cpu"), adapters=(2,))
-        slots.write_sampled(go(slots, first), torch.tensor([30, 31]))
-        packed = go(slots, step)
-        slots.write_sampled(packed, [40, 41, 42])
+        batch = InputBatch(CAPACITY, torch.device("cpu"), adapters=(2,))
+        batch.write_sampled(go(batch, first), torch.tensor([30, 31]))
+        packed = go(batch, step)
+        batch.write_sampled(packed, [40, 41, 42])
         columns = [list(column) for column in (*packed[1:], packed.batch.cells)]
         blocks = [chunk.blocks.tolist() for chunk in packed.batch.chunks]
         found.append(
-            (columns, blocks, slots.tokens.tolist(), go(slots, plan(decodes=Decodes((3,), (5,)))).read_indices.tolist())
+            (columns, blocks, batch.tokens.tolist(), go(batch, plan(decodes=Decodes((3,), (5,)))).read_indices.tolist())
         )
     assert found[0] == found[1]
     assert found[0][1] == [[2, 6], [0, 1], [5]], "the shortest first, chunks last"
@@ -224,23 +225,23 @@ def test_decodes_are_packed_like_rows() -> None:
 
 
 def test_steps_without_adapters_have_none() -> None:
-    slots = InputBatch(CAPACITY, torch.device("cpu"), adapters=(2,))
-    assert go(slots, plan(Row(0, 0, 4, True, (0,)), inits=(init(0, 4),))).adapters is None
-    second = go(slots, plan(Row(1, 0, 4, True, (1,)), inits=(replace(init(1, 4), adapter=2),)))
+    batch = InputBatch(CAPACITY, torch.device("cpu"), adapters=(2,))
+    assert go(batch, plan(Row(0, 0, 4, True, (0,)), inits=(init(0, 4),))).adapters is None
+    second = go(batch, plan(Row(1, 0, 4, True, (1,)), inits=(replace(init(1, 4), adapter=2),)))
     assert second.adapters is not None
     assert second.adapters.tolist() == [2, 2, 2, 2]
-    assert go(slots, plan(decodes=Decodes((0,), (4,), ((0, 2),)))).adapters is None, "another slot has one"
-    assert go(slots, plan(Row(1, 0, 4, True, (1,)), inits=(init(1, 4),))).adapters is None, "the next owner has none"
+    assert go(batch, plan(decodes=Decodes((0,), (4,), ((0, 2),)))).adapters is None, "another slot has one"
+    assert go(batch, plan(Row(1, 0, 4, True, (1,)), inits=(init(1, 4),))).adapters is None, "the next owner has none"
 
 
 def test_touched_blocks_end_at_the_highest_block() -> None:
-    slots = slots_with_one()
-    assert slots.num_touched_blocks == 5
-    go(slots, plan(inits=(init(1, 8, blocks=(6,)),)))
-    assert slots.num_touched_blocks == 7, "shared ones count"
-    go(slots, plan(Row(2, 6, 1, True)))
-    go(slots, plan(decodes=Decodes((2,), (7,))))
-    go(slots, plan(decodes=Decodes((2,), (8,), ((2, 8),))))
-    assert slots.num_touched_blocks == 9
-    slots.reset()
-    assert slots.num_touched_blocks == 0, "the next scheduler begins with the lowest again"
+    batch = batch_with_one()
+    assert batch.slots.num_touched_blocks == 5
+    go(batch, plan(inits=(init(1, 8, blocks=(6,)),)))
+    assert batch.slots.num_touched_blocks == 7, "shared ones count"
+    go(batch, plan(Row(2, 6, 1, True)))
+    go(batch, plan(decodes=Decodes((2,), (7,))))
+    go(batch, plan(decodes=Decodes((2,), (8,), ((2, 8),))))
+    assert batch.slots.num_touched_blocks == 9
+    batch.slots.reset()
+    assert batch.slots.num_touched_blocks == 0, "the next scheduler begins with the lowest again"

@@ -119,7 +119,7 @@ def test_tokens_do_not_depend_on_threads(kind: str) -> None:
             set_threads(threads)
 
         runner = ModelRunner(served, RunnerOptions(num_blocks=64))
-        runner.tune_threads(ThreadTuner(use, cores=lambda: most, clock=tick))
+        runner.thread_tuner = ThreadTuner(use, cores=lambda: most, clock=tick)
         return InProcess(runner, CoreLimits(target_batch_tokens=24)).serve(requests()), used
 
     alone, _ = answers(1)
@@ -133,7 +133,7 @@ def test_tokens_do_not_depend_on_threads(kind: str) -> None:
 def test_fixed_number_of_threads_stays(tmp_path: Path, threads: int, tuned: bool) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     runner = make_runner(WorkerSettings(model=str(tmp_path), socket_directory="unused", num_blocks=64, threads=threads))
-    assert (runner._thread_tuner is not None) == tuned
+    assert (runner.thread_tuner is not None) == tuned
 
 
 @needs_kernels

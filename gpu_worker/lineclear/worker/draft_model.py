@@ -80,7 +80,7 @@ class DraftModelDrafter:
         return drafts
 
     def _blocks(self, row: Row) -> IntArray:
-        return np.concatenate((self._batch.blocks_of(row.slot), np.array(row.new_blocks, np.int64)))
+        return np.concatenate((self._batch.slots.blocks_of(row.slot), np.array(row.new_blocks, np.int64)))
 
     def _drop_rejected(self, row: Row, read_tokens: ReadTokens) -> None:
         """Count only positions as computed whose tokens were accepted."""

@@ -27,7 +27,7 @@ from .draft_model import DraftModelDrafter, max_catch_up
 from .drafts.prompt_lookup import PromptLookupDrafter
 from .drafts.verification import NO_DRAFTS, Drafter, Drafts
 from .grammar_compiler import GrammarCompiler
-from .input_batch import Capacity, InputBatch, PackedInputs
+from .input_batch import InputBatch, PackedInputs
 from .kv_prefault import KvPrefaulter
 from .launched_step import LaunchedStep, StepOutputs, StepTimer, rows_where, step_failed
 from .logits import Logits
@@ -38,6 +38,7 @@ from .row_outputs import ReportedRows, RowOutputs
 from .runner_interface import InflightStep
 from .sampler import Sampled, sample
 from .sampling_metadata import SamplingTable
+from .slot_table import Capacity
 
 _NUMERICS_VERSION = 1
 """Raised by a release that computes different numbers from the same files. Answers are not resumed across versions."""
@@ -107,11 +108,8 @@ class ModelRunner:
             drafter = DraftModelDrafter(draft_model, self._batch, catch_up)
         self._drafter = drafter or PromptLookupDrafter(*options.prompt_lookup_ngrams)
         self._drafting = set[int]()  # slots that the drafter may know
-        self._thread_tuner: ThreadTuner | None = None
-
-    def tune_threads(self, tuner: ThreadTuner) -> None:
-        """Let `tuner` set the number of compute threads of each step. For CPUs."""
-        self._thread_tuner = tuner
+        self.thread_tuner: ThreadTuner | None = None
+        """Sets the number of compute threads of each step, on CPUs."""
 
     def hello(self, epoch: int) -> Hello:
         """Return the capacities and versions of this worker."""
@@ -142,7 +140,7 @@ class ModelRunner:
 
         The pools keep their contents: no cell is read before its next owner writes it.
         """
-        self._batch.reset()
+        self._batch.slots.reset()
         self._row_outputs.reset()
         self._constraints.reset()
         self._adapters.clear()
@@ -171,21 +169,21 @@ class ModelRunner:
 
     def idle_work(self) -> bool:
         """Fault in some memory of blocks that no plan has used yet. Returns whether work is left."""
-        return self._prefaulter.prefault_ahead(self._batch.num_touched_blocks)
+        return self._prefaulter.prefault_ahead(self._batch.slots.num_touched_blocks)
 
     def launch(self, plan: StepPlan) -> InflightStep:
         """Run the plan (CPU) or queue it on the device's stream (CUDA). Raises StepFailed."""
-        self._batch.check(plan)
+        self._batch.slots.check(plan)
         timer = StepTimer(self._loaded.device, self._device_type)
-        if self._thread_tuner is not None:
-            self._thread_tuner.start_step(plan.num_tokens)
+        if self.thread_tuner is not None:
+            self.thread_tuner.start_step(plan.num_tokens)
         try:
             drafts, draft_seconds = self._timed_drafts(plan)
             inflight = LaunchedStep(plan, self._step(plan, drafts), draft_seconds, timer)
         except Exception as error:
             raise step_failed(error) from error
-        if self._thread_tuner is not None:
-            self._thread_tuner.finish_step(plan.num_tokens)
+        if self.thread_tuner is not None:
+            self.thread_tuner.finish_step(plan.num_tokens)
         return inflight
 
     def _timed_drafts(self, plan: StepPlan) -> tuple[Drafts, float]:
@@ -214,7 +212,7 @@ class ModelRunner:
         if drafts and sampled is not None and sampled.bad is not None and bool(sampled.bad.any()):
             # Values of a wrong draft may be non-finite, and some backends read them for the tokens before it. Cells of
             # later positions were not written.
-            _zero_from(self._backend, self._batch.draft_cells(plan, drafts))
+            _zero_from(self._backend, self._batch.slots.draft_cells(plan, drafts))
             packed = self._batch.without_drafts(plan)
             outputs = self._compute(packed, NO_DRAFTS)
             sampled = outputs.sampled
@@ -236,7 +234,7 @@ class ModelRunner:
 
     def _compute(self, packed: PackedInputs, drafts: Drafts) -> StepOutputs:
         """Queue the forward pass over the packed rows, and the sampler."""
-        metadata = self._sampling.select(packed.sample_slots, packed.sample_positions, self._batch.prompt_len)
+        metadata = self._sampling.select(packed.sample_slots, packed.sample_positions, self._batch.slots.prompt_len)
         if not len(packed.read_indices):
             return StepOutputs(metadata, None, None, drafts)
         pending = None
@@ -265,10 +263,10 @@ class ModelRunner:
         """
         slots, positions = packed.sample_slots, packed.sample_positions
         for row in sampled.deferred:
-            self._batch.defer(slots[row], positions[row])
+            self._batch.slots.defer(slots[row], positions[row])
         if sampled.void:
             bad = rows_where(sampled.bad).intersection(sampled.void)
-            _zero_from(self._backend, [self._batch.cell(slots[row], positions[row] - 1) for row in sorted(bad)])
+            _zero_from(self._backend, [self._batch.slots.cell(slots[row], positions[row] - 1) for row in sorted(bad)])
 
     def _logits(self, packed: PackedInputs) -> tuple[Logits | None, ReportedRows | None]:
         """Return the logits of the sampling rows, if any, and the outputs of the other rows."""

@@ -75,7 +75,7 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     with probe_threads(loaded.weight_bytes):
         self_test.check(runner, expected, loaded.dtype)
     if not settings.threads and _is_independent_of_threads(loaded) and (set_threads := openmp_setter()):
-        runner.tune_threads(ThreadTuner(set_threads))
+        runner.thread_tuner = ThreadTuner(set_threads)
     if settings.preallocate_kv_cache:
         runner.preallocate()
     return runner
