@@ -48,6 +48,26 @@ def test_draining_core_takes_the_next_step_of_a_search_only() -> None:
     assert harness.outputs("next step") == answer(request)
 
 
+def test_step_of_a_search_computes_one_position_for_each_beam() -> None:
+    """Also of several beams that continue the same one, and while all blocks keep positions."""
+    harness = CoreHarness(worker_block_size=4, worker_num_blocks=12)
+    for number in range(12):
+        harness.submit(f"before {number}", [*range(number, number + 3)], 1)
+        harness.run()
+    beams: list[tuple[int, ...]] = [()]
+    num_planned = []
+    for step in range(8):
+        names = [f"{step}.{beam}" for beam in range(len(beams))]
+        for name, tokens in zip(names, beams, strict=True):
+            more = {"is_sibling": name != "0.0", "queued_since": 0.0, "output": tokens}
+            harness.submit(name, [30, 31, 32, 33, 34], len(tokens) + 1, **more)
+        plan = harness.step()
+        assert plan is not None
+        num_planned.append(sum(row.num_tokens for row in plan.rows))
+        beams = [(*beams[0], 40), (*beams[0], 41), (*beams[-1], 42)]
+    assert num_planned == [5, *[3] * 7]
+
+
 @pytest.mark.parametrize("token", [0, -1, 2**31 - 1])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_stuck_row_fails_only_its_request_whatever_its_token(token: int, depth: int) -> None:

@@ -156,6 +156,24 @@ def test_partly_filled_block_of_a_running_prompt_is_copied() -> None:
     assert [harness.outputs(name) for name in "ab"] == [answer(first), answer(second)]
 
 
+def test_partly_filled_block_of_a_finished_prompt_is_copied() -> None:
+    """It is evicted before the full block of the same prompt."""
+    harness = CoreHarness(worker_num_blocks=5)
+    prompt = [5, 6, 7, 8, 9, 10]
+    for name in "ab":
+        harness.submit(name, prompt, max_tokens=1)
+        harness.run()
+    assert harness.end("b").stats.cached_tokens == 5
+    harness.submit("c", [*prompt, 11], max_tokens=1)
+    harness.run()
+    assert harness.end("c").stats.cached_tokens == 6
+    harness.submit("d", [*range(50, 66)], max_tokens=1)  # needs four of five blocks
+    harness.run()
+    harness.submit("e", [*prompt, 11], max_tokens=1)
+    harness.run()
+    assert harness.end("e").stats.cached_tokens == 4
+
+
 def test_positions_of_the_same_step_are_not_copied() -> None:
     harness = CoreHarness()
     for name in "ab":

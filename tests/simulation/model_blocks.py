@@ -31,6 +31,7 @@ class ModelBlocks:
         self._key_of: dict[int, Key] = {}
         self._unused: dict[int, None] = {}  # blocks in the index without user, least recently used first
         self._sources: dict[int, Key] = {}  # blocks with positions that a request may copy
+        self._partial: dict[int, None] = {}  # of these, the free ones outside of the index, oldest first
         self._planned: dict[int, Key] = {}  # the same, written by the plan that is being checked
         self._tainted: set[int] = set()
         # Free block -> the admission that left it with rows in flight, and the step of the last row.
@@ -44,6 +45,7 @@ class ModelBlocks:
         self._index.clear()
         self._key_of.clear()
         self._unused.clear()
+        self._partial.clear()
         self._sources.clear()
 
     @property
@@ -111,9 +113,15 @@ class ModelBlocks:
     def take(self, block: int, sequence: ModelSequence, zeroed: set[int], *, is_copied: bool) -> None:
         """Give a free block to `sequence`, and remove it from `zeroed`. If `is_copied`, a copy replaces its cells."""
         require(0 <= block < len(self._users) and not self._users[block], "I1", "a taken block is free")
-        if block in self._key_of:
-            empty = sum(not users and b not in self._key_of for b, users in enumerate(self._users))
-            require(empty == 0, "I4", "a cached block is evicted only without empty blocks")
+        if block in self._key_of or block in self._partial:
+            kept = self._key_of.keys() | self._partial.keys()
+            empty = sum(not users and b not in kept for b, users in enumerate(self._users))
+            require(empty == 0, "I4", "a cached or partial block is evicted only without empty blocks")
+        if block in self._partial:
+            require(next(iter(self._partial)) == block, "I4", "the oldest partial block is evicted")
+            del self._partial[block]
+        elif block in self._key_of:
+            require(not self._partial, "I4", "partial blocks are evicted before cached ones")
             require(next(iter(self._unused)) == block, "I4", "the least recently used cached block is evicted")
             del self._unused[block], self._index[self._key_of.pop(block)]
             self.num_dropped += 1
@@ -172,6 +180,10 @@ class ModelBlocks:
             return sequence.num_planned
         return sequence.num_planned - max(sequence.num_shared, sequence.num_computed // self.size * self.size)
 
+    def _has_part(self, block: int) -> bool:
+        """Return whether positions of the block may be copied: a quarter of a block at least."""
+        return block in self._sources and (len(self._sources[block][1]) - 1) % self.size + 1 >= max(1, self.size // 4)
+
     def taint(self, sequence: ModelSequence) -> None:
         """Unpublish the blocks of a sequence with non-finite values, and zero them before reuse."""
         sequence.tainted = True
@@ -226,6 +238,8 @@ class ModelBlocks:
                 self._pending[block] = self._unconfirmed.pop(block)
             elif not self._users[block] and block in self._key_of:
                 self._unused[block] = None
+            elif not self._users[block] and self._has_part(block):
+                self._partial[block] = None
             elif not self._users[block]:
                 self._sources.pop(block, None)
         sequence.blocks = []

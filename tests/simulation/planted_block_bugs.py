@@ -18,9 +18,9 @@ _BLOCKS = (
     Bug("a shared block stays evictable", BlockPool.share, drop("self._cached.pop(block, None)")),
     Bug("an evicted block stays published", BlockPool.take, drop("self._unpublish(block)")),
     Bug(
-        "the newest cached block is evicted",
+        "the newest block is evicted",
         BlockPool.take,
-        replace("self._cached.popitem(last=False)", "self._cached.popitem()"),
+        replace("_1.popitem(last=False)", "_1.popitem()"),
     ),
     Bug(
         "cached blocks go before empty ones",

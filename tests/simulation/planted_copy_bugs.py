@@ -42,10 +42,13 @@ COPY_BUGS = (
         replace("found.get(writes.sequence)", "None"),
     ),
     Bug(
-        "a block in use by nobody is copied after it was handed out again",
-        BlockPool.release,
-        drop("self._children.discard(block)"),
+        "cached blocks are evicted before partial ones",
+        BlockPool.take,
+        replace("self._partial or self._cached", "self._cached or self._partial"),
     ),
+    Bug("partial blocks are not kept", BlockPool.release, never("block in self._parts", role="test")),
+    Bug("a block of few positions is partial", BlockPool.end_plan, replace("len(t) >= least", "True")),
+    Bug("partial blocks outlive the cleared cache", BlockPool.clear_cache, drop("self._parts.clear()")),
     Bug(
         "an evicted or tainted block is copied",
         BlockPool._unpublish,

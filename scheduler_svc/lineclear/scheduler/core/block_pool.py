@@ -1,15 +1,17 @@
 """KV blocks: reference counts and an LRU of cached prefixes (PagedAttention, Kwon et al. 2023; vLLM's BlockPool).
 
-A block is in exactly one state: used (reference count >= 1), free and empty, or free and *cached*. A cached block keeps
-a prefix that a later request can share. When no empty block is left, the least recently used cached block is evicted.
+A block is in exactly one state: used (reference count >= 1), free and empty, free and *partial*, or free and *cached*.
+A cached block keeps a prefix that a later request can share. A partial block has leading positions that a later request
+can copy. When no empty block is left, the oldest partial block is evicted, then the least recently used cached block: a
+beam search leaves a partial block for each beam and token, and these must not evict prefixes of other requests.
 
 A block is published when the row that fills it is planned: plans run in order, so a row of a later plan, or a later
 row of the same plan, reads it after it was written. Until the result of that row the block is *unconfirmed*: its values
 may prove to be non-finite. It leaves this state with the result, or with its last reference.
 
 A request whose prompt shares only a part of a further block gets a copy of these positions (copy-on-write). The source
-is a published block, or the block that the prompt of a running sequence fills in part. It is offered to plans after the
-one that writes it, because copies run before a plan's writes.
+is a published block, or the block that the prompt of a sequence fills in part, also when the sequence has ended. It is
+offered to plans after the one that writes it, because copies run before a plan's writes.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ class BlockPool:
         self.block_size = block_size
         self._references = [0] * num_blocks
         self._empty = deque(range(num_blocks - 1, -1, -1))  # taken from the right: low ids first
+        self._partial: OrderedDict[int, None] = OrderedDict()  # free, oldest first
         self._cached: OrderedDict[int, None] = OrderedDict()  # free but published, longest unused first
         self._keys: list[bytes | None] = [None] * num_blocks  # of published blocks
         self._tokens: list[bytes] = [b""] * num_blocks  # of published blocks
@@ -78,15 +81,16 @@ class BlockPool:
         self._tainted: set[int] = set()
         self._pending: dict[int, PendingWrites] = {}  # free and empty; non-finite values may still be written to them
         self._unconfirmed: dict[int, PendingWrites] = {}  # used blocks
-        # Published blocks, and partly filled blocks of running sequences.
+        # Published blocks, and partly filled ones. `_parts` are the latter, and may have been published since.
         self._children = ChildBlocks(num_blocks, min_copied(block_size))
+        self._parts: set[int] = set()
         self._planned: list[tuple[int, bytes, bytes]] = []  # to add to `_children` after the plan
         self._to_zero: list[int] = []
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that `take` can hand out, cached blocks included."""
-        return len(self._empty) + len(self._cached)
+        """Number of blocks that `take` can hand out, partial and cached blocks included."""
+        return len(self._empty) + len(self._partial) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
@@ -99,7 +103,7 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` blocks; evict the least recently used cached blocks when no empty block is left.
+        """Hand out `count` blocks; evict the oldest partial and cached blocks when no empty block is left.
 
         Raises OutOfBlocks, and changes nothing, if fewer than `count` blocks are free.
         """
@@ -110,7 +114,7 @@ class BlockPool:
             if self._empty:
                 block = self._empty.pop()
             else:
-                block, _ = self._cached.popitem(last=False)
+                block, _ = (self._partial or self._cached).popitem(last=False)
                 self._unpublish(block)
             if block in self._tainted or block in self._pending:
                 self._tainted.discard(block)
@@ -137,8 +141,9 @@ class BlockPool:
                     self._add_pending(block, self._unconfirmed.pop(block))
                 elif self._keys[block] is not None:
                     self._cached[block] = None
+                elif block in self._parts:
+                    self._partial[block] = None
                 else:
-                    self._children.discard(block)
                     self._empty.append(block)
 
     def release_tainted(self, blocks: Sequence[int]) -> None:
@@ -215,6 +220,8 @@ class BlockPool:
         """Offer the positions that the plan writes to copies of the plans after it."""
         if self._planned:
             self._children.add_all(self._planned)
+            least = min_copied(self.block_size) * TOKEN_BYTES
+            self._parts.update(b for b, _, t in self._planned if self._keys[b] is None and len(t) >= least)
             self._planned.clear()
 
     def find_donor(self, parent: bytes, tokens: Sequence[int], start: int, end: int) -> Donor | None:
@@ -252,6 +259,7 @@ class BlockPool:
         if key is not None:
             del self._by_key[key]
             self._keys[block], self._tokens[block] = None, b""
+        self._parts.discard(block)
         self._children.discard(block)
 
     def clear_cache(self) -> None:
@@ -259,7 +267,9 @@ class BlockPool:
         for block in list(self._by_key.values()):
             self._unpublish(block)
         self._children = ChildBlocks(self.num_blocks, min_copied(self.block_size))
-        self._empty.extend(self._cached)
+        self._empty.extend([*self._partial, *self._cached])
+        self._partial.clear()
+        self._parts.clear()
         self._cached.clear()
 
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
@@ -273,11 +283,12 @@ class BlockPool:
         # Sets of all blocks would cost a millisecond, and a serving engine checks between two steps.
         empty, num_used = set(self._empty), self.num_blocks - references.count(0)
         assert len(empty) == len(self._empty), "a block twice in the list of empty blocks"
-        assert num_used + len(empty) + len(self._cached) == self.num_blocks, "a block in two states or in none"
-        assert empty.isdisjoint(self._cached), "a block both empty and cached"
-        assert not any(map(references.__getitem__, chain(empty, self._cached))), "a block both free and used"
+        free = [*empty, *self._partial, *self._cached]
+        assert num_used + len(free) == self.num_blocks, "a block in two states or in none"
+        assert len(set(free)) == len(free), "a block in two states of free blocks"
+        assert not any(map(references.__getitem__, free)), "a block both free and used"
         assert all(map(self._keys.__getitem__, self._cached)), "a cached block that is not in the prefix index"
-        assert empty.isdisjoint(self._by_key.values()), "an empty block in the prefix index"
+        assert not any(map(self._keys.__getitem__, chain(empty, self._partial))), "an empty block in the prefix index"
         assert self.num_blocks - self._keys.count(None) == len(self._by_key), "a published block that is not found"
         assert list(map(self._keys.__getitem__, self._by_key.values())) == list(self._by_key)
         assert self._pending.keys() <= empty, "pending writes to a block that is not empty"
@@ -285,4 +296,6 @@ class BlockPool:
         assert all(map(references.__getitem__, self._unconfirmed)), "an unconfirmed block that is not used"
         assert all(block in writes.blocks for block, writes in self._unconfirmed.items())
         assert not self._planned, "a plan has not ended"
-        self._children.check(self._keys, references)
+        assert empty.isdisjoint(self._parts), "an empty block that is partial"
+        assert self._partial.keys() <= self._parts, "a partial block without positions"
+        self._children.check(empty)

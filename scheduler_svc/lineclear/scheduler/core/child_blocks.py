@@ -94,11 +94,11 @@ class ChildBlocks:
         near = [(self._tokens[children], children)] if isinstance(children, int) else _neighbours(children, wanted)
         return max((Donor(block, _num_common(child, wanted)) for child, block in near), key=_num_positions)
 
-    def check(self, published: Sequence[object], references: Sequence[int]) -> None:
-        """Check that children and places agree, and that a free block is `published`. Raises AssertionError."""
+    def check(self, empty: Iterable[int]) -> None:
+        """Check that children and places agree, and that no `empty` block is a child. Raises AssertionError."""
         # Of a pool with thousands of blocks nearly all are only children, so the passes over these are comprehensions.
         placed = [(block, place) for block, place in enumerate(self._places) if place is not None]
-        assert not [b for b, _ in placed if not references[b] and not published[b]], "a free block is a child"
+        assert not any(map(self._places.__getitem__, empty)), "an empty block is a child"
         several = [(block, place) for block, place in placed if self._children.get(place) != block]
         lists = {place: self._children.get(place) for _, place in several}
         listed = [(block, place, tokens) for place, found in lists.items() for tokens, block in _list(found)]

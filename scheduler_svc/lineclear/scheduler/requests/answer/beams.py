@@ -1,7 +1,7 @@
 """Run a beam search on the engine: in each step, one request of one token for each running beam.
 
-Beams share their common prefix through the prefix cache: full blocks are shared, the rest of the last block is computed
-again. The requests keep the place of the first one in the queue's order.
+Beams share their common prefix through the prefix cache: full blocks are shared, and the rest of the last block is
+copied, so a step computes one position of each beam. The requests keep the place of the first one in the queue's order.
 """
 
 from __future__ import annotations
