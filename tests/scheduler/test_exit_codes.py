@@ -53,13 +53,14 @@ def test_exit_76_when_tokenizer_files_differ(model: Path) -> None:
         process.end()
 
 
-@pytest.mark.parametrize("part", ["core.scheduler.Scheduler.apply", "requests.request_stats.ServerStats.add_tokens"])
+@pytest.mark.parametrize("part", ["core.scheduler.Scheduler.apply", "requests.request_stats.TokenRate.add"])
 def test_exit_70_when_a_component_crashes(start: Callable[..., Running], part: str) -> None:
     module, cls, method = part.rsplit(".", 2)
     broken = RUN.replace(
         "sys.exit",
         f"from lineclear.scheduler.{module} import {cls}\n"
         "def broken(*_): raise RuntimeError('secret-of-a-user')\n"
+        f"assert callable({cls}.{method})\n"
         f"{cls}.{method} = broken\nsys.exit",
     )
     server = start(code=broken)
