@@ -91,7 +91,7 @@ CONSTRAINT_BUGS = (
         ConstraintTable.start,
         replace("constraint.position < positions[row]", "constraint.position + 1 < positions[row]"),
     ),
-    Bug("an answer ends inside the form", _Constraint._set_ends, without("matcher.may_end")),
+    Bug("an answer ends inside the form", _Constraint._set_ends, without("matcher.is_accepting()")),
     Bug(
         "tokens that end the answer are allowed before the marker",
         _Constraint.allowed,
