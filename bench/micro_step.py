@@ -97,6 +97,7 @@ def decodes(bench: Bench, count: int) -> Iterator[Figure]:
         steps.append(bench.run(rows))
         products.append(sum(bench.spent[name] for name in PRODUCTS) / 1e9)
         attention.append(sum(bench.spent[name] for name in ATTENTION) / 1e9)
+    assert min(products) > 0, f"no product is named {PRODUCTS}; the calls are {sorted(bench.spent)}"
     case = f"{count} decodes at {CONTEXT}"
     over = [step - product for step, product in zip(steps, products, strict=True)]
     rest = [all_else - attend for all_else, attend in zip(over, attention, strict=True)]

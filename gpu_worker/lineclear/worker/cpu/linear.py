@@ -136,7 +136,10 @@ class TorchLinear(Linear):
         self._function = function
 
     def bind(self, rows: DynamicInt, x: Tensor, out: Tensor) -> Call:
-        return lambda: out[: rows.value].copy_(self._function(x[: rows.value])), ()
+        def multiply() -> None:
+            out[: rows.value].copy_(self._function(x[: rows.value]))
+
+        return multiply, ()
 
 
 def onednn(weight: Tensor, bias: Tensor | None) -> Linear:
