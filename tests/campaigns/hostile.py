@@ -131,6 +131,7 @@ class Campaign:
             "callers_failed": failed,
             "wrong": wrong,
             "answers": len(gaps) // (TOKENS - 1),
+            "first_seconds": quantiles(reader.first_seconds),
             "gap_seconds": quantiles(gaps),
             "stood_still": longest > _STANDSTILL_SECONDS,
             "memory_mb": [before, during, self.memory_mb],

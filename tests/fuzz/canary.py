@@ -56,6 +56,8 @@ class Canary:
         self._command = _command(target, max_attempts, token)
         self.right: list[int] = []
         """The tokens of each answer."""
+        self.first_seconds: list[float] = []
+        """How long each answer waited for its first token, from `end` on."""
 
     def __enter__(self) -> Self:
         pipe, folder = subprocess.PIPE, Path(__file__).parents[1]
@@ -76,12 +78,13 @@ class Canary:
         output, _ = self._process.communicate(b"", PATIENCE_SECONDS)
         assert self._process.returncode == 0, "the canary's answer failed or differed"
         found = json.loads(output)
+        self.first_seconds = found["firsts"]
         return found["gaps"], found["longest"]
 
 
 def main() -> int:
     """Read answers until standard input ends; complete the last one."""
-    ended, gaps, longest = threading.Event(), list[float](), 0.0
+    ended, firsts, gaps, longest = threading.Event(), list[float](), list[float](), 0.0
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
     target, max_attempts, *token = sys.argv[1:]
     with Client(target, token=token[0] if token else None, max_attempts=int(max_attempts), sessions=False) as client:
@@ -96,9 +99,10 @@ def main() -> int:
                         times.append(time.perf_counter())
             if (stream.result.token_ids, stream.result.text) != (right.token_ids, right.text):
                 return 1
+            firsts.append(times[0] - asked)
             gaps += [b - a for a, b in pairwise(times)]
             longest = max([longest, *(b - a for a, b in pairwise((asked, *times)))])
-    print(json.dumps({"gaps": gaps, "longest": longest}))
+    print(json.dumps({"firsts": firsts, "gaps": gaps, "longest": longest}))
     return 0
 
 
