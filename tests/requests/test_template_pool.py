@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,6 +270,21 @@ async def test_loop_runs_while_tokens_are_decoded(s: Serving) -> None:
         iterations += 1
     assert iterations > 50
     assert (await call).text == decode(TOKENIZER, [5] * 20_000, keep_special=False)
+
+
+async def test_long_texts_are_tokenized_at_low_priority(s: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def encode(text: str) -> list[int]:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return TOKENIZER.encode(text)
+
+    pool = s.service.tokenizers
+    monkeypatch.setattr(pool, "tokenizer", SimpleNamespace(encode=encode))
+    assert await pool.encode("x" * 2000) == TOKENIZER.encode("x" * 2000)
+    assert await pool.encode("x") == TOKENIZER.encode("x")
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert found == [max(own, 5), own], "a short one is tokenized by the event loop"
 
 
 class _Sliced(list[int]):

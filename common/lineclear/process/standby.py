@@ -13,6 +13,8 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
+from lineclear.process.priority import lower_priority
+
 _VARIABLE = "LINECLEAR_STANDBY"  # the standby's descriptor of the connection
 _LOW_PRIORITY = 10
 READY, PROMOTE, PROMOTED = b"r", b"p", b"a"
@@ -84,8 +86,7 @@ class Standby:
         failures: list[BaseException] = []
 
         def run() -> None:
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+            lower_priority(_LOW_PRIORITY)
             try:
                 work()
             except BaseException as error:

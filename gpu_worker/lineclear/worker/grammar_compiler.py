@@ -18,8 +18,9 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 
 from lineclear.model_files.token_table import parser_limits, token_table
+from lineclear.process.priority import LOWEST, lower_priority
 from lineclear.worker.constraints import Matcher
-from lineclear.worker.mask_threads import Bits, lower_priority
+from lineclear.worker.mask_threads import Bits
 
 _MAX_CACHED = 128
 _COMPILE_THREADS = 2
@@ -75,7 +76,7 @@ class GrammarCompiler:
             if future is None:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(
-                        _COMPILE_THREADS, thread_name_prefix="grammar", initializer=lower_priority
+                        _COMPILE_THREADS, thread_name_prefix="grammar", initializer=lower_priority, initargs=(LOWEST,)
                     )
                 future = self._compiled[grammar] = Future()
                 key = self._num_taken + len(grammar)

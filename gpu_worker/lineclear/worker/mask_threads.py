@@ -7,7 +7,6 @@ whose mask is not ready is deferred: the mask goes on, and the row that is plann
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
@@ -19,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from lineclear.process.priority import LOWEST, lower_priority
 
 Bits = npt.NDArray[np.uint32]
 """Bit i % 32 of word i // 32 is set if token i is allowed."""
@@ -36,7 +37,6 @@ One mask is at most 10 ms of work; the rest is the queue of other slow ones. A b
 request fails for that."""
 _SLOW_SECONDS = 0.002
 """CPU time of a mask; the next one of its matcher is computed at low priority."""
-_NICENESS = 19
 
 
 class Mask:
@@ -93,7 +93,7 @@ class MaskThreads:
 
     def _start_slow(self) -> None:
         self._slow_thread = threading.get_ident()
-        lower_priority()
+        lower_priority(LOWEST)
 
     def _start(self, step: int, quick: deque[Mask], slow: Sequence[Mask], take_tokens: Callable[[], None]) -> None:
         assert self._quick is not None
@@ -170,9 +170,3 @@ class MaskThreads:
 def cpu_seconds_of(thread: int) -> float:
     """Return the CPU time of a thread that runs."""
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
-
-
-def lower_priority() -> None:
-    """Give this thread the lowest priority, so that steps do not wait for a core."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -28,9 +28,9 @@ log = structlog.get_logger()
 
 _LEAST_WAIT_SECONDS, _MAX_SLOWDOWN = 10.0, 10  # an answer may take so long, or so many times the limit of CPU time
 _START_SECONDS = 30.0
-_NICENESS = 5
-"""Priority of the processes: beside one thread of a worker, a process gets a quarter of a core. At 15 it gets a
-thirtieth, so that a second of CPU time takes half a minute."""
+NICENESS = 5
+"""Of the processes, and of threads that tokenize: beside one thread of a worker, each gets a quarter of a core. At 15
+it gets a thirtieth, so that a second of CPU time takes half a minute."""
 _CORES_PER_PROCESS, _MIN_PROCESSES, _MAX_PROCESSES = 4, 2, 8
 _BYTES_PER_SECOND = 100_000
 """Least speed at which bytes alone count. A few bytes may take a second: tenants share the time of slower work."""
@@ -228,7 +228,7 @@ class _Process:
         finally:
             child_end.close()
         with contextlib.suppress(OSError):  # the process may have ended
-            os.setpriority(os.PRIO_PROCESS, popen.pid, _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, popen.pid, NICENESS)
         return cls(popen, *await asyncio.open_connection(sock=parent_end))
 
     async def ask(self, content: bytes, max_bytes: int) -> bytes:

@@ -1,8 +1,8 @@
 """Tokenize and detokenize prompts without blocking the event loop.
 
-Small inputs are processed at once. Large ones wait for a fair semaphore. Texts are tokenized in threads, because the
-library releases the interpreter lock. Tokens are decoded in slices on the loop: a thread would hold the lock for
-milliseconds. Conversations are rendered by child processes.
+Small inputs are processed at once. Large ones wait for a fair semaphore. Texts are tokenized in threads of low
+priority, because the library releases the interpreter lock. Tokens are decoded in slices on the loop: a thread would
+hold the lock for milliseconds. Conversations are rendered by child processes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from lineclear.errors import NoChatTemplate
+from lineclear.process.priority import lower_priority
 from lineclear.scheduler.requests.fair_semaphore import FairSemaphore
-from lineclear.scheduler.requests.limited_processes import LimitedProcesses, ProcessKilled
+from lineclear.scheduler.requests.limited_processes import NICENESS, LimitedProcesses, ProcessKilled
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES, LoopPacer
 from lineclear.scheduler.requests.validate import request as validation
 from lineclear.scheduler.requests.validate import tools
@@ -72,7 +73,7 @@ class TokenizerPool:
             )
         places = min(settings.tokenizer_threads, _MAX_BUSY)
         self.turns = FairSemaphore(places, _MAX_BUSY - places, "inputs are being tokenized or wait for that")
-        self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
+        self._threads = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer", lower_priority, (NICENESS,))
         _start_all(self._threads, settings.tokenizer_threads)
 
     @property
