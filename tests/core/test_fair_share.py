@@ -13,6 +13,7 @@ from lineclear.scheduler.core.dump import dump
 from lineclear.scheduler.core.events import Finished
 from lineclear.scheduler.core.fair_share import FairShare
 from lineclear.scheduler.core.sequence import Request, Sequence
+from lineclear.wire.messages import Pooling, PoolingKind
 
 SIZES = {"a": (4, 4), "b": (4, 20), "c": (30, 2)}  # prompt tokens, output tokens
 
@@ -104,6 +105,15 @@ def test_outputs_are_charged_with_their_prompt_once() -> None:
     sequences[1].tokens += [1, 1]
     order.on_finish(sequences[1])
     assert charged(order) == 20 + 2 * 6 + 2
+
+
+def test_parts_of_a_call_are_charged_with_their_prompts() -> None:
+    order = FairShare({})
+    pooling = Pooling(PoolingKind.LAST)
+    for number in range(3):
+        part = make_request(f"a{number}", 20, 0, tenant="a", is_sibling=number > 0, pooling=pooling)
+        order.key(part, 0.0, 0.0)
+    assert charged(order) == 3 * 20
 
 
 def test_steps_of_a_beam_search_are_charged_like_one_request() -> None:

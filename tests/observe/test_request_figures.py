@@ -369,7 +369,7 @@ async def session(s: Serving) -> None:
     await caller.send(submit(4))
     await until(lambda: len(s.manager.requests) == 1)
     await s.engine.next_request(len(s.engine.submitted) or 1)
-    await until(lambda: any(r._queue_place.was_admitted for r in s.manager.requests))
+    await until(lambda: any(r.queue_place.was_admitted for r in s.manager.requests))
     await caller.send(cancel(4))
     await caller.until(lambda: 4 in caller.failed)
     await caller.call.done_writing()
@@ -380,7 +380,7 @@ async def session(s: Serving) -> None:
 async def session_ends_with_its_call(s: Serving) -> None:
     caller = Caller(s)
     await caller.send(submit(1), submit(2))
-    await until(lambda: [r._queue_place.was_admitted for r in s.manager.requests] == [True, True])
+    await until(lambda: [r.queue_place.was_admitted for r in s.manager.requests] == [True, True])
     caller.call.cancel()
     await s.idle()
 

@@ -13,7 +13,7 @@ from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
-BOUNDS = ModelBounds(512, 512, SchedulerSettings(max_outputs=8), eos_ids=frozenset({1}))
+BOUNDS = ModelBounds(512, 512, SchedulerSettings(max_outputs=8), 256, eos_ids=frozenset({1}))
 USED = {"n", "num_beams", "length_penalty", "early_stopping", "min_tokens", "max_tokens", "ignore_eos", "seed"}
 VALUES: dict[str, Any] = {
     "best_of": 1,

@@ -23,7 +23,7 @@ from lineclear.v1 import sampling_pb2
 
 VOCABULARY = 4
 EOS = 1
-BOUNDS = ModelBounds(64, VOCABULARY, SchedulerSettings(max_outputs=4), eos_ids=frozenset({EOS}))
+BOUNDS = ModelBounds(64, VOCABULARY, SchedulerSettings(max_outputs=4), 256, eos_ids=frozenset({EOS}))
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), unique=True)
 NAMES = ("allowed_token_ids", "banned_token_ids", "begin_banned_token_ids")
 

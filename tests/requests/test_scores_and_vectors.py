@@ -7,6 +7,8 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,6 +184,45 @@ def test_invalid_fields_are_named(client: Client, call: Any, path: str) -> None:
     assert path in [violation.field for violation in caught.value.violations], caught.value
 
 
+def long_call(tmp_path: Path, stack: ExitStack) -> tuple[ToyService, Client, Future[Any]]:
+    """Return a service, a client and the running call of 128 vectors, which takes 120 steps of 10 ms and more."""
+    steps = {"min_step_seconds": 0.01, "max_step_seconds": 0.01}
+    flags = "--target-batch-tokens", "32", "--drain-timeout-seconds", "60"
+    service = stack.enter_context(toy_service(tmp_path, *flags, num_blocks=512, block_size=16, **steps))
+    client = stack.enter_context(Client(service.target, max_attempts=1))
+    pool = stack.enter_context(ThreadPoolExecutor(1))
+    call = pool.submit(client.embed, [[number, *range(1, 30)] for number in range(128)], dimensions=2)
+    while not client.stats().counters.prompt_tokens:
+        assert not call.done()
+    return service, client, call
+
+
+def assert_right(call: Future[Any]) -> None:
+    wanted = [
+        struct.unpack("<2f", expected_vector([number, *range(1, 30)], Pooling(PoolingKind.LAST, 2, normalize=True)))
+        for number in range(128)
+    ]
+    assert [str(x) for x in call.result().vectors] == [str(x) for x in wanted]
+
+
+def test_a_request_waits_for_the_next_parts_of_a_call_only(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        _, client, call = long_call(tmp_path, stack)
+        found = client.generate(PROMPT, max_tokens=1, temperature=1.0, seed=3, ignore_eos=True)
+        assert list(found.token_ids) == answer(PROMPT, 1, seed=3)
+        assert not call.done()
+        assert_right(call)
+        assert client.stats().counters.prompt_tokens == 128 * 30 + len(PROMPT)
+
+
+def test_a_server_that_stops_completes_all_parts_of_a_call(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        service, _, call = long_call(tmp_path, stack)
+        code = service.stop()
+        assert_right(call)
+        assert code == 0
+
+
 def command(service: ToyService, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
     whole = [sys.executable, "-m", "lineclear.cli", *arguments, "--target", service.target]
     return subprocess.run(whole, input=given, capture_output=True, text=True, check=False)
@@ -246,7 +287,7 @@ def test_commands_exit_with_codes(service: ToyService, arguments: list[str], cod
 
 
 def test_number_of_prompt_logprobs_is_bounded() -> None:
-    bounds = ModelBounds(100_000, 1000, SchedulerSettings())
+    bounds = ModelBounds(100_000, 1000, SchedulerSettings(), 256)
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), output=pb.OutputOptions(prompt_logprobs=1))
     validated = validation.check(message, bounds)
     assert validation.resolve(validated, message, [1] * 32768, "", validated.sampling, bounds)["scoring"] is not None
@@ -255,7 +296,7 @@ def test_number_of_prompt_logprobs_is_bounded() -> None:
 
 
 def test_logprob_token_ids_alone_ask_for_log_probabilities() -> None:
-    bounds = ModelBounds(100, 1000, SchedulerSettings())
+    bounds = ModelBounds(100, 1000, SchedulerSettings(), 256)
     message = pb.GenerateRequest(text="x", output=pb.OutputOptions(logprob_token_ids=[7, 7]))
     sampling = validation.check(message, bounds).sampling
     assert (sampling.logprobs, sampling.logprob_ids) == (0, (7, 7))

@@ -27,7 +27,7 @@ from lineclear.scheduler.text.tool_context import ToolContext
 from lineclear.v1 import inference_pb2 as pb
 
 TOKENIZER = Tokenizer(definition(tokenizer()))
-BOUNDS = ModelBounds(4096, 1000, SchedulerSettings(max_prompt_bytes=4096))
+BOUNDS = ModelBounds(4096, 1000, SchedulerSettings(max_prompt_bytes=4096), 256)
 ARGUMENTS = {"city": "Zürich <|im_end|>", "days": [1, 2.5, None], "deep": {"a": True}}
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "Weather in Zürich?"},

@@ -34,6 +34,7 @@ BOUNDS = ModelBounds(
     context_length=CONTEXT,
     vocab_size=VOCABULARY,
     settings=SchedulerSettings(max_prompt_bytes=MAX_BYTES, default_max_tokens=16, max_outputs=1, max_chat_messages=4),
+    step_tokens=256,
     eos_ids=frozenset({EOS}),
 )
 PROTOS = Path(__file__).parents[2] / "protos" / "lineclear" / "v1"

@@ -116,7 +116,7 @@ class ModelQueue:
 
     def _size(self, request: Request) -> float:
         """Return the tokens that the request is expected to have, by the tenant's weight."""
-        return (_tokens(request) - request.charged_before) / self._weight(request.tenant)
+        return (_tokens(request) - _charged_before(request)) / self._weight(request.tenant)
 
     def _weight(self, tenant: str) -> float:
         return self._limits.policy.share_weights.get(tenant, 1.0)
@@ -139,7 +139,7 @@ class ModelQueue:
     def on_finish(self, sequence: ModelSequence, waiting: Collection[ModelSequence], *, is_idle: bool) -> None:
         """Settle the charge of a request that ended; `waiting` are the requests that have not started."""
         tenant = sequence.request.tenant
-        used = 0 if sequence.started_at is None else len(sequence.tokens) - sequence.request.charged_before
+        used = 0 if sequence.started_at is None else len(sequence.tokens) - _charged_before(sequence.request)
         unused = self._size(sequence.request) - used / self._weight(tenant)
         self._charged[tenant] -= unused
         self._settled[tenant] += abs(unused)
@@ -211,3 +211,10 @@ def _order(limits: CoreLimits) -> tuple[object, ...]:
 def _tokens(request: Request) -> int:
     """Return the tokens that the request is expected to have."""
     return len(request.prompt) + (request.expected_tokens or request.max_tokens)
+
+
+def _charged_before(request: Request) -> int:
+    """Return the leading tokens that an earlier request of the same call was charged with: none without output."""
+    if not request.is_sibling or not request.max_tokens:
+        return 0
+    return len(request.prompt) + (len(request.output) if request.queued_since is not None else 0)

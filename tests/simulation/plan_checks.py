@@ -292,13 +292,13 @@ class PlanChecks:
         self.worker.blocks.share(init.blocks, sequence, copied)
         sequence.num_planned = sequence.num_computed = sequence.num_shared + num_copied
         sequence.num_known = len(init.tokens)
-        is_first = not sequence.request.is_sibling
-        self.state.counters.prefix_cache_queries += is_first * len(init.tokens)
-        self.state.counters.prefix_cache_hits += is_first * sequence.num_planned
+        own_prompt = not sequence.request.is_sibling or not sequence.request.max_tokens
+        self.state.counters.prefix_cache_queries += own_prompt * len(init.tokens)
+        self.state.counters.prefix_cache_hits += own_prompt * sequence.num_planned
         check_sharing(sequence, self.worker)
         if sequence.started_at is None:
             sequence.started_at, sequence.cached_tokens = now, sequence.num_planned
-            self.state.counters.prompt_tokens += is_first * init.prompt_len
+            self.state.counters.prompt_tokens += own_prompt * init.prompt_len
             sequence.started_on = self.worker.hello.model_fingerprint
             where = (init.slot, step.step, sequence.num_planned, sequence.started_on, self.worker.hello.epoch)
             event = Started(sequence.request.request_id, *where)

@@ -66,7 +66,12 @@ SIBLING_BUGS = (
         Beams._submit_step,
         replace("not is_first", "False"),
     ),
-    Bug("siblings count the prompt again", StepPlanner._start, replace("not sequence.request.is_sibling", "True")),
+    Bug("siblings count the prompt again", StepPlanner._start, replace("not sequence.request.shares_prompt", "True")),
+    Bug(
+        "the prompts of later parts of a call do not count",
+        StepPlanner._start,
+        replace("sequence.request.shares_prompt", "sequence.request.is_sibling"),
+    ),
     Bug(
         "samples of a search count as generated",
         ResultApplier._append_one,

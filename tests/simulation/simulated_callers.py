@@ -141,10 +141,10 @@ class Callers:
         return self._rng.choice((2, 3, 4, 8))
 
     def branch(self, first: Request, numbers: Sequence[int], model: str, now: float) -> None:
-        """Submit a request with an output for each number, or a beam search."""
+        """Submit a request with an output for each number, a beam search, or a part of a Score or Embed."""
         self._now = now
         if first.pooling is not None or not first.max_tokens:
-            self.submit(first, now)
+            self.submit(replace(first, is_sibling=numbers[0] % 3 > 0), now)
         elif self._rng.random() < self._scenario.beams:
             self._search(first, numbers)
         else:

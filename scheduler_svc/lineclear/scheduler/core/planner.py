@@ -359,7 +359,7 @@ class StepPlanner:
             self.copies.append(BlockCopy(donor.block, taken[0], donor.num_positions))
         sequence.epoch, sequence.wait_until = self._worker.epoch, None
         start = sequence.num_planned
-        if counts_prompt := not sequence.request.is_sibling:  # siblings share the prompt of their first request
+        if counts_prompt := not sequence.request.shares_prompt:
             state.counters.prefix_cache_queries += len(sequence.tokens)
             state.counters.prefix_cache_hits += start
         if sequence.started_at is None:

@@ -34,7 +34,7 @@ class Request:
     `output` is the beginning of the answer, fewer than `max_tokens` tokens, if another server made it.
     `model_fingerprint` is the model that must run the request; empty: the model that is joined when it starts.
     `queued_since` is the time that its place in the queue's order counts from; None: the time of its submission.
-    `is_sibling`: it follows a request of the same prompt under one admission, and takes no place in the queue.
+    `is_sibling`: it follows another request of the same call, and takes no place in the queue.
     `vocabulary` is the vocabulary size and the end-of-sequence ids that it was validated with; None: not compared.
     With `max_tokens` 0, `scoring` or `pooling` is what the request is for.
     `max_drafts` is the most drafts that a row verifies; 0: plain decoding.
@@ -87,9 +87,14 @@ class Request:
         return self.is_sibling and self.is_search_step
 
     @property
+    def shares_prompt(self) -> bool:
+        """Whether an earlier request of its call has the same prompt: outputs of one answer, not parts of a Score."""
+        return self.is_sibling and self.max_tokens > 0
+
+    @property
     def charged_before(self) -> int:
-        """Number of leading tokens that its tenant was charged with for other requests of the same admission."""
-        if not self.is_sibling:
+        """Number of leading tokens that its tenant was charged with for other requests of the same call."""
+        if not self.shares_prompt:
             return 0
         return len(self.prompt) + (len(self.output) if self.continues else 0)
 

@@ -1,6 +1,7 @@
 """Requests without output: the scores and vectors that Score and Embed return.
 
-Each continuation or input is a request of its own, admitted, queued and cancelled as those of Generate.
+Each continuation or input is a request of its own, admitted and cancelled as those of Generate. All take places in the
+queue's limits at once, but few wait in the engine at a time: a call that comes later waits for those, not for all.
 """
 
 from __future__ import annotations
@@ -35,15 +36,22 @@ _POOLING = {
 
 _RULES = {"top_logprobs": TOP_LOGPROBS, "truncate_prompt_tokens": AT_LEAST_ONE, "dimensions": AT_LEAST_ONE}
 
+_STEPS_AHEAD = 3
+"""Steps that the parts of a call in the engine fill: the two in flight, and the next."""
+
 _NO_OUTPUT: Mapping[str, Any] = {"max_tokens": 0, "expected_tokens": 0, "max_drafts": 0}
 
 
 class _Part(NamedTuple):
-    """The tokens of one request, the fields of the core that ask for results, and the path of its input."""
+    """The tokens of one request, the fields of the core that ask for results, and the path of its input.
+
+    `num_new` is the number of tokens that other parts do not begin with.
+    """
 
     tokens: Sequence[int]
     asks: dict[str, Any]
     path: str
+    num_new: int
 
 
 async def score(request: pb.ScoreRequest, admission: Admission, call: Call) -> bytes:
@@ -58,7 +66,7 @@ async def score(request: pb.ScoreRequest, admission: Admission, call: Call) -> b
     for index, continuation in enumerate(request.continuations):
         tokens = await tokens_of(continuation, tokenizers.encode_continuation)
         asks = {**_NO_OUTPUT, "scoring": Scoring(len(prompt) - 1, num_top)}
-        parts.append(_Part([*prompt, *tokens], asks, f"continuations[{index}]"))
+        parts.append(_Part([*prompt, *tokens], asks, f"continuations[{index}]", len(tokens)))
         if not tokens:
             raise InvalidRequest.at(f"continuations[{index}]", "has no tokens")
     response = pb.ScoreResponse(prompt_tokens=len(prompt))
@@ -79,7 +87,7 @@ async def embed(request: pb.EmbedRequest, admission: Admission, call: Call) -> p
     parts = []
     for index, entry in enumerate(request.inputs):
         tokens = _truncated(await tokens_of(entry, admission.services.tokenizers.encode), request)
-        parts.append(_Part(tokens, asks, f"inputs[{index}]"))
+        parts.append(_Part(tokens, asks, f"inputs[{index}]", len(tokens)))
         if not tokens:
             raise InvalidRequest.at(f"inputs[{index}]", "has no tokens")
     response = pb.EmbedResponse()
@@ -108,12 +116,20 @@ async def _run(
         for part in parts:
             message = _message(part, request)
             await admission.pace(message)
-            live.append((stack.enter_context(admission.admit(message, call)), message, part))
+            context = stack.enter_context(admission.admit(message, call))
+            context.queue_place.add_tokens(len(part.tokens))
+            live.append((context, message, part))
             await asyncio.sleep(0)  # 128 of them take 100 ms
-        for context, message, part in live:
-            await context.submit(message, **part.asks)
+        num_complete = tokens_ahead = 0
+        for number, (context, message, part) in enumerate(live):
+            tokens_ahead += part.num_new
+            while num_complete < number and tokens_ahead > _STEPS_AHEAD * call.bounds.step_tokens:
+                await _complete(live[num_complete][0])
+                tokens_ahead -= live[num_complete][2].num_new
+                num_complete += 1
+            await context.submit(message, **part.asks, is_sibling=number > 0)
             await asyncio.sleep(0)
-        for context, _, _ in live:
+        for context, _, _ in live[num_complete:]:
             await _complete(context)
         return [(context.outputs[0], _fingerprint(context)) for context, _, _ in live]
 

@@ -45,10 +45,12 @@ class QueuePlace:
             self.release(started=self._has_started)
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Count the prompt of a tokenized request. Raises QueueFull.
+        """Count the prompt of a tokenized request. Further calls have no effect. Raises QueueFull.
 
         A prompt may exceed the token limit if no other request waits.
         """
+        if self._num_tokens:
+            return
         self._quota._add_tokens(self._tenant, num_tokens)
         self._num_tokens += num_tokens
 

@@ -49,7 +49,8 @@ class RequestContext:
     validated: ValidatedRequest
     call: Call
     answer: Answer
-    _queue_place: QueuePlace
+    queue_place: QueuePlace
+    """Its place in the limits of the queue. `submit` counts the tokens, unless they are counted before."""
     deadline: float
     adapter: LoadedAdapter | None
     _on_close: Callable[[RequestContext], None]
@@ -167,7 +168,7 @@ class RequestContext:
             self.prompt_echo = await preparation.echo(services, validated, prompt, call.bounds)
             if self.has_ended:
                 return
-        self._queue_place.add_tokens(len(prompt))
+        self.queue_place.add_tokens(len(prompt))
         self.prompt_tokens, self.max_tokens = len(prompt), fields["max_tokens"]
         tenant = share_of(call.tenant)
         self._shape = AnswerShape(tenant, self.prompt_tokens, self.max_tokens, message.expected_tokens)
@@ -254,7 +255,7 @@ class RequestContext:
         ended = self._ended(outcome)
         self._on_close(self)
         self.answer.close(cancelled)
-        self._queue_place.release(started=False)
+        self.queue_place.release(started=False)
         services.stats.add_ended(ended)
         log.info("request_ended", **ended.log_fields())
 
@@ -309,7 +310,7 @@ class RequestContext:
         return EndedRequest(
             request_id=self.request_id,
             outcome=outcome.lower(),
-            was_admitted=self._queue_place.was_admitted,
+            was_admitted=self.queue_place.was_admitted,
             tenant=identity.logged_tenant(self.call.caller, self.call.tenant),
             trace_id=self._trace_id,
             num_outputs=len(self.validated.received),

@@ -81,6 +81,8 @@ class ModelBounds:
     context_length: int
     vocab_size: int
     settings: SchedulerSettings
+    step_tokens: int
+    """Most tokens of a step."""
     eos_ids: frozenset[int] = frozenset()
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Defaults from the model's generation_config.json."""
