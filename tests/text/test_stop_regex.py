@@ -16,7 +16,9 @@ from lineclear.errors import InvalidRequest
 from lineclear.scheduler.text.stop_regex import MAX_MATCH, BadPattern, RegexMatcher, StopRegex
 from lineclear.v1 import inference_pb2 as pb
 
-atoms = st.sampled_from(["a", "b", "c", ".", "[ab]", "[^a]", r"\d", r"\w", r"[\d.]", r"\.", "[a-b]", "é"])
+atoms = st.sampled_from(
+    ["a", "b", "c", ".", "[ab]", "[^a]", r"\d", r"\w", r"[\d.]", r"\.", "[a-b]", "[]a]", "[^]a]", "é"]
+)
 repetitions = st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{2,}"])
 patterns = st.recursive(
     atoms,
@@ -53,6 +55,7 @@ def pushed(matcher: RegexMatcher, pieces: list[str]) -> str:
 @settings(max_examples=600, deadline=None)
 @example(pattern="a{1,2}b", text="aab", cuts=[2], includes=False)
 @example(pattern="(?:a|ba)1?b", text="baab ba1b", cuts=[1, 3], includes=True)
+@example(pattern="[]a]", text="b]", cuts=[], includes=True)
 @given(pattern=patterns, text=texts, cuts=st.lists(st.integers(0, 16), max_size=6), includes=st.booleans())
 def test_first_match_ends_the_text_however_it_is_cut(pattern: str, text: str, cuts: list[int], includes: bool) -> None:
     if re.fullmatch(pattern, ""):

@@ -178,10 +178,10 @@ class StopRegex:
         is_negated = self._take("^")
         ranges: list[tuple[str, str]] = []
         classes: list[_Accepts] = []
-        while not (self._take("]") and (ranges or classes)):
+        while not ((ranges or classes) and self._take("]")):  # the first may be "]" itself
             char = self._next()
-            if char in "[&~]":
-                raise BadPattern("has an unsupported set; escape [, ], & and ~")
+            if char in "[&~":
+                raise BadPattern("has an unsupported set; escape [, & and ~")
             if char == "\\" and (accepts := self._class()) is not None:
                 classes.append(accepts)
                 continue
