@@ -16,6 +16,7 @@ from support.small_tokenizers import KINDS, SPECIAL, byte_fallback, byte_level, 
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders
 
+from lineclear.model_files.token_table import token_table
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.tokenizer import Tokenizer, load_tokenizer
@@ -110,6 +111,24 @@ def test_configuration_names_special_tokens(tmp_path: Path) -> None:
     ours = load_tokenizer(model)
     assert sorted(ours.seal.private) == ["</s>", "<s>", "<|im_end|>"]
     assert not {1, 4} & set(ours.encode("</s><|im_end|>"))
+
+
+def test_grammars_leave_special_tokens_out(tmp_path: Path) -> None:
+    """For grammars each added token in angle brackets is special anyway, so others are named here."""
+    library = byte_level()
+    parsed = json.loads(library.to_str())
+    ids = {token["content"]: token["id"] for token in parsed["added_tokens"]}
+    for token in parsed["added_tokens"]:
+        token["special"] = False
+    parsed["added_tokens"] = [token for token in parsed["added_tokens"] if token["content"] != "[INST]"]
+    parsed["model"]["vocab"]["[INST]"] = ids["[INST]"]
+    decoder = {str(ids["[/INST]"]): {"content": "[/INST]", "special": True}}
+    model = save(tmp_path, library, additional_special_tokens=["[INST]"], added_tokens_decoder=decoder)
+    (model / "tokenizer.json").write_text(json.dumps(parsed))
+    texts, grammars = load_tokenizer(model), token_table(model)
+    special = [i for i in range(texts.vocab_size) if texts.is_special(i)]
+    assert special == sorted(ids[text] for text in ("<s>", "</s>", "[INST]", "[/INST]"))
+    assert all(grammars.is_special_token(i) for i in special)
 
 
 def test_normalized_special_tokens_are_found_everywhere() -> None:

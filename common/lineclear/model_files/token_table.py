@@ -9,6 +9,8 @@ from typing import Any
 
 from llguidance import LLParserLimits, LLTokenizer
 
+from lineclear.model_files.special_tokens import mark_special, special_names
+
 _MAX_LEXER_STATES = 50_000
 """Of one grammar; a state takes one to two kilobytes."""
 _MAX_MASK_ITEMS = 2_000
@@ -24,7 +26,7 @@ def token_table(directory: Path, vocab_size: int | None = None, eos_ids: Sequenc
     Raises OSError or ValueError if there is no tokenizer, or one that splits no text into bytes.
     """
     definition = json.loads((directory / "tokenizer.json").read_bytes())
-    _mark_special(definition, _named_special(directory / "tokenizer_config.json"))
+    mark_special(definition, special_names(_config(directory / "tokenizer_config.json")))
     return LLTokenizer(json.dumps(definition), n_vocab=vocab_size, eos_token=list(eos_ids) or None)
 
 
@@ -44,23 +46,9 @@ def parser_limits() -> LLParserLimits:
     )
 
 
-def _mark_special(definition: dict[str, Any], named: frozenset[str]) -> None:
-    for token in definition.get("added_tokens", []):
-        token["special"] = token.get("special", False) or token["content"] in named
-
-
-def _named_special(config: Path) -> frozenset[str]:
-    """Return the texts that tokenizer_config.json names as special tokens."""
+def _config(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(config.read_bytes())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return frozenset()
-    found: set[str] = set()
-    for name, value in values.items() if isinstance(values, dict) else ():
-        if name.endswith("_token") or name in ("additional_special_tokens", "extra_special_tokens"):
-            entries = value.values() if isinstance(value, dict) and "content" not in value else value
-            for entry in entries if isinstance(entries, list) else [entries]:
-                content = entry.get("content") if isinstance(entry, dict) else entry
-                if isinstance(content, str):
-                    found.add(content)
-    return frozenset(found)
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lineclear.model_files.fingerprint import text_fingerprint
+from lineclear.model_files.special_tokens import token_text
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.model_dir import read_json
 from lineclear.scheduler.text.special_token_seal import Seal
 from lineclear.scheduler.text.template_renderer import ChatTemplate, InvalidTemplate
-from lineclear.scheduler.text.tokenizer import Tokenizer, load_tokenizer, token_text
+from lineclear.scheduler.text.tokenizer import Tokenizer, load_tokenizer
 
 _ATTEMPTS = 3
 _MAX_TEMPLATE_BYTES = 1024 * 1024

@@ -19,7 +19,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Tokenizer as LibraryTokenizer
 
+from lineclear.model_files.special_tokens import mark_special, special_names
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.model_dir import read_json
 from lineclear.scheduler.text.special_token_seal import Seal
 
-_SPECIAL_NAMES = (
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
-    *("additional_special_tokens", "extra_special_tokens"),
-)
 REPLACE_EACH = "lineclear.replace_each"
 """Error handler: one U+FFFD for each bad byte, as byte-fallback decoders do (`replace` gives one for each sequence)."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -62,7 +59,8 @@ class Tokenizer:
         Raises ConfigurationError if the tokenizer's text cannot be decoded token by token.
         """
         nonce = secrets.token_hex(16)
-        self._private = _rename_special(definition, named_special, lambda i: f"\U000f0000{nonce}:{i}\U000f0001")
+        mark_special(definition, named_special)
+        self._private = _rename_special(definition, lambda i: f"\U000f0000{nonce}:{i}\U000f0001")
         try:
             self._library = LibraryTokenizer.from_str(json.dumps(definition))
         except Exception as error:  # the library raises Exception itself
@@ -164,52 +162,23 @@ def load_tokenizer(model: Path) -> Tokenizer:
     definition = read_json(path)
     if definition is None:
         raise ConfigurationError(f"{path} does not exist; lineclear needs the tokenizer in this format")
-    return Tokenizer(definition, _named_special(read_json(model / "tokenizer_config.json") or {}))
+    return Tokenizer(definition, special_names(read_json(model / "tokenizer_config.json") or {}))
 
 
 # --- special tokens --------------------------------------------------------------------------------------------------
 
 
-def token_text(token: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json, a string or an object with `content`; else None."""
-    content = token.get("content") if isinstance(token, Mapping) else token
-    return content if isinstance(content, str) and content else None
-
-
-def _named_special(config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the tokens that tokenizer_config.json names as special; for transformers they override tokenizer.json."""
-    found: list[Any] = []
-    for name in _SPECIAL_NAMES:
-        value = config.get(name)
-        found.extend(value.values() if name == "extra_special_tokens" and isinstance(value, Mapping) else ())
-        found.extend(value if isinstance(value, list) else [value])
-    added = config.get("added_tokens_decoder")
-    for token in added.values() if isinstance(added, Mapping) else ():
-        if isinstance(token, Mapping) and token.get("special"):
-            found.append(token)
-    return frozenset(text for text in map(token_text, found) if text is not None)
-
-
-def _rename_special(
-    definition: dict[str, Any], named_special: frozenset[str], private_name: Callable[[int], str]
-) -> dict[str, str]:
+def _rename_special(definition: dict[str, Any], private_name: Callable[[int], str]) -> dict[str, str]:
     """Rename every special token in a tokenizer.json, in place. Return the private names by the original ones."""
+    private: dict[str, str] = {}
+    for index, token in enumerate(definition["added_tokens"]):
+        if token["special"]:
+            # With `normalized` the library searches for the token as the normalizer changes it, and misses most.
+            token["normalized"] = False
+            token["content"] = private.setdefault(token["content"], private_name(index))
     model = definition.get("model")
     model = model if isinstance(model, dict) else {}
     vocab = model.get("vocab")
-    added = definition.setdefault("added_tokens", [])
-    present = {token["content"] for token in added}
-    in_model = {piece: i for i, (piece, _) in enumerate(vocab)} if isinstance(vocab, list) else vocab or {}
-    for content in sorted(named_special - present):
-        if content in in_model:  # a token without an id cannot be produced
-            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            added.append({"id": in_model[content], "content": content, "special": True, **flags})
-    private: dict[str, str] = {}
-    for index, token in enumerate(added):
-        if token.get("special") or token["content"] in named_special:
-            # With `normalized` the library searches for the token as the normalizer changes it, and misses most.
-            token["special"], token["normalized"] = True, False
-            token["content"] = private.setdefault(token["content"], private_name(index))
     # Rename in the vocabulary too: unigram and word-level models would find the original there.
     if isinstance(vocab, dict):
         model["vocab"] = {private.get(piece, piece): i for piece, i in vocab.items()}
