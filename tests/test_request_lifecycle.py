@@ -23,7 +23,8 @@ BACKGROUND = frozenset(
     {
         *("lineclear.errors", "lineclear.scheduler.app", "lineclear.scheduler.stall_watchdog"),
         *("lineclear.scheduler.grpc_api.server", "lineclear.scheduler.grpc_api.health_service"),
-        *("lineclear.scheduler.core.invariants", "lineclear.worker.kv_prefault", "lineclear.worker.memory_budget"),
+        *("lineclear.scheduler.core.invariants", "lineclear.worker.kv_prefault"),
+        *("lineclear.worker.memory_budget", "lineclear.worker.host_info"),
     }
 )
 """Modules that run with or without a request: errors, watchdog, health, work in idle time."""
