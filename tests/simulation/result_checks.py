@@ -60,8 +60,6 @@ class ResultChecks:
                 continue
             bad = sampling[index] in result.bad_rows
             request_id = sequence.request.request_id
-            if sequence in step.drafting:
-                self._count_drafts(sequence, drafted[index], counts[index] - 1)
             if sampling[index] in bad_rows:
                 worker.blocks.taint(sequence)
                 self.state.remove(sequence)
@@ -85,7 +83,10 @@ class ResultChecks:
                     break  # tokens behind the end of the answer are dropped
                 logprobs = result.logprobs[place] if result.logprobs else None
                 wanted.append(self._token(sequence, result.tokens[place], logprobs))
-            sequence.num_known += sequence.num_outputs - first_output - 1
+            num_accepted = sequence.num_outputs - first_output - 1  # without those behind the end of the answer
+            sequence.num_known += num_accepted
+            if sequence in step.drafting:
+                self._count_drafts(sequence, drafted[index], num_accepted)
             if sequence.num_drafts:
                 sequence.num_drafts, sequence.num_planned = 0, sequence.num_known - 1
             sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at

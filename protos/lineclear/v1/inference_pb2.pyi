@@ -1578,7 +1578,7 @@ class Timings(_message.Message):
     drafted_tokens: _builtins.int
     """Draft tokens that were verified for the request (speculative decoding)."""
     accepted_tokens: _builtins.int
-    """Draft tokens that were accepted."""
+    """Draft tokens that were accepted and are in the answer."""
     @_builtins.property
     def queue_time(self) -> _duration_pb2.Duration:
         """From the arrival of the request to its start."""
@@ -2779,7 +2779,7 @@ class Counters(_message.Message):
     spec_decode_num_draft_tokens: _builtins.int
     """Draft tokens that were verified."""
     spec_decode_num_accepted_tokens: _builtins.int
-    """Draft tokens that were accepted: each saves a row."""
+    """Draft tokens that were accepted and are in an answer: each saves a row."""
     def __init__(
         self,
         *,

@@ -51,7 +51,7 @@ HELP = {
     "Counters.step_positions": "Positions held by requests, summed over all steps: prompt and output tokens whose keys and values are kept.",  # noqa: E501
     "Counters.spec_decode_num_drafts": "Rows that verified drafts (speculative decoding).",
     "Counters.spec_decode_num_draft_tokens": "Draft tokens that were verified.",
-    "Counters.spec_decode_num_accepted_tokens": "Draft tokens that were accepted: each saves a row.",
+    "Counters.spec_decode_num_accepted_tokens": "Draft tokens that were accepted and are in an answer: each saves a row.",  # noqa: E501
     "Gauges.num_requests_waiting": "Requests in the queue.",
     "Gauges.num_tokens_waiting": "Prompt tokens of the requests in the queue.",
     "Gauges.num_requests_running": "Requests that hold a slot of the batch, or whose last token is being computed. A beam search counts once for each beam, from its start to its end.",  # noqa: E501

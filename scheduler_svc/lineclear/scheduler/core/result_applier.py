@@ -102,19 +102,13 @@ class ResultApplier:
         Sequences that stayed in the decode batch since this step are appended in bulk. Sequences that left it are
         handled one by one, like prefill chunks. Tokens of sequences preempted in the meantime are valid.
         """
-        rows, batch, counters = inflight.decode_rows.sequences, worker.batch, self._state.counters
-        for row in failed | result.deferred_rows if result.deferred_rows else failed:
-            if row < len(rows) and rows[row].in_decode_batch:
-                batch.leave_decode(rows[row])  # before on_result: this sample is not one of its tokens
-        left = batch.decode_batch.left_since(inflight.decode_rows, inflight.decode_step)
-        candidates = []
-        if rows:
-            batch.decode_batch.on_result(inflight.decode_step, inflight.step, now)
-            candidates = tokens.add_decode_rows(inflight, left)
-            counters.generation_tokens += len(rows) - len(left)
+        without_token = failed | result.deferred_rows if result.deferred_rows else failed
+        left, candidates = self._append_decode_rows(worker, inflight, without_token, tokens, now)
+        rows, counters = inflight.decode_rows.sequences, self._state.counters
         singles = [(row, row, 1, rows[row]) for row in left]  # output, first token, number of tokens, sequence
         if inflight.chunk_rows:
-            singles += self._sampling_chunks(result, worker, inflight)
+            singles += _sampling_chunks(result, inflight)
+        accepted: dict[Sequence, int] = {}
         for row, first, count, sequence in singles:
             if sequence.state is State.FINISHED:
                 counters.wasted_samples += 1
@@ -128,16 +122,31 @@ class ResultApplier:
             elif row in result.deferred_rows:
                 self._defer(worker, sequence)
             else:
-                for token in range(first, first + count):
-                    tokens.add(sequence, token)
-                    self._append_one(sequence, inflight.step, now)
-                    if count > 1 and sequence.has_stopped:
-                        break  # plain decoding would not have sampled the tokens behind
-                sequence.num_known += token - first
-                if sequence.num_drafts:
-                    sequence.num_drafts, sequence.num_planned = 0, sequence.num_known - 1
+                accepted[sequence] = self._append_row(sequence, tokens, range(first, first + count), inflight.step, now)
                 candidates.append(sequence)
+        if inflight.has_drafts:
+            self._observe_drafts(result, worker, inflight, accepted)
         return candidates
+
+    def _append_decode_rows(
+        self,
+        worker: WorkerState,
+        inflight: InflightStep,
+        without_token: frozenset[int],
+        tokens: ResultTokens,
+        now: float,
+    ) -> tuple[list[int], list[Sequence]]:
+        """Append the tokens of the decode batch; return the rows that left it, and sequences that may be complete."""
+        rows, batch = inflight.decode_rows.sequences, worker.batch
+        for row in without_token:
+            if row < len(rows) and rows[row].in_decode_batch:
+                batch.leave_decode(rows[row])  # before on_result: this sample is not one of its tokens
+        left = batch.decode_batch.left_since(inflight.decode_rows, inflight.decode_step)
+        if not rows:
+            return left, []
+        batch.decode_batch.on_result(inflight.decode_step, inflight.step, now)
+        self._state.counters.generation_tokens += len(rows) - len(left)
+        return left, tokens.add_decode_rows(inflight, left)
 
     def _defer(self, worker: WorkerState, sequence: Sequence) -> None:
         """Drop the oldest sample in flight of a sequence, and the later ones, which lack its token.
@@ -159,36 +168,35 @@ class ResultApplier:
             return self._live.fail(sequence, _stuck_row(), now)
         return self._live.fail(sequence, _bad_row(row in result.bad_rows), now, tainted=True)
 
-    def _sampling_chunks(
-        self, result: StepResult, worker: WorkerState, inflight: InflightStep
-    ) -> list[tuple[int, int, int, Sequence]]:
-        """Return output, first token, number of tokens and sequence of the chunks that sample; count their drafts."""
-        first = num_decodes = len(inflight.decode_rows.sequences)
-        chunks = [(row, x.sequence) for row, x in enumerate(inflight.outputs(), num_decodes) if x.output is _SAMPLE]
-        counts = result.counts[num_decodes:] or (1,) * len(chunks)
-        found = []
-        for (row, sequence), count in zip(chunks, counts, strict=True):
-            found.append((row, first, count, sequence))
-            first += count
-        if inflight.has_drafts:
-            self._observe_drafts(result, worker, inflight)
-        return found
-
-    def _observe_drafts(self, result: StepResult, worker: WorkerState, inflight: InflightStep) -> None:
-        """Count the drafts of live sequences that were verified and accepted."""
-        counters, first = self._state.counters, len(inflight.decode_rows.sequences)
-        rows = inflight.chunks_with(_SAMPLE)
-        drafted = result.num_drafted[first:] or (0,) * len(rows)
-        counts = result.counts[first:] or (1,) * len(rows)
-        for row, num_drafted, count in zip(rows, drafted, counts, strict=True):
+    def _observe_drafts(
+        self, result: StepResult, worker: WorkerState, inflight: InflightStep, accepted: dict[Sequence, int]
+    ) -> None:
+        """Count the drafts that were verified for the sequences in `accepted`, and those that are in their answers."""
+        counters, rows = self._state.counters, inflight.chunks_with(_SAMPLE)
+        drafted = result.num_drafted[len(inflight.decode_rows.sequences) :] or (0,) * len(rows)
+        for row, num_drafted in zip(rows, drafted, strict=True):
             sequence = row.sequence
-            if row.num_drafts and sequence.state is not State.FINISHED and not sequence.num_void:
+            if row.num_drafts and sequence in accepted:
+                num_accepted = accepted[sequence]
                 sequence.drafted_tokens += num_drafted
-                sequence.accepted_tokens += count - 1
+                sequence.accepted_tokens += num_accepted
                 counters.spec_decode_num_drafts += num_drafted > 0
                 counters.spec_decode_num_draft_tokens += num_drafted
-                counters.spec_decode_num_accepted_tokens += count - 1
-                worker.draft_costs.observe_row(sequence, row.num_drafts, num_drafted, count - 1)
+                counters.spec_decode_num_accepted_tokens += num_accepted
+                worker.draft_costs.observe_row(sequence, row.num_drafts, num_drafted, num_accepted)
+
+    def _append_row(self, sequence: Sequence, tokens: ResultTokens, samples: range, step: int, now: float) -> int:
+        """Append the samples of a row up to the end of the answer. Return how many of them were drafts."""
+        for sample in samples:
+            tokens.add(sequence, sample)
+            self._append_one(sequence, step, now)
+            if len(samples) > 1 and sequence.has_stopped:
+                break  # plain decoding would not have sampled the tokens behind
+        num_accepted = sample - samples.start
+        sequence.num_known += num_accepted
+        if sequence.num_drafts:
+            sequence.num_drafts, sequence.num_planned = 0, sequence.num_known - 1
+        return num_accepted
 
     def _append_one(self, sequence: Sequence, step: int, now: float) -> None:
         """Account for a token of a sequence that is not in the decode batch, or was not when the token was planned."""
@@ -254,6 +262,18 @@ class ResultApplier:
             if sequence.in_decode_batch:
                 self._state.workers[sequence.epoch].batch.decode_batch.sync(sequence)
         self._state.poison.clear_passed()
+
+
+def _sampling_chunks(result: StepResult, inflight: InflightStep) -> list[tuple[int, int, int, Sequence]]:
+    """Return output, first token, number of tokens and sequence of the chunks that sample."""
+    first = num_decodes = len(inflight.decode_rows.sequences)
+    chunks = [(row, x.sequence) for row, x in enumerate(inflight.outputs(), num_decodes) if x.output is _SAMPLE]
+    counts = result.counts[num_decodes:] or (1,) * len(chunks)
+    found = []
+    for (row, sequence), count in zip(chunks, counts, strict=True):
+        found.append((row, first, count, sequence))
+        first += count
+    return found
 
 
 def _bad_rows(result: StepResult, inflight: InflightStep, vocab_size: int) -> frozenset[int]:
