@@ -3,9 +3,10 @@
 A row with drafts computes several positions and samples at each. It returns the leading drafts that equal their samples
 and one token more. A sample depends on logits, seed and position only, so the tokens are those of plain decoding.
 
-The length of a sequence with drafts in flight is unknown, so it has one row in flight and is not in the decode batch. A
-sequence verifies drafts as long as its rows accept more of them, on average, than a row with drafts costs in tokens.
-Else it rests in the decode batch. The one that rests longest tries one row when the worker has enough credit for it.
+The length of a sequence with drafts in flight is unknown, so it has one row in flight and is not in the decode batch.
+Its last rows say how likely a draft is accepted behind accepted ones, and so how many drafts give most tokens for what
+they cost. A sequence verifies them as long as that is more than it gets without. Else it rests in the decode batch. The
+one that rests longest tries one row when the worker has enough credit for it.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from lineclear.scheduler.core.sequence import Sequence
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 from lineclear.wire.messages import StepResult
 
-_WEIGHT = 1 / 8
-"""Of the newest row in the mean of a sequence."""
+_MEMORY = 7 / 8
+"""Weight of a row beside the next one of its sequence."""
+_TRIAL_HITS, _TRIAL_TRIES = 0.5, 1.0
+"""What a trial begins with: one draft, as likely accepted as not."""
 _TIME_WEIGHT = 1 / 16
 """Of the newest step in a mean of times."""
+_TRIAL_DRAFTS = 4
+"""At most, of a row on trial: eight would cost twice the credit and say little more."""
 _CREDIT_SHARE, _FIRST_CREDIT, _MAX_CREDIT = 0.01, 3.0, 6.0
 """What drafts may lose: of the tokens of the rows, and in tokens, at first and at most."""
 _MAX_ROWS, _MAX_UNFITTED_ROWS = 64, 4
 """Running sequences above which none verifies drafts: the processor is busy without. Fewer until steps are measured."""
 _UNFITTED_COST = 0.1
 """Cost of a draft until steps are measured."""
-_ON_TRIAL = float("inf")
 
 
 class DraftCosts:
@@ -55,11 +59,10 @@ class DraftCosts:
 
     def observe_row(self, sequence: Sequence, num_allowed: int, num_drafted: int, num_accepted: int) -> None:
         """Learn from a row of `sequence` that might verify `num_allowed` drafts. Those not found cost nothing."""
-        returned, mean = num_accepted + (num_allowed - num_drafted) * self.per_draft, sequence.draft_yield
+        returned = num_accepted + (num_allowed - num_drafted) * self.per_draft
         self.credit = min(self.credit + returned, _MAX_CREDIT)
-        if mean is None or mean == _ON_TRIAL:
-            mean = returned
-        sequence.draft_yield = mean + _WEIGHT * (returned - mean)
+        sequence.draft_hits = sequence.draft_hits * _MEMORY + num_accepted
+        sequence.draft_tries = sequence.draft_tries * _MEMORY + num_accepted + (num_accepted < num_drafted)
 
     def earn(self, num_rows: int) -> None:
         """Add the share of a step."""
@@ -100,28 +103,54 @@ class DraftPlan:
         self._costs.earn(len(decodes))
         # Its row has room for a draft: two tokens are left to sample behind those that are planned.
         found = next((s for s in decodes.resting if s.max_len - s.decode_offset > decodes.decode_step + 3), None)
-        return None if found is None or self._costs.credit < self._cost(found.request.max_drafts) else found
+        return found if found is not None and self._has_credit_for(found.request.max_drafts) else None
 
     def takes(self, sequence: Sequence) -> bool:
         """Return whether a sequence that lacks one position stays out of the decode batch for its drafts.
 
         It gets a row in this step, or in the step after the results of its rows in flight.
         """
-        longest = min(sequence.request.max_drafts, sequence.max_len - sequence.num_known - 1)
-        if longest <= 0 or (self._limits.adaptive_drafts and not self._pays(sequence, self._cost(longest))):
+        num_drafts = min(sequence.request.max_drafts, sequence.max_len - sequence.num_known - 1)
+        if num_drafts <= 0:
+            return False
+        if self._limits.adaptive_drafts and not (num_drafts := self._num_that_pay(sequence, num_drafts)):
             return False
         if not sequence.in_flight:
-            self._rows.append((sequence, longest))
+            self._rows.append((sequence, num_drafts))
         return True
 
-    def _pays(self, sequence: Sequence, cost: float) -> bool:
-        """Return whether `sequence` accepts more drafts than they cost, or begins a trial."""
-        if sequence.draft_yield is not None and sequence.draft_yield <= cost:
-            sequence.draft_yield = None  # its next row decides anew
-        elif sequence.draft_yield is None and self._costs.credit >= cost:
-            self._costs.credit -= cost
-            sequence.draft_yield = _ON_TRIAL
-        return sequence.draft_yield is not None
+    def _num_that_pay(self, sequence: Sequence, longest: int) -> int:
+        """Return how many drafts `sequence` verifies now, in a trial too; 0 if it rests."""
+        if not sequence.draft_tries:
+            if not self._has_credit_for(longest):
+                return 0
+            self._costs.credit -= self._cost(min(longest, _TRIAL_DRAFTS))
+            sequence.draft_hits, sequence.draft_tries = _TRIAL_HITS, _TRIAL_TRIES
+        if sequence.draft_tries == _TRIAL_TRIES:
+            return min(longest, _TRIAL_DRAFTS)
+        number = self._best(sequence.draft_hits / sequence.draft_tries, longest)
+        if not number:
+            sequence.draft_hits = sequence.draft_tries = 0.0  # its next row decides anew
+        return number
+
+    def _has_credit_for(self, longest: int) -> bool:
+        """Return whether a sequence may try that many drafts or fewer."""
+        return self._costs.credit >= self._cost(min(longest, _TRIAL_DRAFTS))
+
+    def _best(self, chance: float, longest: int) -> int:
+        """Return the number of drafts that gives most tokens for their cost; 0 if no drafts do.
+
+        `chance` is that of a draft to be accepted behind accepted ones.
+        """
+        best, best_rate, tokens, likely = 0, 0.0, 1.0, 1.0
+        for number in range(1, longest + 1):
+            likely *= chance
+            tokens += likely
+            rate = tokens / (1.0 + self._cost(number))
+            if rate <= best_rate:
+                break  # each further draft gives less than the one before
+            best, best_rate = number, rate
+        return best if best_rate > 1.0 else 0
 
     def _cost(self, num_drafts: int) -> float:
         per_row, per_draft = self._cost_of_row
@@ -168,6 +197,6 @@ class DraftPlan:
         blocks = batch.pool.take(max(0, min(num_missing, num_needed + num_spare)))
         sequence.blocks += blocks
         num_drafts = min(num_drafts, len(sequence.blocks) * size - sequence.num_planned - 1)
-        if num_drafts > 0 and self._limits.adaptive_drafts and sequence.draft_yield != _ON_TRIAL:
+        if num_drafts > 0 and self._limits.adaptive_drafts and sequence.draft_tries != _TRIAL_TRIES:
             self._costs.credit -= self._cost(num_drafts)  # a trial was charged when it began
         return sequence, num_drafts, tuple(blocks)

@@ -130,7 +130,8 @@ class Sequence:
         "crash_count",
         "decode_joined_at",
         "decode_offset",
-        "draft_yield",
+        "draft_hits",
+        "draft_tries",
         "drafted_tokens",
         "epoch",
         "first_token_at",
@@ -209,7 +210,7 @@ class Sequence:
         self.crash_count = self.isolated_crashes = self.isolated_kills = self.clear_position = 0
         self.protected = False  # preempted too often: gets all blocks it can ever need, and is not preempted again
         self.cached_tokens = self.recomputed_tokens = self.drafted_tokens = self.accepted_tokens = 0
-        self.draft_yield: float | None = None  # mean tokens that a row with drafts returns; owned by core/drafts.py
+        self.draft_hits = self.draft_tries = 0.0  # accepted drafts of the last rows, and those with rejected ones
         self.last_step = 0  # *
         self.started_at: float | None = None
         self.first_token_at: float | None = None
