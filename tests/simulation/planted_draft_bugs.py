@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulation.mutations import Bug, always, drop, never, off_by_one, replace, without
 
-from lineclear.scheduler.core import running_batch
+from lineclear.scheduler.core import result_applier, running_batch
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.drafts import DraftPlan
 from lineclear.scheduler.core.inflight_step import InflightStep
@@ -53,22 +53,27 @@ DRAFT_BUGS = (
         never("self.num_drafts"),
     ),
     Bug("a preempted sequence keeps its drafts", running_batch._reset_sequence, drop("sequence.num_drafts = 0")),
-    Bug("tokens behind the end of an answer count", ResultApplier._append_tokens, never("sequence.has_stopped")),
+    Bug("tokens behind the end of an answer count", ResultApplier._append_row, never("sequence.has_stopped")),
     Bug(
         "accepted drafts are not known",
-        ResultApplier._append_tokens,
-        drop("sequence.num_known += token - first"),
+        ResultApplier._append_row,
+        drop("sequence.num_known += num_accepted"),
     ),
     Bug(
         "accepted drafts are computed again",
-        ResultApplier._append_tokens,
+        ResultApplier._append_row,
         replace("sequence.num_known - 1", "sequence.num_planned"),
     ),
     Bug("rows with drafts count as computed up to their start", ResultApplier.apply, without("row.num_drafts")),
     Bug(
         "every token of the step belongs to the first row with drafts",
-        ResultApplier._sampling_chunks,
+        result_applier._sampling_chunks,
         drop("first += count"),
+    ),
+    Bug(
+        "drafts behind the end of an answer count as accepted",
+        ResultApplier._append_row,
+        replace("sample - samples.start", "len(samples) - 1"),
     ),
     Bug("more tokens than drafts are accepted", InflightStep._check_counts, never("not all(_)")),
     Bug(

@@ -88,7 +88,7 @@ _ENDS = (
     Bug("changed members are taken for the current rows", DecodeBatch.left_since, always("rows is self._cached_rows")),
     Bug(
         "a bad token is appended with the others",
-        ResultApplier._append_tokens,
+        ResultApplier._append_decode_rows,
         drop("batch.leave_decode(rows[row])"),
     ),
     Bug("the cached rows outlive a member", DecodeBatch.leave, drop("self._cached_rows = None")),
