@@ -265,6 +265,10 @@ class Hello:
     draft_model: str = ""
     protocol: int = PROTOCOL
 
+    def step_tokens(self, target: int) -> int:
+        """Return the most tokens of a step: `target`, or what the worker can compute if that is fewer or `target` 0."""
+        return min(target or self.max_step_tokens, self.max_step_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:

@@ -102,8 +102,7 @@ class WorkerState:
     @property
     def step_tokens(self) -> int:
         """The most tokens that the next step may compute."""
-        max_tokens = self.hello.max_step_tokens
-        return self.budget.tokens(min(self._limits.target_batch_tokens or max_tokens, max_tokens))
+        return self.budget.tokens(self.hello.step_tokens(self._limits.target_batch_tokens))
 
     def queued_tokens(self) -> int:
         """Return the tokens that are in flight or still to be computed of its running requests' known tokens."""

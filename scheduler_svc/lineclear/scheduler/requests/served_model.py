@@ -74,7 +74,7 @@ class ServedModel:
             context_length=hello.max_model_len,
             vocab_size=hello.vocab_size,
             settings=self._settings,
-            step_tokens=min(self._settings.target_batch_tokens or hello.max_step_tokens, hello.max_step_tokens),
+            step_tokens=hello.step_tokens(self._settings.target_batch_tokens),
             eos_ids=frozenset(hello.eos_token_ids),
             defaults=self._defaults,
             model=served_model_name(self._settings, hello),

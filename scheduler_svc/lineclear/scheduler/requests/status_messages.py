@@ -36,7 +36,7 @@ def model(settings: SchedulerSettings, hello: Hello, num_slots: int) -> pb.GetMo
     max_batch_size, max_seconds = min(settings.max_batch_size, hello.num_slots), settings.max_deadline_seconds
     limits = pb.Limits(
         max_batch_size=max_batch_size,
-        target_batch_tokens=min(settings.target_batch_tokens or hello.max_step_tokens, hello.max_step_tokens),
+        target_batch_tokens=hello.step_tokens(settings.target_batch_tokens),
         block_size_tokens=hello.block_size,
         num_blocks=hello.num_blocks,
         num_slots=num_slots or max_batch_size,
