@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from campaigns.pauses import Timeline
 from campaigns.questions import ROUTES, Answer, AskMixed, Call, Question
+from campaigns.server import Reader
 
 from lineclear.client import Client, Delta, Generation
 from lineclear.errors import LineclearError, ServerStarting, UnknownRequest
 
 _MAX_BAD = 20
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -62,22 +64,22 @@ class Tally:
         """All lost, repeated, changed and refused parts so far."""
         return self.lost + self.duplicated + self.altered + self.wrong.total() + self.failed.total()
 
-    def compare(self, done: Complete, right: Answer, tolerance: float) -> None:
+    def compare(self, route: str, received: ReceivedAnswer, answer: Answer, right: Answer, tolerance: float) -> None:
         """Count the differences between a complete output and the expected one. The caller holds `lock`."""
-        tokens, answer = done.received.tokens, done.answer
+        tokens = received.tokens
         self.lost += max(0, len(right.token_ids) - len(tokens))
         self.duplicated += max(0, len(tokens) - len(right.token_ids))
         self.altered += sum(a != b for a, b in zip(tokens, right.token_ids, strict=False))
         self.ends[answer.finish_reason.value] += 1
-        self.wrong.update({*done.received.problems, *differences(right, answer, tolerance)})
+        self.wrong.update({*received.problems, *differences(right, answer, tolerance)})
         self.wrong["tokens of the result"] += tuple(tokens) != answer.token_ids
         # A client that attaches may start inside a character.
-        self.wrong["pieces of text"] += done.question.route != "submit" and done.received.text != answer.text
+        self.wrong["pieces of text"] += route != "submit" and received.text != answer.text
         self.wrong = +self.wrong
 
 
-class Reader(threading.Thread):
-    """Request one answer after another until `stop`, each to its end, on the route that the question names."""
+class CheckingReader(Reader):
+    """Request answers on the route that the question names, and compare them."""
 
     def __init__(
         self,
@@ -92,69 +94,71 @@ class Reader(threading.Thread):
 
         Log probabilities may differ from the expected ones by `tolerance`.
         """
-        super().__init__(daemon=True)
-        self.num_tokens = 0
-        """Tokens of all answers so far."""
-        self.last_at = 0.0
-        """Time of the last token."""
+        super().__init__()
         self.busy_with: Question | Call | None = None
         self._times: list[float] = []  # of the tokens of this answer
-        self._clients, self._ask, self._tally = clients, ask, tally
+        self._clients, self._next, self._tally = clients, ask, tally
         self._tolerance, self._may_forget = tolerance, may_forget
-        self._stopped = threading.Event()
 
-    def stop(self) -> None:
-        """Stop after the answer in progress."""
-        self._stopped.set()
-
-    def run(self) -> None:
-        """Request answers until `stop`."""
-        while not self._stopped.is_set():
-            self.busy_with = question = self._ask()
-            if isinstance(question, Call):
-                self._call(question)
-            else:
-                self._answer(question)
-        self.busy_with = None
-
-    def _answer(self, question: Question) -> None:
-        received = ReceivedOutputs()
+    def ask(self) -> None:
+        self.busy_with = question = self._next()
+        received, error = ReceivedOutputs(), ""
+        got: Generation | tuple[float, ...] | None = None
         self._times = []
         try:
-            if question.route == "submit":
-                got = self._submitted(question, received)
-            elif question.arrives_whole:
-                got = self._whole(question, received)
-            else:
-                got = self._read(question, received)
-            self._count(question, received, got, "")
+            got = self._call(question) if isinstance(question, Call) else self._answer(question, received)
         except LineclearError as failure:
-            self._count(question, received, None, failure.reason)
-        except Exception as error:  # a reader that crashed must not look like one that waits
-            self._count(question, received, None, f"{type(error).__name__}: {error}")
+            error = failure.reason
+        except Exception as failure:  # a reader that crashed must not look like one that waits
+            error = f"{type(failure).__name__}: {failure}"
+        tally = self._tally
+        with tally.lock, self._counting(question):
+            tally.answers += 1
+            tally.routes[question.route] += 1
+            tally.failed.update([error] if error else [])
+            if isinstance(question, Question):
+                self._count(question, received, got if isinstance(got, Generation) else None)
+            elif isinstance(got, tuple):
+                near = len(got) == len(question.right) and all(
+                    _near(a, b, self._tolerance) for a, b in zip(got, question.right, strict=True)
+                )
+                tally.wrong.update([] if near else [question.route])
 
-    def _read(self, question: Question, received: ReceivedOutputs) -> Generation:
-        client = self._clients[question.route]
-        with client.stream(list(question.prompt), question.sampling, **question.params) as stream:
-            self._follow(stream, received)
-        return stream.result
+    def _call(self, question: Call) -> tuple[float, ...]:
+        found = self._repeated(lambda: question.ask(self._clients[ROUTES[0]]))
+        self.progress(1)
+        return found
 
-    def _whole(self, question: Question, received: ReceivedOutputs) -> Generation:
-        """Read an answer that the client does not resume. Send it again if a killed server lost it."""
+    def _answer(self, question: Question, received: ReceivedOutputs) -> Generation:
+        if question.route == "submit":
+            return self._submitted(question, received)
+        if question.arrives_whole:
+            return self._repeated(lambda: self._read(question, received))
+        return self._read(question, received)
+
+    def _repeated(self, ask: Callable[[], _T]) -> _T:
+        """Return the result of a call that the client does not resume. Repeat it if a killed server lost it."""
         while True:
             try:
-                return self._read(question, received)
+                return ask()
             except LineclearError as error:
                 if not self._may_forget or error.code != "UNAVAILABLE":
                     raise
                 with self._tally.lock:
                     self._tally.repeated += 1
-                received.restart()
+
+    def _read(self, question: Question, received: ReceivedOutputs) -> Generation:
+        received.restart()
+        client = self._clients[question.route]
+        with client.stream(list(question.prompt), question.sampling, **question.params) as stream:
+            self._follow(stream, received)
+        return stream.result
 
     def _submitted(self, question: Question, received: ReceivedOutputs) -> Generation:
         """Submit, attach, detach, attach again, and compare with the stored result."""
         client = self._clients[question.route]
         while True:
+            received.restart()
             try:
                 kept = client.submit(list(question.prompt), question.sampling, **question.params)
                 with kept.attach() as stream:
@@ -174,77 +178,42 @@ class Reader(threading.Thread):
                     raise
                 with self._tally.lock:
                     self._tally.forgotten += 1
-                received.restart()
 
     def _follow(self, deltas: Iterable[Delta], received: ReceivedOutputs, most: int | None = None) -> None:
         for delta in deltas:
             received.add(delta)
             if delta.token_ids:
-                self._progress(len(delta.token_ids))
+                self.progress(len(delta.token_ids))
                 self._times.append(self.last_at)
             if most is not None and len(received.outputs[0].tokens) >= most:
                 return
 
-    def _progress(self, num_tokens: int) -> None:
-        self.num_tokens += num_tokens
-        self.last_at = time.monotonic()
-
-    def _call(self, question: Call) -> None:
-        tally, error = self._tally, ""
-        while True:
-            try:
-                found = question.ask(self._clients[ROUTES[0]])
-                break
-            except LineclearError as failure:
-                if not self._may_forget or failure.code != "UNAVAILABLE":
-                    found, error = (), failure.reason
-                    break
-                with tally.lock:
-                    tally.repeated += 1
-            except Exception as failure:  # a reader that crashed must not look like one that waits
-                found, error = (), f"{type(failure).__name__}: {failure}"
-                break
-        self._progress(1)
-        near = len(found) == len(question.right) and all(
-            _near(a, b, self._tolerance) for a, b in zip(found, question.right, strict=True)
-        )
-        with tally.lock, self._counting(question):
-            tally.answers += 1
-            tally.routes[question.route] += 1
-            if error:
-                tally.failed[error] += 1
-            elif not near:
-                tally.wrong[question.route] += 1
-
-    def _count(self, question: Question, received: ReceivedOutputs, got: Generation | None, error: str) -> None:
+    def _count(self, question: Question, received: ReceivedOutputs, got: Generation | None) -> None:
+        """Compare the outputs with the expected ones. The caller holds the lock."""
         tally = self._tally
-        with tally.lock, self._counting(question):
-            tally.answers += 1
-            tally.routes[question.route] += 1
-            for output in received.outputs:
-                tally.tokens += len(output.tokens)
-                tally.lost += output.lost
-                tally.duplicated += output.duplicated
-            rights = (question.right, *question.others)
-            if got is None:
-                tally.failed[error] += 1
-                pairs = zip(received.outputs, rights, strict=False)
-                tally.altered += sum(tuple(o.tokens) != right.token_ids[: len(o.tokens)] for o, right in pairs)
-                return
-            tally.resumes += got.resumes
-            tally.accepted_tokens += sum(output.timings.accepted_tokens for output in got.outputs)
-            tally.preemptions += sum(output.timings.preemptions for output in got.outputs)
-            if any(output.timings.recoveries for output in got.outputs):
-                tally.recovered.update(question.features)
-            if question.route != "submit" and not got.resumes and not question.arrives_whole:
-                recoveries = max(output.timings.recoveries for output in got.outputs)
-                tally.timelines.append(Timeline(tuple(self._times), recoveries, question.features))
-            answers = Answer.all_of(got)
-            if not len(answers) == len(received.outputs) == len(rights):
-                tally.wrong["number of outputs"] += 1
-                return
-            for output, answer, right in zip(received.outputs, answers, rights, strict=True):
-                tally.compare(Complete(question, output, answer), right, self._tolerance)
+        for output in received.outputs:
+            tally.tokens += len(output.tokens)
+            tally.lost += output.lost
+            tally.duplicated += output.duplicated
+        rights = (question.right, *question.others)
+        if got is None:
+            pairs = zip(received.outputs, rights, strict=False)
+            tally.altered += sum(tuple(o.tokens) != right.token_ids[: len(o.tokens)] for o, right in pairs)
+            return
+        timings = [output.timings for output in got.outputs]
+        recoveries = max(each.recoveries for each in timings)
+        tally.resumes += got.resumes
+        tally.accepted_tokens += sum(each.accepted_tokens for each in timings)
+        tally.preemptions += sum(each.preemptions for each in timings)
+        tally.recovered.update(question.features if recoveries else [])
+        if question.route != "submit" and not got.resumes and not question.arrives_whole:
+            tally.timelines.append(Timeline(tuple(self._times), recoveries, question.features))
+        answers = Answer.all_of(got)
+        if not len(answers) == len(received.outputs) == len(rights):
+            tally.wrong["number of outputs"] += 1
+            return
+        for output, answer, right in zip(received.outputs, answers, rights, strict=True):
+            tally.compare(question.route, output, answer, right, self._tolerance)
 
     @contextlib.contextmanager
     def _counting(self, question: Question | Call) -> Iterator[None]:
@@ -309,48 +278,32 @@ class ReceivedOutputs:
         self.restart()
 
     def restart(self) -> None:
-        """Start over."""
         self.outputs = [ReceivedAnswer()]
 
     def restart_others(self) -> None:
         """Start the outputs behind the first over, as `attach` with an index does."""
-        for output in self.outputs[1:]:
-            output.restart()
+        self.outputs[1:] = [ReceivedAnswer() for _ in self.outputs[1:]]
 
     def add(self, delta: Delta) -> None:
-        """Add `delta` to its output."""
         while len(self.outputs) <= delta.index:
             self.outputs.append(ReceivedAnswer())
         self.outputs[delta.index].add(delta)
 
 
+@dataclass
 class ReceivedAnswer:
     """The messages of one output, joined."""
 
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Start over."""
-        self.tokens: list[int] = []
-        self.text = ""
-        self.lost = self.duplicated = 0
-        self.problems: list[str] = []
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    lost: int = 0
+    duplicated: int = 0
+    problems: list[str] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
-        """Add the tokens and text of `delta`."""
         self.duplicated += max(0, len(self.tokens) - delta.first_index)
         self.lost += max(0, delta.first_index - len(self.tokens))
         self.tokens += delta.token_ids
         self.text += delta.text
         if delta.logprobs and len(delta.logprobs) != len(delta.token_ids):
             self.problems.append("logprobs of a piece")
-
-
-@dataclass(frozen=True)
-class Complete:
-    """A complete answer: its question, the joined messages and the result."""
-
-    question: Question
-    received: ReceivedAnswer
-    answer: Answer

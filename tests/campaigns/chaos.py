@@ -29,13 +29,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -44,22 +42,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from campaigns.answers import Reader, Tally
+from campaigns.answers import CheckingReader, Tally
 from campaigns.mix import FEATURES, mixed_questions, prepare
 from campaigns.pauses import Death, Pauses, by_feature, quantiles
 from campaigns.questions import ROUTES, AskMixed, toy_questions
-from campaigns.server import Server, finish, is_orphan
+from campaigns.server import TENANTS, TOY, Reader, Server, finish, is_orphan, report, write_tokens
 from support.small_tokenizers import byte_level, save
-from support.toy_service import VOCABULARY
 
 from lineclear.client import Client
 
-_TOY = {"vocab_size": VOCABULARY, "min_step_seconds": 0.002, "max_step_seconds": 0.006, "num_blocks": 2048}
 _MAX_TOKENS_BETWEEN = 400
 _TOKENS_BETWEEN_SIGNALS = 64
 _ORPHAN_SECONDS = 2.0
 _SHARE_OF_WHOLE_WORKERS = 0.8  # of the deaths; the others may come while a worker is still starting
-TENANTS = ("one", "two", "three")
 _DEATHS = {"kill": 0.9, "term": 0.095, "stop": 0.005}
 """Share of each way to end a worker. A stopped worker is detected after heartbeat_timeout_seconds."""
 _DEATHS_WITH_STANDBY = {"kill": 0.8, "both": 0.1, "term": 0.095, "stop": 0.005}
@@ -68,15 +63,6 @@ _DEATHS_OF_MIX = {"kill": 0.85, "term": 0.11, "stop": 0.04}
 _DRAFTS = ("--speculative-method", "prompt_lookup", "--no-speculative-adaptive")
 _BLOCKS_PER_STREAM = 12  # of 16 tokens: fewer than a request with several outputs needs, so that some are preempted
 _TOLERANCE = 1e-3  # of log probabilities in float32, where another batch may round differently
-
-
-def write_tokens(folder: Path) -> tuple[Path, dict[str, str]]:
-    """Write a token file for three tenants. Return its path and the token of each tenant."""
-    tokens = {name: f"chaos-token-of-{name}-0123456789" for name in TENANTS}
-    path = folder / "tokens"
-    path.write_text("".join(f"{name} {token}\n" for name, token in tokens.items()))
-    path.chmod(0o400)
-    return path, tokens
 
 
 @dataclass
@@ -108,10 +94,9 @@ class Campaign:
     max_seconds: float = math.inf
     """No kill begins after so long."""
 
-    def run(self, of: str, kills: int) -> None:
+    def run(self, server: Server, of: str, kills: int) -> None:
         """Kill `kills` times, then wait until all answers are complete."""
         self.of = of
-        server = self.make_server()
         self._wait_for_workers(server)
         with ExitStack() as stack:
             readers = [self._reader(stack, number, of) for number in range(self.num_streams)]
@@ -121,17 +106,17 @@ class Campaign:
             for _ in range(kills):
                 if time.monotonic() > end:
                     break
-                self._wait_for_tokens(server, readers, self.rng.randrange(_MAX_TOKENS_BETWEEN))
+                server.wait_for_tokens(readers, self.rng.randrange(_MAX_TOKENS_BETWEEN))
                 server = self._kill_worker(server, readers) if of == "worker" else self._kill_server(server, readers)
             finish(readers)
         pids = self._children(server)
-        code = server.end(signal.SIGTERM)
+        code = server.stop(signal.SIGTERM)
         assert code == 0, f"the server exited with {code}"
         self._count_orphans(pids)
 
-    def _reader(self, stack: ExitStack, number: int, of: str) -> Reader:
+    def _reader(self, stack: ExitStack, number: int, of: str) -> CheckingReader:
         clients = {route: self._client(stack, number, route) for route in ROUTES}
-        return Reader(clients, self.ask, self.tally, tolerance=self.tolerance, may_forget=of == "scheduler")
+        return CheckingReader(clients, self.ask, self.tally, tolerance=self.tolerance, may_forget=of == "scheduler")
 
     def _client(self, stack: ExitStack, number: int, route: str) -> Client:
         """Return the client of a tenant and route. Readers share it, so that a session has several requests."""
@@ -157,15 +142,15 @@ class Campaign:
             if how == "both" and (standby := server.standby_pid()) is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(standby, signal.SIGKILL)
-        lost = server.wait_for("worker_lost", started_at)[0]
+        lost = server.wait_for("worker_lost", after=started_at).read_at
         if how == "kill":
             self.detected.append(lost - started_at)
         self.dead.append(Death(started_at, lost, how == "kill", was_only=len(joined) == 1))
         if self.num_workers == 1:
-            lost = server.wait_for("worker_joined", started_at)[0]
+            lost = server.wait_for("worker_joined", after=started_at).read_at
         self._wait_for_recovery(server, readers, lost, started_at)
         if self.num_workers > 1:
-            self.continued_elsewhere += not server.has_logged("worker_joined", started_at)
+            self.continued_elsewhere += not server.logged("worker_joined", started_at)
             if self.rng.random() < _SHARE_OF_WHOLE_WORKERS:
                 self._wait_for_workers(server)
             server.wait_until(lambda: bool(server.joined_pids()), "a worker to kill")
@@ -176,30 +161,22 @@ class Campaign:
 
     def _terminate(self, server: Server, readers: Sequence[Reader], pid: int, started_at: float) -> None:
         """Send SIGTERM until the worker is lost. A worker may continue after the first one while it has work."""
-        while not server.has_logged("worker_lost", started_at):
+        while not server.logged("worker_lost", started_at):
             with contextlib.suppress(ProcessLookupError):  # it has exited, and the scheduler has not noticed yet
                 os.kill(pid, signal.SIGTERM)
-            goal = sum(reader.num_tokens for reader in readers) + _TOKENS_BETWEEN_SIGNALS
-            server.wait_until(
-                lambda goal=goal: (  # type: ignore[misc]
-                    server.has_logged("worker_lost", started_at) or sum(reader.num_tokens for reader in readers) >= goal
-                ),
-                "progress or exit of the worker",
+            server.wait_for_tokens(
+                readers, _TOKENS_BETWEEN_SIGNALS, lambda: bool(server.logged("worker_lost", started_at))
             )
 
     def _kill_server(self, server: Server, readers: Sequence[Reader]) -> Server:
         pids = self._children(server)
         started_at = time.monotonic()
         self.how["kill"] += 1
-        server.end(signal.SIGKILL)
+        server.stop(signal.SIGKILL)
         self._count_orphans(pids)
         replacement = self.make_server()
-        self._wait_for_recovery(replacement, readers, replacement.wait_for("worker_joined")[0], started_at)
+        self._wait_for_recovery(replacement, readers, replacement.wait_for("worker_joined").read_at, started_at)
         return replacement
-
-    def _wait_for_tokens(self, server: Server, readers: Sequence[Reader], number: int) -> None:
-        goal = sum(reader.num_tokens for reader in readers) + number
-        server.wait_until(lambda: sum(reader.num_tokens for reader in readers) >= goal, "progress")
 
     def _wait_for_recovery(
         self, server: Server, readers: Sequence[Reader], joined_at: float, started_at: float
@@ -223,11 +200,10 @@ class Campaign:
     # --- figures ----------------------------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, Any]:
-        """Return all figures."""
         tally = self.tally
         names = ("answers", "tokens", "lost", "duplicated", "altered", "resumes", "forgotten", "repeated")
         counters = ("wrong", "failed", "routes", "ends")
-        return {
+        found = {
             **{name: getattr(tally, name) for name in names},
             **{name: dict(getattr(tally, name)) for name in counters},
             "missing": self.missing(),
@@ -236,22 +212,16 @@ class Campaign:
             "orphans": self.orphans,
             "detection_seconds": quantiles(self.detected),
             "recovery_seconds": quantiles(self.recovered),
-            **(self._figures_of_several() if self.num_workers > 1 else {}),
-            **(self._figures_of_features() if self.mix else {}),
         }
-
-    def _figures_of_several(self) -> dict[str, Any]:
-        pauses = Pauses.of(self.tally.timelines, self.dead)
-        return {"continued_elsewhere": self.continued_elsewhere, **pauses.figures(quantiles)}
-
-    def _figures_of_features(self) -> dict[str, Any]:
-        tally = self.tally
-        gaps = by_feature(tally.timelines, self.dead)
-        return {
-            **{name: dict(getattr(tally, name)) for name in ("features", "recovered", "bad_features")},
-            **{name: getattr(tally, name) for name in ("bad", "accepted_tokens", "preemptions")},
-            "pauses": {name: quantiles(values) for name, values in gaps.items()},
-        }
+        if self.num_workers > 1:
+            found |= {"continued_elsewhere": self.continued_elsewhere}
+            found |= Pauses.of(tally.timelines, self.dead).figures()
+        if self.mix:
+            found |= {name: dict(getattr(tally, name)) for name in ("features", "recovered", "bad_features")}
+            found |= {name: getattr(tally, name) for name in ("bad", "accepted_tokens", "preemptions")}
+            gaps = by_feature(tally.timelines, self.dead)
+            found["pauses"] = {name: quantiles(values) for name, values in gaps.items()}
+        return found
 
     def missing(self) -> list[str]:
         """Name the events that this campaign needs and that never happened; without them it proves nothing."""
@@ -306,12 +276,14 @@ def campaign(
             drafts = () if "--speculative-method" in more else _DRAFTS
             mixed = [*flags, *more, "--model", str(served), *adapters, *drafts, *in_fp32, *num_blocks]
             return Server(target, mixed)
-        return Server(target, [*flags, *more, "--model", str(save(folder, byte_level()))], toy=_TOY)
+        return Server(target, [*flags, *more, "--model", str(save(folder, byte_level()))], toy=TOY)
 
     ask: AskMixed = toy_questions(seed, ROUTES)
+    server = make_server()  # it starts while another one gives the expected answers
     if model:
         plain = [*flags, "--model", str(served), *adapters, "--pipeline-depth", "1", "--no-prefix-cache", *in_fp32]
-        ask = mixed_questions(target, Server(target, plain), num_questions or 4 * streams, seed, tokens[TENANTS[0]])
+        other = f"unix:{folder}/plain.sock"
+        ask = mixed_questions(other, Server(other, plain), num_questions or 4 * streams, seed, tokens[TENANTS[0]])
     default = _DEATHS_WITH_STANDBY if standby else _DEATHS_OF_MIX if model else _DEATHS
     rng = random.Random(seed)
     chosen = Campaign(
@@ -319,12 +291,11 @@ def campaign(
     )
     chosen.promoted = 0 if standby else None
     chosen.num_workers, chosen.mix, chosen.max_seconds = num_workers, bool(model), max_seconds
-    chosen.run(of, kills)
+    chosen.run(server, of, kills)
     return chosen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the campaign and print its figures; return 1 if it is not clean."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--of", choices=("worker", "scheduler"), default="worker")
     parser.add_argument("--kills", type=int, default=500)
@@ -335,14 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server-flags", default="", help="more flags of the server of --model")
     parser.add_argument("--max-seconds", type=float, default=math.inf, help="kill no process after so long")
     parser.add_argument("--standby", action="store_true", help="run a standby worker")
-    chosen = parser.parse_args(argv)
-    started_at = time.monotonic()
-    options = vars(chosen)
-    with tempfile.TemporaryDirectory(prefix="lc") as folder:
-        done = campaign(Path(folder), **options)
-    seconds = round(time.monotonic() - started_at, 1)
-    print(json.dumps({**options, "clean": done.is_clean, **done.figures(), "seconds": seconds}))
-    return 0 if done.is_clean else 1
+    return report(vars(parser.parse_args(argv)), campaign)
 
 
 if __name__ == "__main__":

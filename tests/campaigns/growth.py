@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +108,5 @@ def too_much(found: dict[str, Any], bounds: Bounds, *, certain: bool = False) ->
 
     With `certain`, only those whose lower confidence bound is too large; otherwise also those that may be.
     """
-    names = [name for name in ("in_use_mib", "private_mib", "threads", "descriptors") if name in found]
-
-    def value(name: str) -> float:
-        return float(found[name]["lower_per_100k" if certain else "upper_per_100k"])
-
-    return [name for name in names if value(name) > getattr(bounds, name)]
+    bound = "lower_per_100k" if certain else "upper_per_100k"
+    return [name for name, most in asdict(bounds).items() if name in found and found[name][bound] > most]

@@ -96,7 +96,7 @@ class Campaign:
     @property
     def memory_mb(self) -> int:
         """Private memory of the scheduler."""
-        return round(look(self._server.process.pid, 0).private_mib)
+        return round(look(self._server.popen.pid, 0).private_mib)
 
     def run(self, kind: str, seconds: float) -> dict[str, Any]:
         """Run a canary beside hostile callers of `kind`, or beside none (`calm`)."""
@@ -123,14 +123,14 @@ class Campaign:
             if self._right is not None and reader.right != self._right:
                 wrong = "the canary's first answer was wrong"
         time.sleep(_AFTER_SECONDS)
-        assert self._server.process.poll() is None, "the server exited"
+        assert self._server.popen.poll() is None, "the server exited"
         return {
             "kind": kind,
             "times": done,
             "outcomes": dict(outcomes),
             "callers_failed": failed,
             "wrong": wrong,
-            "answers": len(gaps) // (TOKENS - 1),
+            "answers": len(reader.first_seconds),
             "first_seconds": quantiles(reader.first_seconds),
             "gap_seconds": quantiles(gaps),
             "stood_still": longest > _STANDSTILL_SECONDS,
@@ -147,12 +147,10 @@ class Campaign:
         ]
 
     def end(self) -> int:
-        """Stop the server. Return its exit code."""
-        return self._server.end(signal.SIGTERM)
+        return self._server.stop(signal.SIGTERM)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the campaign and print its figures; return 1 if it is not clean."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds for each kind")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), help=", ".join(KINDS))

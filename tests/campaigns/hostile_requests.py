@@ -13,13 +13,23 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from campaigns.hostile_target import METHODS, NUM_THREADS, SLOW, Target, counted, in_loop, in_threads
+from campaigns.hostile_target import (
+    KINDS,
+    METHODS,
+    NUM_THREADS,
+    SERVED,
+    SLOW,
+    Kind,
+    Target,
+    counted,
+    in_threads,
+    kind,
+    served,
+)
 from google.protobuf.message import Message
 
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
-
-Kind = Callable[[Target], int]
 
 
 def _conversation(first: str, messages: int = 1) -> pb.ChatMessages:
@@ -96,8 +106,8 @@ def _repeated(name: str) -> Kind:
     return lambda target: in_threads(target, call, 1 if name in _IN_ONE_THREAD else NUM_THREADS)
 
 
-REPEATED: dict[str, Kind] = {name: _repeated(name) for name in _REQUESTS}
-"""Kinds that repeat one request."""
+KINDS.update({name: _repeated(name) for name in _REQUESTS})
+SERVED.update({*_REQUESTS} - {"slow_template"})
 
 
 def _after_long_prompt(target: Target, make: Callable[[Any, int], pb.GenerateRequest]) -> int:
@@ -108,6 +118,7 @@ def _after_long_prompt(target: Target, make: Callable[[Any, int], pb.GenerateReq
     return in_threads(target, lambda stub: list(stub.Generate(request)))
 
 
+@served
 def resume_flood(target: Target) -> int:
     """Resume requests after about as many tokens as the context holds, with stop strings."""
 
@@ -122,6 +133,7 @@ def resume_flood(target: Target) -> int:
     return _after_long_prompt(target, make)
 
 
+@served
 def repetition_penalties(target: Target) -> int:
     """Ask for DRY over the longest prompt of one token, with as many breakers as the server accepts."""
     dry = {"dry_multiplier": 1.0, "dry_allowed_length": 1, "dry_penalty_last_n": -1}
@@ -134,7 +146,7 @@ def repetition_penalties(target: Target) -> int:
     return _after_long_prompt(target, make)
 
 
-@in_loop
+@kind
 async def cancel_storm(target: Target) -> int:
     """Cancel requests right after sending them, by Generate and over a Session."""
     count = 0
@@ -179,19 +191,14 @@ async def cancel_storm(target: Target) -> int:
     return count
 
 
+@kind
 def oversized_requests(target: Target) -> int:
     """Send requests above the size limit, in a Session and by Generate."""
     request = pb.GenerateRequest(text="x" * 5_000_000)
-    command = pb.SessionRequest(submits=[pb.SubmitCommand(handle=1, request=request)])
-
-    def call(stub: Any) -> None:
-        with counted():
-            list(stub.Generate(request))
-        list(stub.Session(iter([command])))
-
-    return in_threads(target, call)
+    return _by_generate_and_session(target, request, num_commands=1)
 
 
+@kind
 def heavy_requests(target: Target) -> int:
     """Send requests with every list at its limit, most of them invalid in the last field."""
     sampling = {
@@ -202,16 +209,22 @@ def heavy_requests(target: Target) -> int:
     }
     stop = {"strings": ["abcdefgh" * 7 + str(n) for n in range(8)]}
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 8000), sampling=sampling, stop=stop)
-    command = pb.SessionRequest(submits=[pb.SubmitCommand(handle=handle, request=request) for handle in range(32)])
+    return _by_generate_and_session(target, request, num_commands=32)
+
+
+def _by_generate_and_session(target: Target, request: pb.GenerateRequest, num_commands: int) -> int:
+    """Repeat a request, and a session whose first message has `num_commands` of them."""
+    submits = [pb.SubmitCommand(handle=handle, request=request) for handle in range(1, num_commands + 1)]
 
     def call(stub: Any) -> None:
         with counted():
             list(stub.Generate(request))
-        list(stub.Session(iter([command])))
+        list(stub.Session(iter([pb.SessionRequest(submits=submits)])))
 
     return in_threads(target, call)
 
 
+@kind
 def form_flood(target: Target) -> int:
     """Send forms that take long to compile, each a new one: slow, of many states, large."""
     numbers = itertools.count(os.getpid() * 100_000)
@@ -228,6 +241,7 @@ def form_flood(target: Target) -> int:
     return in_threads(target, call)
 
 
+@served
 def slow_forms(target: Target) -> int:
     """Send forms that are compiled within the limits, each a new one that takes some of them."""
     numbers = itertools.count(os.getpid() * 100_000)
@@ -241,6 +255,7 @@ def slow_forms(target: Target) -> int:
     return in_threads(target, call)
 
 
+@served
 def embed_flood(target: Target) -> int:
     """Ask for the vectors of 64 inputs of 128 tokens, each a new one."""
     rng = random.Random(os.getpid())
@@ -252,6 +267,7 @@ def embed_flood(target: Target) -> int:
     return in_threads(target, call)
 
 
+@served
 def score_flood(target: Target) -> int:
     """Score 128 continuations of 90 words, with the 20 most likely tokens at each place."""
     rng = random.Random(os.getpid())

@@ -10,7 +10,7 @@ import time
 
 import grpc
 import grpc.aio
-from campaigns.hostile_target import Target, counted, in_loop, in_threads
+from campaigns.hostile_target import Target, counted, in_threads, kind, served
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lineclear.v1 import inference_pb2 as pb
@@ -19,6 +19,7 @@ from lineclear.v1 import inference_pb2_grpc
 _STREAMS = 31  # of each of two processes; with the canary, as many as run at a time by default
 
 
+@kind
 def busy_neighbours(target: Target) -> int:
     """Call nothing and keep the processors busy: what any kind costs a server on the same machine."""
     count = 0
@@ -28,7 +29,7 @@ def busy_neighbours(target: Target) -> int:
     return count
 
 
-@in_loop
+@kind
 async def ordinary_streams(target: Target) -> int:
     """Read ordinary answers, as many at a time as other kinds have requests in flight."""
     count = 0
@@ -48,12 +49,12 @@ async def ordinary_streams(target: Target) -> int:
     return count
 
 
+@served
 def stats_flood(target: Target) -> int:
-    """Call GetStats and GetModel without a pause."""
     return in_threads(target, lambda stub: (stub.GetStats(pb.GetStatsRequest()), stub.GetModel(pb.GetModelRequest())))
 
 
-@in_loop
+@kind
 async def watch_flood(target: Target) -> int:
     """Open and hold health watches at both ports."""
     count = 0
@@ -76,9 +77,8 @@ async def watch_flood(target: Target) -> int:
     return count
 
 
-@in_loop
+@kind
 async def idle_sessions(target: Target) -> int:
-    """Open sessions that send no commands."""
     opened = 0
     channels = [target.channel(aio=True) for _ in range(8)]
     calls = []
@@ -96,6 +96,7 @@ async def idle_sessions(target: Target) -> int:
     return opened
 
 
+@kind
 def slow_scrapers(target: Target) -> int:
     """Open many connections to the metrics port that send one byte at a time."""
     held: list[socket.socket] = []
@@ -116,6 +117,7 @@ def slow_scrapers(target: Target) -> int:
     return count
 
 
+@kind
 def unread_status_streams(target: Target) -> int:
     """Open streams of the status page and never read them. Count those that the server accepts."""
     held: list[socket.socket] = []

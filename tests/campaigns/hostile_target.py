@@ -1,14 +1,13 @@
-"""What hostile callers of all kinds share: the server that they call, threads, and counts of status codes."""
+"""What hostile callers of all kinds share: the table of kinds, the server, threads, and counts of status codes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,6 @@ outcomes: Counter[str] = Counter()
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Count the status code of a call."""
     outcome = "OK"
     try:
         yield
@@ -51,20 +49,29 @@ class Target:
         return time.monotonic() >= self.end
 
     def channel(self, aio: bool = False) -> Any:
-        """Open a new connection."""
         make = grpc.aio.insecure_channel if aio else grpc.insecure_channel
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
         return make(f"127.0.0.1:{self.data}", options=options)
 
 
-def in_loop(kind: Callable[[Target], Coroutine[Any, Any, int]]) -> Callable[[Target], int]:
-    """Return a kind that runs a coroutine function on an event loop."""
+Kind = Callable[[Target], int]
+KINDS: dict[str, Kind] = {}
+"""Functions that call the server until the end and return the number of attempts, by name."""
+SERVED: set[str] = set()
+"""Kinds that prove nothing unless some of their calls succeed."""
 
-    @functools.wraps(kind)
-    def run(target: Target) -> int:
-        return asyncio.run(kind(target))
 
-    return run
+def kind(function: Callable[[Target], Any]) -> Callable[[Target], Any]:
+    """Enter a kind, which may be a coroutine function."""
+    is_async = asyncio.iscoroutinefunction(function)
+    KINDS[function.__name__] = (lambda target: asyncio.run(function(target))) if is_async else function
+    return function
+
+
+def served(function: Kind) -> Kind:
+    """Enter a kind of which some calls must succeed."""
+    SERVED.add(function.__name__)
+    return kind(function)
 
 
 def in_threads(target: Target, call: Callable[[Any], object], num_threads: int = NUM_THREADS) -> int:

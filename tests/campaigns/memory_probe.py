@@ -51,7 +51,6 @@ def _write(path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a scheduler with the probe. Returns its exit code."""
     threading.Thread(target=_write, args=[Path(os.environ["MEMORY_FILE"])], daemon=True, name="memory probe").start()
     return run_scheduler(arguments)
 

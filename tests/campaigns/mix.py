@@ -88,7 +88,7 @@ def mixed_questions(target: str, server: Server, num: int, seed: int, token: str
         wanted = set(FEATURES) if num >= 2 * len(FEATURES) else set()
         while len(known) < num or not wanted <= {name for entry in known for name in entry.features}:
             known.append(_drawn(rng, client, texts, len(known)))
-    server.end(signal.SIGTERM)
+    server.stop(signal.SIGTERM)
     lock, order = threading.Lock(), list[Question | Call]()
 
     def ask() -> Question | Call:

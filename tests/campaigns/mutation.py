@@ -298,7 +298,6 @@ def _plant_listed(words: Sequence[str]) -> bool:
 
 
 def main() -> int:
-    """Plant the chosen changes and print whether tests failed. Return 1 if all tests of a listed fault pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--listed", nargs="*", metavar="WORD", help="plant the faults of tests/faults.yaml")
     parser.add_argument("--count", type=int, default=100)

@@ -7,7 +7,7 @@ and those without ran on a living one. The control is the same measurement at a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -62,8 +62,7 @@ class Pauses:
                 found.append(_longest_gap(timeline.times, *spanned[0][:2]))
         return pauses
 
-    def figures(self, quantiles: Callable[[Sequence[float]], dict[str, float]]) -> dict[str, dict[str, float]]:
-        """Return the quantiles of each kind of stream."""
+    def figures(self) -> dict[str, dict[str, float]]:
         kinds = {name: getattr(self, name) for name in ("killed", "killed_alone", "living", "control")}
         return {f"{name}_stream_pause_seconds": quantiles(values) for name, values in kinds.items()}
 
@@ -73,8 +72,8 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
     if not ordered:
         return {}
-    pick = lambda share: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)  # noqa: E731
-    return {"p50": pick(0.5), "p99": pick(0.99), "max": round(ordered[-1], 4)}
+    places = {"p50": int(0.5 * len(ordered)), "p99": int(0.99 * len(ordered)), "max": -1}
+    return {name: round(ordered[place], 4) for name, place in places.items()}
 
 
 def by_feature(timelines: Iterable[Timeline], deaths: Sequence[Death]) -> dict[str, list[float]]:

@@ -24,15 +24,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from campaigns.server import Server
+from campaigns.server import Server, write_tokens
 from support.small_tokenizers import byte_level, save
 
 from lineclear.client import Client
 
 MAX_AREA = 0.55
 MIN_CONTROL_AREA = 0.9
-_TOKENS = {"alice": "token-of-alice-0123456789", "bob": "token-of-bob-0123456789"}
-_TOY = {"vocab_size": 512, "min_step_seconds": 0.002, "max_step_seconds": 0.002, "num_blocks": 2048}
+_TOY = {"min_step_seconds": 0.002, "max_step_seconds": 0.002, "num_blocks": 2048}
 _TOY_STEP_TOKENS = 32  # a prompt takes several steps, a cached prompt takes one
 _LETTERS = 240
 _WARM = 8
@@ -54,11 +53,12 @@ def separability(one: Sequence[float], other: Sequence[float]) -> float:
 def campaign(folder: Path, *, trials: int, seed: int, model: str = "") -> dict[str, Any]:
     """Run the trials. Return the figures."""
     rng, target = random.Random(seed), f"unix:{folder}/api.sock"
-    server = _server(folder, target, model)
+    path, tokens = write_tokens(folder, ("alice", "bob"))
+    server = _server(folder, target, path, model)
     times: dict[str, list[float]] = {"new": [], "shared": [], "own": []}
     try:
         server.wait_for("worker_joined")
-        with Client(target, token=_TOKENS["alice"]) as alice, Client(target, token=_TOKENS["bob"]) as bob:
+        with Client(target, token=tokens["alice"]) as alice, Client(target, token=tokens["bob"]) as bob:
             for _ in range(_WARM):
                 for client in (alice, bob):
                     _first_token_seconds(client, _text(rng))
@@ -69,8 +69,7 @@ def campaign(folder: Path, *, trials: int, seed: int, model: str = "") -> dict[s
                 times[kind].append(_first_token_seconds(bob, secret if kind == "shared" else _text(rng)))
                 times["own"].append(_first_token_seconds(alice, secret))
     finally:
-        server.process.kill()
-        server.process.wait()
+        server.end()
     count = min(len(times["new"]), len(times["shared"]))
     return {
         "area": round(separability(times["new"], times["shared"]), 4),
@@ -86,18 +85,11 @@ def is_private(figures: dict[str, Any]) -> bool:
     return bool(figures["area"] <= MAX_AREA and figures["control_area"] >= MIN_CONTROL_AREA)
 
 
-def _server(folder: Path, target: str, model: str) -> Server:
-    tokens = folder / "tokens"
-    tokens.write_text("".join(f"{name} {token}\n" for name, token in _TOKENS.items()))
-    tokens.chmod(0o400)
-    flags = ["--token-file", str(tokens)]
+def _server(folder: Path, target: str, token_file: Path, model: str) -> Server:
+    flags = ["--token-file", str(token_file), "--model", model or str(save(folder, byte_level()))]
     if model:
-        return Server(target, [*flags, "--model", model])
-    return Server(
-        target,
-        [*flags, "--model", str(save(folder, byte_level())), "--target-batch-tokens", str(_TOY_STEP_TOKENS)],
-        toy=_TOY,
-    )
+        return Server(target, flags)
+    return Server(target, [*flags, "--target-batch-tokens", str(_TOY_STEP_TOKENS)], toy=_TOY)
 
 
 def _text(rng: random.Random) -> str:
@@ -116,7 +108,6 @@ def _first_token_seconds(client: Client, text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the campaign and print its figures; return 1 if prompts are not private."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=800, help="about half of each kind")
     parser.add_argument("--seed", type=int, default=1)

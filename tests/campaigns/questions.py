@@ -19,6 +19,7 @@ from support.toy_service import EOS, TOKENIZER, VOCABULARY
 
 from lineclear.client import Client, FinishReason, Generation, Output, Sampling, TokenLogprobs
 from lineclear.wire.messages import Sampling as WireSampling
+from lineclear.wire.sampling import SCALARS
 
 ROUTES = ("generate", "session", "submit")
 _UNMATCHED_STOPS = ("\x00never", "zzzzzz")
@@ -80,7 +81,6 @@ class Question:
 
     @property
     def params(self) -> dict[str, Any]:
-        """Parameters of the request, apart from `sampling`."""
         return {
             **({} if self.top_logprobs is None else {"logprobs": True, "top_logprobs": self.top_logprobs}),
             **self.more,
@@ -167,7 +167,8 @@ def toy_answer(prompt: Sequence[int], sampling: Sampling, top_logprobs: int | No
     tokens = expected(prompt, wire, sampling.max_tokens, VOCABULARY)
     characters = _characters(tokens, wire.stop_ids)
     text = "".join(character for character, _ in characters)
-    reason, matched = FinishReason.LENGTH, None
+    reason = FinishReason.LENGTH
+    matched: str | int | None = None
     if tokens[-1] in wire.stop_ids and len(tokens) > wire.min_tokens:
         is_eos = tokens[-1] == EOS and not sampling.ignore_eos
         reason, matched = (FinishReason.STOP_EOS if is_eos else FinishReason.STOP_TOKEN), tokens[-1]
@@ -177,42 +178,26 @@ def toy_answer(prompt: Sequence[int], sampling: Sampling, top_logprobs: int | No
         if found and num_tokens >= wire.min_tokens:
             stop = max(found, key=len)
             cut = end if sampling.include_stop_string else end - len(stop)
-            return Answer(
-                tuple(tokens[:num_tokens]),
-                text[:cut],
-                FinishReason.STOP_STRING,
-                stop,
-                _logprobs(prompt, tokens[:num_tokens], wire),
-            )
+            tokens, text, reason, matched = tokens[:num_tokens], text[:cut], FinishReason.STOP_STRING, stop
+            break
     return Answer(tuple(tokens), text, reason, matched, _logprobs(prompt, tokens, wire))
 
 
-def _logprobs(
-    prompt: Sequence[int], tokens: Sequence[int], wire: WireSampling
-) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
+def _logprobs(prompt: Sequence[int], tokens: Sequence[int], wire: WireSampling) -> Logprobs:
     found = expected_logprobs(prompt, tokens, wire, VOCABULARY)
     return tuple((entry.logprob, entry.top) for entry in found if entry is not None)
 
 
 def _wire_sampling(sampling: Sampling, top_logprobs: int | None) -> WireSampling:
     """Return the parameters that the worker must receive. The service's default temperature is 1."""
-    s = sampling
-    eos = () if s.ignore_eos else (EOS,)
+    given = {name: value for name in SCALARS if (value := getattr(sampling, name, None)) is not None}
+    eos = () if sampling.ignore_eos else (EOS,)
     return WireSampling(
-        temperature=1.0 if s.temperature is None else s.temperature,
-        top_k=s.top_k or 0,
-        top_p=1.0 if s.top_p is None else s.top_p,
-        min_p=s.min_p or 0.0,
-        repetition_penalty=1.0 if s.repetition_penalty is None else s.repetition_penalty,
-        presence_penalty=s.presence_penalty or 0.0,
-        frequency_penalty=s.frequency_penalty or 0.0,
-        logit_bias=tuple((s.logit_bias or {}).items()),
-        allowed_ids=tuple(s.allowed_token_ids or ()),
-        banned_ids=tuple(s.banned_token_ids or ()),
-        seed=s.seed or 0,
-        min_tokens=s.min_tokens or 0,
-        stop_ids=tuple(sorted({*eos, *(s.stop_token_ids or ())})),
-        logprobs=-1 if top_logprobs is None else top_logprobs,
+        **{"temperature": 1.0, **given, "logprobs": -1 if top_logprobs is None else top_logprobs},
+        logit_bias=tuple((sampling.logit_bias or {}).items()),
+        allowed_ids=tuple(sampling.allowed_token_ids or ()),
+        banned_ids=tuple(sampling.banned_token_ids or ()),
+        stop_ids=tuple(sorted({*eos, *(sampling.stop_token_ids or ())})),
     )
 
 

@@ -11,12 +11,10 @@ JSON; exits with 1 unless each answer is of one model or ended with MODEL_CHANGE
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -25,17 +23,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from campaigns.server import Server, finish
+from campaigns.server import TOY, Reader, Server, finish, report
 from support.small_tokenizers import byte_level, save
 from support.toy import expected, fingerprint
-from support.toy_service import text_of
+from support.toy_service import VOCABULARY, text_of
 
 from lineclear.client import Client, RetryPolicy
 from lineclear.errors import LineclearError, ModelChanged
 from lineclear.wire.messages import Sampling
 
-_VOCABULARY = 512
-_TOY = {"vocab_size": _VOCABULARY, "min_step_seconds": 0.002, "max_step_seconds": 0.006, "num_blocks": 2048}
 _MAX_TOKENS_BETWEEN = 200
 _DRAIN_SECONDS = 0.2  # short, so that stopping a server cuts answers off
 # One answer may live through many updates. Pauses are short, so that clients resume while the new server starts.
@@ -71,35 +67,28 @@ class Part:
     text: str = ""
 
 
-class Reader(threading.Thread):
-    """Request one answer after another until `stop`, each to its end."""
+class RollingReader(Reader):
+    """Request answers, and compare each part with the answer of its model."""
 
     def __init__(self, target: str, tally: Tally, rng: random.Random, restarts: bool) -> None:
-        super().__init__(daemon=True)
-        self.num_tokens = 0
-        """Tokens of all answers so far."""
-        self.last_at = 0.0
-        """Time of the last token."""
-        self._target, self._tally, self._rng, self._restarts = target, tally, rng, restarts
-        self._stopped = threading.Event()
-
-    def stop(self) -> None:
-        """Stop after the answer in progress."""
-        self._stopped.set()
+        super().__init__()
+        self._tally, self._rng, self._restarts = tally, rng, restarts
+        policy: Any = "restart" if restarts else "error"
+        self._client = Client(target, retry=_RETRY, on_model_change=policy)
 
     def run(self) -> None:
-        """Request answers until `stop`."""
-        policy: Any = "restart" if self._restarts else "error"
-        with Client(self._target, retry=_RETRY, on_model_change=policy) as client:
-            while not self._stopped.is_set():
-                try:
-                    self._ask(client)
-                except Exception as error:  # a reader that crashed must not look like one that waits
-                    with self._tally.lock:
-                        self._tally.lost[f"{type(error).__name__}: {error}"] += 1
+        with self._client:
+            super().run()
+
+    def ask(self) -> None:
+        try:
+            self._ask(self._client)
+        except Exception as error:  # a reader that crashed must not look like one that waits
+            with self._tally.lock:
+                self._tally.lost[f"{type(error).__name__}: {error}"] += 1
 
     def _ask(self, client: Client) -> None:
-        prompt = tuple(self._rng.randrange(_VOCABULARY) for _ in range(self._rng.randrange(1, 40)))
+        prompt = tuple(self._rng.randrange(VOCABULARY) for _ in range(self._rng.randrange(1, 40)))
         seed, max_tokens = self._rng.randrange(2**32), self._rng.randrange(20, 300)
         parts: list[Part] = []
         outcome, gaps = "whole", 0
@@ -113,15 +102,14 @@ class Reader(threading.Thread):
                     gaps += bool(delta.token_ids) and delta.first_index != len(parts[-1].tokens)
                     parts[-1].tokens += delta.token_ids
                     parts[-1].text += delta.text
-                    self.num_tokens += len(delta.token_ids)
                     if delta.token_ids:
-                        self.last_at = time.monotonic()
+                        self.progress(len(delta.token_ids))
         except ModelChanged as error:
             outcome = "changed"
             gaps += bool(parts) and (error.token_ids, error.text) != (tuple(parts[-1].tokens), parts[-1].text)
         except LineclearError as error:
             outcome = error.reason
-        asked = prompt, Sampling(seed=seed), max_tokens, _VOCABULARY
+        asked = prompt, Sampling(seed=seed), max_tokens, VOCABULARY
         right = {part.model: expected(*asked, _model_of(part)) for part in parts}
         bad = gaps + sum(not is_prefix(part, right[part.model]) for part in parts)
         if outcome == "whole":
@@ -170,7 +158,7 @@ class Campaign:
         self._model.write_text("m0")
         self._directory = save(folder / "model", byte_level())
         rngs = [random.Random(seed << 16 | number) for number in range(streams)]
-        self._readers = [Reader(self.target, self.tally, rng, n % 2 == 0) for n, rng in enumerate(rngs)]
+        self._readers = [RollingReader(self.target, self.tally, rng, n % 2 == 0) for n, rng in enumerate(rngs)]
 
     def run(self, updates: int) -> None:
         """Update the model `updates` times, then wait until all answers are complete."""
@@ -179,37 +167,31 @@ class Campaign:
         for reader in self._readers:
             reader.start()
         for number in range(1, updates + 1):
-            self._wait_for_tokens(server, self._rng.randrange(_MAX_TOKENS_BETWEEN))
+            server.wait_for_tokens(self._readers, self._rng.randrange(_MAX_TOKENS_BETWEEN))
             kind = ("worker killed", "server stopped", "worker killed", "server killed")[number % 4]
             self.updates[kind] += 1
             started_at = time.monotonic()
             self._model.write_text(f"m{number}")
             if kind == "worker killed":
                 os.kill(server.worker_pids()[-1], signal.SIGKILL)
-                joined_at = server.wait_for("worker_joined", started_at)[0]
             else:
-                server.end(signal.SIGTERM if kind == "server stopped" else signal.SIGKILL)
+                server.stop(signal.SIGTERM if kind == "server stopped" else signal.SIGKILL)
                 server = self._start()
-                joined_at = server.wait_for("worker_joined", started_at)[0]
+            joined_at = server.wait_for("worker_joined", after=started_at).read_at
             server.wait_until(
                 lambda at=joined_at: all(reader.last_at > at for reader in self._readers), "a token for every reader"
             )
             self.seconds.append(time.monotonic() - started_at)
         finish(self._readers)
-        code = server.end(signal.SIGTERM)
+        code = server.stop(signal.SIGTERM)
         assert code == 0, f"the server exited with {code}"
 
     def _start(self) -> Server:
         flags = ["--model", str(self._directory), "--drain-timeout-seconds", str(_DRAIN_SECONDS)]
         flags += ["--drain-linger-seconds", "0"]
-        return Server(self.target, flags, toy=_TOY | {"model_file": str(self._model)})
-
-    def _wait_for_tokens(self, server: Server, number: int) -> None:
-        goal = sum(reader.num_tokens for reader in self._readers) + number
-        server.wait_until(lambda: sum(reader.num_tokens for reader in self._readers) >= goal, "progress")
+        return Server(self.target, flags, toy=TOY | {"model_file": str(self._model)})
 
     def figures(self) -> dict[str, Any]:
-        """Return all figures."""
         tally = self.tally
         names = ("answers", "tokens", "whole", "changed", "restarts", "resumes", "mixed")
         ordered = sorted(self.seconds)
@@ -230,13 +212,8 @@ class Campaign:
     def missing(self) -> list[str]:
         """Name the events that this campaign needs and that never happened; without them it proves nothing."""
         tally = self.tally
-        counts = {
-            "whole": tally.whole,
-            "changed": tally.changed,
-            "restarts": tally.restarts,
-            "updates": len(self.seconds),
-        }
-        counts |= {"models": max(0, len(tally.models) - 1)}
+        counts = {name: getattr(tally, name) for name in ("whole", "changed", "restarts")}
+        counts |= {"updates": len(self.seconds), "models": max(0, len(tally.models) - 1)}
         return [name for name, times in counts.items() if not times]
 
 
@@ -248,18 +225,11 @@ def campaign(folder: Path, *, updates: int, streams: int, seed: int) -> Campaign
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the campaign and print its figures; return 1 if it is not clean."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
-    chosen = parser.parse_args(argv)
-    started_at = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="lc") as folder:
-        done = campaign(Path(folder), **vars(chosen))
-    seconds = round(time.monotonic() - started_at, 1)
-    print(json.dumps({**vars(chosen), "clean": done.is_clean, **done.figures(), "seconds": seconds}))
-    return 0 if done.is_clean else 1
+    return report(vars(parser.parse_args(argv)), campaign)
 
 
 if __name__ == "__main__":

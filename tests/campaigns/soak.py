@@ -29,11 +29,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from campaigns.answers import Reader, Tally, differences
-from campaigns.chaos import TENANTS, quantiles, write_tokens
+from campaigns.answers import CheckingReader, Tally, differences
 from campaigns.growth import SHORT, Bounds, Sample, growth, look, too_much
+from campaigns.pauses import quantiles
 from campaigns.questions import ROUTES, Answer, Question, toy_answer, toy_questions
-from campaigns.server import BOUND_SECONDS, Server
+from campaigns.server import BOUND_SECONDS, TENANTS, Server, write_tokens
 from fuzz.canary import Canary
 from support.blackhole import BlackHole
 from support.small_tokenizers import byte_level, save
@@ -48,8 +48,8 @@ _LARGE_PROMPT = 4000
 _STANDSTILL_SECONDS = 30.0  # longest time without a token; a killed worker is replaced far sooner
 WORK = ("cancel_midway", "read_slowly", "send_large_prompt", "submit_only", "vanish", "kill")
 """Kinds of clients, apart from readers."""
-PROGRAM: tuple[str, ...] = ("-m", "campaigns.memory_probe")
-"""Arguments of Python that run the scheduler with the probe."""
+CODE = "import sys; from campaigns.memory_probe import main; sys.exit(main(sys.argv[1:]))"
+"""Python code that runs the scheduler with the probe."""
 
 
 class _Soak:
@@ -57,7 +57,7 @@ class _Soak:
 
     def __init__(self, server: Server, tokens: dict[str, str], seed: int, memory: Path) -> None:
         self.server, self.tokens, self.seed, self.memory = server, tokens, seed, memory
-        self.target = server.wait_for("listening")[1]["address"]
+        self.target = server.wait_for("listening")["address"]
         self.tally = Tally()
         self.stopped = threading.Event()
         self.counts: Counter[str] = Counter()
@@ -66,7 +66,6 @@ class _Soak:
         self._last_kill_at = 0.0
 
     def client(self, number: int, *, sessions: bool, target: str = "") -> Client:
-        """Make a client of one of the tenants."""
         return Client(target or self.target, token=self.tokens[TENANTS[number % len(TENANTS)]], sessions=sessions)
 
     def thread(
@@ -98,7 +97,7 @@ class _Soak:
                         tokens += delta.token_ids
                         if len(tokens) >= until:
                             break
-                self._compare_prefix(question, tokens)
+                self._compare_tokens(tokens, question.right.token_ids[: len(tokens)])
                 if self.stopped.is_set():
                     return
 
@@ -152,7 +151,7 @@ class _Soak:
             self.stopped.wait()
             return
         os.kill(self.server.worker_pids()[-1], signal.SIGKILL)
-        self.server.wait_for("worker_joined", started_at)
+        self.server.wait_for("worker_joined", after=started_at)
 
     def _question(self, rng: random.Random, *, length: int, max_tokens: int) -> Question:
         prompt = tuple(rng.randrange(VOCABULARY) for _ in range(length))
@@ -161,18 +160,15 @@ class _Soak:
         return Question(prompt, sampling, toy_answer(prompt, sampling, top), top)
 
     def _compare(self, question: Question, got: Answer) -> None:
-        right, tokens = question.right, got.token_ids
+        self._compare_tokens(got.token_ids, question.right.token_ids)
         with self.tally.lock:
-            self.tally.answers += 1
-            self.tally.tokens += len(tokens)
-            self.tally.altered += tokens != right.token_ids
-            self.tally.wrong.update(differences(right, got, 0.0))
+            self.tally.wrong.update(differences(question.right, got, 0.0))
 
-    def _compare_prefix(self, question: Question, tokens: Sequence[int]) -> None:
+    def _compare_tokens(self, tokens: Sequence[int], right: Sequence[int]) -> None:
         with self.tally.lock:
             self.tally.answers += 1
             self.tally.tokens += len(tokens)
-            self.tally.altered += tuple(tokens) != question.right.token_ids[: len(tokens)]
+            self.tally.altered += tuple(tokens) != tuple(right)
 
     # --- the run ----------------------------------------------------------------------------------------------------
 
@@ -186,7 +182,7 @@ class _Soak:
                 for n in range(len(TENANTS))
             ]
             ask = toy_questions(self.seed, ROUTES)
-            readers = [Reader(clients[n % len(clients)], ask, self.tally) for n in range(streams)]
+            readers = [CheckingReader(clients[n % len(clients)], ask, self.tally) for n in range(streams)]
             threads = [self.thread(self.cancel_midway, n) for n in range(2)]
             threads += [self.thread(self.read_slowly, 0), self.thread(self.send_large_prompt, 1, 0.5)]
             threads += [self.thread(self.submit_only, n, 0.2) for n in range(2)]
@@ -243,7 +239,7 @@ class _Soak:
         end = time.monotonic() + seconds
         every = min(_SAMPLE_SECONDS, seconds / 40)
         while time.monotonic() < end:
-            samples["scheduler"].append(look(self.server.process.pid, self.tally.answers, self.memory))
+            samples["scheduler"].append(look(self.server.popen.pid, self.tally.answers, self.memory))
             with contextlib.suppress(OSError, KeyError):  # a worker that has just been killed
                 samples["worker"].append(look(self.server.worker_pids()[-1], self.tally.answers))
             time.sleep(every)
@@ -273,10 +269,10 @@ def soak(
     path, tokens = write_tokens(folder)
     flags = ["--model", str(save(folder, byte_level())), "--token-file", str(path), *flags]
     memory = folder / "memory"
-    server = Server("127.0.0.1:0", flags, toy=_TOY, program=PROGRAM, variables={"MEMORY_FILE": str(memory)})
+    server = Server("127.0.0.1:0", flags, toy=_TOY, code=CODE, variables={"MEMORY_FILE": str(memory)})
     server.wait_for("worker_joined")
     found = _Soak(server, tokens, seed, memory).run(seconds, streams, kill_seconds, vanish_seconds, samples_file)
-    found["exit_code"] = server.end(signal.SIGTERM)
+    found["exit_code"] = server.stop(signal.SIGTERM)
     return found
 
 
@@ -289,7 +285,6 @@ def faults(found: dict[str, Any], bounds: Bounds, *, certain: bool = False) -> l
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the soak test and print its figures; return 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--streams", type=int, default=16)

@@ -7,20 +7,24 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
-from campaigns import chaos, growth, privacy, questions, server, soak
-from campaigns.answers import differences
+from campaigns import chaos, growth, pauses, privacy, questions, server, soak
+from campaigns.answers import CheckingReader, Tally, differences
 from campaigns.questions import Answer
 from campaigns.server import is_orphan
 from support.service import DEMO_MODEL
 
-from lineclear.client import FinishReason, Sampling
+from lineclear.client import Client, Delta, FinishReason, Generation, Output, Sampling, TokenLogprobs
+from lineclear.client.message_classes import Started, Timings, Usage
 
 
-@pytest.mark.parametrize(("of", "kills"), [("worker", 4), ("scheduler", 2)])
+@pytest.mark.parametrize(("of", "kills"), [("worker", 4), ("scheduler", 1)])
 def test_clients_notice_no_kill(folder: Path, of: str, kills: int) -> None:
     deaths = {"kill": 0.5, "term": 0.5}
     done = chaos.campaign(folder, of=of, kills=kills, streams=9, seed=3, deaths=deaths)
@@ -41,7 +45,7 @@ def test_clients_notice_no_kill_of_one_of_two_workers(folder: Path) -> None:
 
 
 def test_clients_with_mixed_features_notice_no_kill(folder: Path) -> None:
-    sizes = {"kills": 2, "streams": 9, "num_questions": 10}
+    sizes = {"kills": 1, "streams": 18, "num_questions": 10}
     done = chaos.campaign(folder, of="worker", model=str(DEMO_MODEL), seed=6, deaths={"kill": 1.0}, **sizes)
     assert done.tally.is_clean, done.figures()
     assert not done.orphans
@@ -55,77 +59,76 @@ from lineclear.scheduler.main import main
 from lineclear.wire import codec
 
 whole = codec._init_to
+penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "top_k": 0, "logit_bias": ()}
 
 def without(init):
+    lost = {"logprobs": -1} if init.sampling.seed % 2 else penalties
     is_recovered = len(init.tokens) > init.prompt_len
-    return whole(replace(init, sampling=replace(init.sampling, {lost})) if is_recovered else init)
+    return whole(replace(init, sampling=replace(init.sampling, **lost)) if is_recovered else init)
 
 codec._init_to = without
 sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(
-    ("lost", "found"),
-    [("presence_penalty=0.0, frequency_penalty=0.0, top_k=0, logit_bias=()", "altered"), ("logprobs=-1", "logprobs")],
-)
-def test_parameter_lost_in_recovery_is_found(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, lost: str, found: str
-) -> None:
-    monkeypatch.setattr(server, "PROGRAM", ("-c", _LOSING.format(lost=lost)))
-    done = chaos.campaign(folder, of="worker", kills=2, streams=9, seed=3, deaths={"kill": 1.0})
+def test_parameters_lost_in_recovery_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with an even seed lose penalties, so their tokens change, the others lose only log probabilities."""
+    monkeypatch.setattr(server, "CODE", _LOSING)
+    done = chaos.campaign(folder, of="worker", kills=2, streams=18, seed=3, deaths={"kill": 1.0})
     assert not done.is_clean
-    assert done.tally.altered if found == "altered" else done.tally.wrong[found], done.figures()
+    assert done.tally.altered
+    assert any(line.endswith("{'logprobs': 1}") for line in done.tally.bad), done.figures()
 
 
-_MAIN = "lineclear.scheduler.main"
-_PLANTED = """
-import asyncio, itertools, sys
-from lineclear.scheduler.main import main
-from lineclear.scheduler.grpc_api.response_writer import ResponseWriter
+class _Scripted:
+    """A client whose only answer arrives in these pieces."""
 
-write, numbers = ResponseWriter.write, itertools.count(1)
+    def __init__(self, pieces: Sequence[Delta], reason: FinishReason) -> None:
+        self._pieces = pieces
+        parts: dict[str, Any] = {"usage": Usage(), "timings": Timings(), "started": Started(), "index": 0}
+        parts["token_ids"] = tuple(token for piece in pieces for token in piece.token_ids)
+        parts["logprobs"] = tuple(entry for piece in pieces for entry in piece.logprobs)
+        text = "".join(piece.text for piece in pieces)
+        self.result = Generation.of([Output(text=text, finish_reason=reason, matched_stop=None, **parts)])
 
-async def planted(self, message):
-    if getattr(message, "token_ids", ()) and next(numbers) % 10 == 0:
-        {bug}
-    await write(self, message)
+    @contextmanager
+    def stream(self, *_: object, **__: object) -> Iterator[_Scripted]:
+        yield self
 
-ResponseWriter.write = planted
-sys.exit(main(sys.argv[1:]))
-"""
+    def __iter__(self) -> Iterator[Delta]:
+        return iter(self._pieces)
 
 
 @pytest.mark.parametrize(
-    "bug",
+    ("change", "found"),
     [
-        "return",
-        "message.token_ids.append(message.token_ids[-1])",
-        "message.token_ids[-1] ^= 1",
-        "message.text = message.text[:-1]",
-        "message.logprobs and setattr(message.logprobs[0], 'logprob', message.logprobs[0].logprob - 0.01)",
+        (lambda piece: [piece], ""),
+        (lambda piece: [], "lost"),
+        (lambda piece: [replace(piece, token_ids=piece.token_ids * 2)], "duplicated"),
+        (lambda piece: [replace(piece, token_ids=(piece.token_ids[0] ^ 1,))], "altered"),
+        (lambda piece: [replace(piece, text=piece.text[:-1])], "text"),
+        (lambda piece: [replace(piece, logprobs=(TokenLogprobs(piece.logprobs[0].logprob - 0.01),))], "logprobs"),
     ],
-    ids=["lost", "repeated", "altered", "text", "logprob"],
+    ids=["right", "lost", "repeated", "altered", "text", "logprob"],
 )
-def test_one_wrong_message_in_ten_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
-    monkeypatch.setattr(server, "PROGRAM", ("-c", _PLANTED.format(bug=bug)))
-    done = chaos.campaign(folder, of="worker", kills=0, streams=12, seed=3)
-    assert not done.tally.is_clean
+def test_one_wrong_message_is_found(change: Callable[[Delta], list[Delta]], found: str) -> None:
+    sampling = Sampling(seed=1, max_tokens=30, ignore_eos=True)
+    right = questions.toy_answer((5, 6, 7), sampling, 0)
+    logprobs = [TokenLogprobs(logprob) for logprob, _ in right.logprobs]
+    pieces = [Delta("", (token,), i, (logprobs[i],)) for i, token in enumerate(right.token_ids)]
+    pieces[9:10] = change(replace(pieces[9], text=right.text))
+    tally, client = Tally(), cast("Client", _Scripted(pieces, right.finish_reason))
+    question = questions.Question((5, 6, 7), sampling, right, top_logprobs=0)
+    CheckingReader({"generate": client}, lambda: question, tally).ask()
+    assert tally.answers == 1
+    assert tally.is_clean == (not found), tally.bad
+    assert not found or getattr(tally, found, tally.wrong[found]) > 0, tally.bad
 
 
-def test_soak_finds_a_wrong_canary_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = _PLANTED.format(bug="message.token_ids[-1] ^= 1")
-    monkeypatch.setattr(soak, "PROGRAM", ("-c", program.replace(_MAIN, "campaigns.memory_probe")))
-    flags = ["--keepalive-time-seconds", "2", "--keepalive-timeout-seconds", "2"]
-    found = soak.soak(folder, seconds=3.0, streams=2, seed=5, kill_seconds=1.0, vanish_seconds=1.0, flags=flags)
-    assert "problems" in soak.faults(found, growth.SHORT, certain=True)
-    assert any("canary" in problem for problem in found["problems"])
-
-
-def test_idle_campaign_is_not_clean(folder: Path) -> None:
-    done = chaos.campaign(folder, of="worker", kills=0, streams=0, seed=3)
-    assert done.missing() == ["generate", "session", "submit", "deaths", "recoveries"]
-    assert not done.is_clean
+def test_idle_campaign_is_not_clean() -> None:
+    idle = chaos.Campaign("", lambda: pytest.fail("no server"), questions.toy_questions(3), 0, random.Random(3), {})
+    assert idle.missing() == ["generate", "session", "submit", "deaths", "recoveries"]
+    assert not idle.is_clean
 
 
 def test_every_answer_field_is_compared() -> None:
@@ -184,12 +187,13 @@ def test_short_soak_is_clean(folder: Path) -> None:
     assert found["worker"]["processes"] > 1
 
 
-_LEAKING = """
-import os, sys, threading
+_FAULTY = """
+import itertools, os, sys, threading
 from campaigns.memory_probe import main
 from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.grpc_api.response_writer import ResponseWriter
 
-submit, kept = Scheduler.submit, []
+submit, write, kept, numbers = Scheduler.submit, ResponseWriter.write, [], itertools.count(1)
 
 def leaking(self, request, now):
     thread = threading.Thread(target=threading.Event().wait, daemon=True)
@@ -197,17 +201,25 @@ def leaking(self, request, now):
     kept.append((os.dup(2), b"x" * 800_000, thread))
     return submit(self, request, now)
 
-Scheduler.submit = leaking
+async def altering(self, message):
+    if getattr(message, "token_ids", ()) and next(numbers) % 10 == 0:
+        message.token_ids[-1] ^= 1
+    await write(self, message)
+
+Scheduler.submit, ResponseWriter.write = leaking, altering
 sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_short_soak_finds_leaks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "PROGRAM", ("-c", _LEAKING))
+def test_short_soak_finds_leaks_and_wrong_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "CODE", _FAULTY)
     found = soak.soak(folder, seconds=4.0, streams=4, seed=5, kill_seconds=1000.0, vanish_seconds=1000.0)
-    leaks = [f"scheduler {name}" for name in ("in_use_mib", "private_mib", "threads", "descriptors")]
     assert found["missing"] == ["vanish", "kill"]
-    assert soak.faults(found, growth.SHORT, certain=True) == ["missing", *leaks], found
+    assert any("canary" in problem for problem in found["problems"])
+    leaks = {f"scheduler {name}" for name in ("in_use_mib", "private_mib", "threads", "descriptors")}
+    faults = {*soak.faults(found, growth.SHORT, certain=True)}
+    assert faults >= {"missing", "altered", "problems", *leaks}, found
+    assert faults <= {"missing", "altered", "problems", "wrong", "failed", "duplicated", "lost", *leaks}, found
 
 
 def test_slope_separates_leak_from_noise() -> None:
@@ -256,8 +268,8 @@ def test_area_is_the_probability_of_a_right_guess() -> None:
 
 
 def test_quantiles() -> None:
-    assert chaos.quantiles([float(n) for n in range(1, 101)]) == {"p50": 51.0, "p99": 100.0, "max": 100.0}
-    assert chaos.quantiles([]) == {}
+    assert pauses.quantiles([float(n) for n in range(1, 101)]) == {"p50": 51.0, "p99": 100.0, "max": 100.0}
+    assert pauses.quantiles([]) == {}
 
 
 def test_orphan_is_a_worker_without_scheduler() -> None:

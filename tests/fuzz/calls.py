@@ -6,14 +6,15 @@ have one.
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from fuzz.parameters import add_hostile, add_plausible
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
-from support.bad_requests import CASES
 from support.damage import mutate
 
 from lineclear.model_files.fingerprint import prompt_digest
@@ -23,21 +24,11 @@ ALWAYS_ALLOWED = frozenset(
     {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ALREADY_EXISTS", "NOT_FOUND"}
 )
 """Statuses that any call may have."""
+_NUM_SEEDS, _MAX_SEED_BYTES = 200, 4096
 _IDS = [f"fuzz-{number}" for number in range(12)]
 _DURATIONS = (
-    (1, 0),
-    (0, 1),
-    (0, 0),
-    (-1, 0),
-    (0, -1),
-    (60, 999_999_999),
-    (1, 1_000_000_000),
-    (1, -1),
-    (-1, 1),
-    (2_147_484, 0),
-    (315_576_000_000, 999_999_999),
-    (315_576_000_001, 0),
-    (2**63 - 1, 2**31 - 1),
+    *((1, 0), (0, 1), (0, 0), (-1, 0), (0, -1), (60, 999_999_999), (1, 1_000_000_000), (1, -1), (-1, 1)),
+    *((2_147_484, 0), (315_576_000_000, 999_999_999), (315_576_000_001, 0), (2**63 - 1, 2**31 - 1)),
     (-(2**63), -(2**31)),
 )
 _KEYS = ("traceparent", "tracestate", "authorization", "x-tenant-id", "x-request-id", "grpc-tags-bin", "priority")
@@ -73,40 +64,35 @@ class Call:
             return self.deadline_seconds is not None or self.method == "Attach" or self._has_timeout()
         if status == "ABORTED":  # another fingerprint or digest, in this request or in a submitted one
             return self.method in ("Attach", "Submit") or self._names_a_model()
-        if status == "CANCELLED":
-            return self.method == "Attach" or self._can_be_cancelled()
+        if status == "CANCELLED":  # by another call with its request id
+            return self.method == "Attach" or any(request.request_id for request in self._requests())
         # A server without tokens ignores them, but the transport refuses values that are invalid in HTTP.
         return status == "UNAUTHENTICATED" and any(key == "authorization" for key, _ in self.metadata)
 
+    def _parsed(self) -> Iterator[Any]:
+        """Yield the messages that can be read."""
+        kinds: dict[str, type[Message]] = {
+            "Submit": pb.SubmitRequest,
+            "Score": pb.ScoreRequest,
+            "Embed": pb.EmbedRequest,
+        }
+        for data in self.messages:
+            with contextlib.suppress(DecodeError):
+                yield kinds.get(self.method, pb.GenerateRequest).FromString(data)
+
+    def _requests(self) -> list[pb.GenerateRequest]:
+        if self.method == "Submit":
+            return [message.request for message in self._parsed()]
+        return [*self._parsed()] if self.method == "Generate" else []
+
     def _has_timeout(self) -> bool:
-        return self.method == "Submit" and any(
-            message.HasField("timeout") for message in _parsed(pb.SubmitRequest, self.messages)
-        )
+        return self.method == "Submit" and any(message.HasField("timeout") for message in self._parsed())
 
     def _names_a_model(self) -> bool:
-        kind = {"Score": pb.ScoreRequest, "Embed": pb.EmbedRequest}.get(self.method, pb.GenerateRequest)
         return any(
             message.model_fingerprint or (isinstance(message, pb.GenerateRequest) and message.HasField("resume"))
-            for message in _parsed(kind, self.messages)
+            for message in self._parsed()
         )
-
-    def _can_be_cancelled(self) -> bool:
-        """Whether another call can cancel this one by its request id."""
-        if self.method == "Generate":
-            return any(message.request_id for message in _parsed(pb.GenerateRequest, self.messages))
-        if self.method == "Submit":
-            return any(message.request.request_id for message in _parsed(pb.SubmitRequest, self.messages))
-        return False
-
-
-def _parsed(kind: type[Message], messages: Sequence[bytes]) -> list[Message]:
-    found = []
-    for data in messages:
-        try:
-            found.append(kind.FromString(data))
-        except DecodeError:
-            continue
-    return found
 
 
 class Calls:
@@ -114,7 +100,7 @@ class Calls:
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
-        self._corpus = _seeds()
+        self._corpus = _seeds(random.Random(seed))
         self._corpus_bytes = [data for _, data in self._corpus]
 
     def next(self) -> Call:
@@ -182,16 +168,8 @@ class Calls:
             for cancel in cancels:
                 if rng.random() < 0.3:
                     cancel.index = rng.choice((0, 1, 2**32 - 1))
-            sent.append(
-                rng.choice(
-                    (
-                        pb.SessionRequest(submits=submits[:1]),
-                        pb.SessionRequest(submits=submits, cancels=cancels),
-                        pb.SessionRequest(cancels=cancels),
-                        pb.SessionRequest(),
-                    )
-                )
-            )
+            parts = rng.choice(((submits[:1], []), (submits, cancels), ([], cancels), ([], [])))
+            sent.append(pb.SessionRequest(submits=parts[0], cancels=parts[1]))
         return "Session", sent
 
     def _submit(self) -> tuple[str, list[Message]]:
@@ -222,10 +200,8 @@ class Calls:
         message: Message
         if rng.random() < 0.5:
             parts = [pb.Continuation(token_ids=ids) for _ in range(rng.choice((1, 3, 128)))]
-            method, message = (
-                "Score",
-                pb.ScoreRequest(token_ids=ids, continuations=parts, top_logprobs=rng.choice((0, 20))),
-            )
+            top = rng.choice((0, 20))
+            method, message = "Score", pb.ScoreRequest(token_ids=ids, continuations=parts, top_logprobs=top)
         else:
             inputs = [pb.EmbedInput(token_ids=ids) for _ in range(rng.choice((1, 3, 128)))]
             method, message = "Embed", pb.EmbedRequest(inputs=inputs, pooling=rng.choice((0, 1, 2)))
@@ -251,8 +227,8 @@ class Calls:
         return "Generate", [request]
 
 
-def _seeds() -> list[tuple[str, bytes]]:
-    """Return the undamaged messages as (method, bytes)."""
+def _seeds(rng: random.Random) -> list[tuple[str, bytes]]:
+    """Return the undamaged messages as (method, bytes), many of them with a hostile field."""
     good = pb.GenerateRequest(
         request_id="fuzz",
         token_ids=pb.TokenIds(ids=[5, 6, 7]),
@@ -263,22 +239,21 @@ def _seeds() -> list[tuple[str, bytes]]:
     )
     chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
     generate: list[pb.GenerateRequest] = [good, pb.GenerateRequest(text="quick"), pb.GenerateRequest(chat=chat)]
-    generate += [case.request for case in CASES if len(case.request.SerializeToString()) < 4096]
+    while len(generate) < _NUM_SEEDS:
+        request = pb.GenerateRequest(text="quick")
+        add_plausible(request, rng)
+        add_hostile(request, rng)
+        generate += [request] if request.ByteSize() < _MAX_SEED_BYTES else []
     timeout = Duration(seconds=5, nanos=7)
     found: list[tuple[str, Message]] = [("Generate", request) for request in generate]
-    found += [
-        ("Session", pb.SessionRequest(submits=[pb.SubmitCommand(handle=1, request=request, timeout=timeout)]))
-        for request in generate
-    ]
+    commands = [pb.SubmitCommand(handle=1, request=request, timeout=timeout) for request in generate]
+    found += [("Session", pb.SessionRequest(submits=[command])) for command in commands]
     found += [("Submit", pb.SubmitRequest(request=request, timeout=timeout)) for request in generate[:3]]
     found += [
         ("Session", pb.SessionRequest(cancels=[pb.CancelCommand(handle=1)])),
         ("Session", pb.SessionRequest(submits=[pb.SubmitCommand(handle=n) for n in (1, 2)])),
         ("Session", pb.SessionRequest(cancels=[pb.CancelCommand(handle=n) for n in (1, 2)])),
-        (
-            "Score",
-            pb.ScoreRequest(text="quick", continuations=[pb.Continuation(text=" fox"), pb.Continuation(text="es")]),
-        ),
+        ("Score", pb.ScoreRequest(text="quick", continuations=[pb.Continuation(text=text) for text in (" fox", "es")])),
         ("Embed", pb.EmbedRequest(inputs=[pb.EmbedInput(text="quick")], pooling=pb.POOLING_MEAN, dimensions=2)),
         ("Tokenize", pb.TokenizeRequest(text="some text")),
         ("Tokenize", pb.TokenizeRequest(chat=chat)),

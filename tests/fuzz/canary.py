@@ -9,14 +9,11 @@ in the test's process does not delay it.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -29,31 +26,11 @@ from lineclear.client import Client
 TOKENS = 100
 
 
-def _command(target: str, max_attempts: int = 1, token: str = "") -> list[str]:
-    return [sys.executable, "-m", "fuzz.canary", target, str(max_attempts), *([token] if token else [])]
-
-
-@contextlib.asynccontextmanager
-async def run_canary(target: str) -> AsyncIterator[list[float]]:
-    """Run a canary beside the block. The list contains its gaps after the block."""
-    pipe, folder = asyncio.subprocess.PIPE, Path(__file__).parents[1]
-    process = await asyncio.create_subprocess_exec(*_command(target), stdin=pipe, stdout=pipe, cwd=folder)
-    gaps: list[float] = []
-    try:
-        assert process.stdout is not None
-        await process.stdout.readline()  # its first answer is complete
-        yield gaps
-    finally:
-        output, _ = await process.communicate(b"")  # closes its standard input
-    assert process.returncode == 0, "the canary's answer failed or differed"
-    gaps += json.loads(output)["gaps"]
-
-
 class Canary:
-    """A canary process beside the block, for threads."""
+    """A canary process beside the block."""
 
     def __init__(self, target: str, token: str = "", max_attempts: int = 1) -> None:
-        self._command = _command(target, max_attempts, token)
+        self._command = [sys.executable, "-m", "fuzz.canary", target, str(max_attempts), *([token] if token else [])]
         self.right: list[int] = []
         """The tokens of each answer."""
         self.first_seconds: list[float] = []
@@ -83,7 +60,6 @@ class Canary:
 
 
 def main() -> int:
-    """Read answers until standard input ends; complete the last one."""
     ended, firsts, gaps, longest = threading.Event(), list[float](), list[float](), 0.0
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
     target, max_attempts, *token = sys.argv[1:]

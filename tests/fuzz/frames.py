@@ -104,7 +104,6 @@ def _nudge(harness: EngineHarness) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run both campaigns; return 1 on a failure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)

@@ -24,9 +24,10 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
-from campaigns.growth import Sample, look
+from campaigns.growth import look
+from campaigns.pauses import quantiles
 from fuzz.calls import Call, Calls
-from fuzz.canary import TOKENS, run_canary
+from fuzz.canary import TOKENS, Canary
 from support.time_limits import SOON_SECONDS
 from support.toy_service import ToyService, answer, toy_service
 
@@ -43,7 +44,7 @@ HANG_SECONDS = SOON_SECONDS
 _CANARY_TOKENS = 12
 _MAX_TIMES_QUIET = 3.0
 _MAX_GROWTH_BYTES = 8 * 2**20
-_MAX_GROWTH = Sample(0, private_mib=64, threads=8, descriptors=50)
+_MAX_GROWTH = {"private_mib": 64, "threads": 8, "descriptors": 50}
 _MAX_TOKENS_PER_CANCEL = 60
 """Mean tokens of a cancelled call. A third of them started; an uncancelled one gets 400."""
 _SETTLE_SECONDS = 10.0
@@ -56,7 +57,7 @@ class Outcome:
 
     statuses: Counter[str] = field(default_factory=Counter)
     methods: Counter[str] = field(default_factory=Counter)
-    grown: Sample = field(default_factory=lambda: Sample(0, 0, 0, 0))
+    grown: dict[str, float] = field(default_factory=dict)
     """Growth of the scheduler during the last three quarters of the calls."""
     canaries: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -66,7 +67,7 @@ async def damaged(service: ToyService, count: int, seed: int) -> Outcome:
     """Make `count` calls and check their statuses, the canaries and the growth of the scheduler."""
     outcome, calls = Outcome(), Calls(seed)
     numbers = iter(range(count))
-    before: Sample | None = None
+    before = look(service.pid, 0)
     async with grpc.aio.insecure_channel(service.target) as channel, AsyncClient(service.target) as client:
 
         async def work() -> None:
@@ -85,11 +86,11 @@ async def damaged(service: ToyService, count: int, seed: int) -> Outcome:
                     outcome.wrong.append(f"{status} of {call.method}, seed {seed}, number {number}: {hexed}, {call}")
 
         await asyncio.gather(*(work() for _ in range(_CONCURRENCY)))
-    assert before is not None
-    outcome.grown = _grown(before, look(service.pid, count))
-    for name in ("private_mib", "threads", "descriptors"):
-        if getattr(outcome.grown, name) > getattr(_MAX_GROWTH, name):
-            outcome.wrong.append(f"{name} grew by {getattr(outcome.grown, name)} in {outcome.grown.requests} calls")
+    after = look(service.pid, count)
+    outcome.grown = {name: getattr(after, name) - getattr(before, name) for name in _MAX_GROWTH}
+    for name, most in _MAX_GROWTH.items():
+        if outcome.grown[name] > most:
+            outcome.wrong.append(f"{name} grew by {outcome.grown[name]} in {after.requests - before.requests} calls")
     return outcome
 
 
@@ -98,15 +99,6 @@ def incidents(log: Path) -> list[str]:
     return [
         line for line in log.read_text().splitlines() if '"event": "internal_error"' in line or "loop_error" in line
     ]
-
-
-def _grown(before: Sample, after: Sample) -> Sample:
-    return Sample(
-        after.requests - before.requests,
-        after.private_mib - before.private_mib,
-        after.threads - before.threads,
-        after.descriptors - before.descriptors,
-    )
 
 
 async def _send(channel: grpc.aio.Channel, call: Call) -> str:
@@ -198,8 +190,9 @@ class CancelledCalls:
 async def open_and_cancel(service: ToyService, count: int, quiet_seconds: float = 4.0) -> CancelledCalls:
     """Open `count` calls and cancel each at once or a moment later."""
     async with grpc.aio.insecure_channel(service.target) as channel, AsyncClient(service.target) as client:
-        async with run_canary(service.target) as quiet:
+        with Canary(service.target) as canary:
             await asyncio.sleep(quiet_seconds)
+            quiet, _ = canary.end()
         generate = channel.unary_stream(SERVICE + "Generate")
         data = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling={"max_tokens": 400}).SerializeToString()
 
@@ -219,17 +212,18 @@ async def open_and_cancel(service: ToyService, count: int, quiet_seconds: float 
             await _settled(client, most=1)  # the canary's request
 
         made = (await client.stats()).counters.generation_tokens
-        async with run_canary(service.target) as during:
+        with Canary(service.target) as canary:
             begin = time.monotonic()
             await cancel_all(iter(range(count // 10)))
             before = look(service.pid, 0).private_mib
             await cancel_all(iter(range(count // 10, count)))
             seconds = time.monotonic() - begin
+            during, _ = canary.end()
         held = await _settled(client, most=0)
         grown = round((look(service.pid, 0).private_mib - before) * 2**20)
         canary_tokens = len(during) * TOKENS // (TOKENS - 1)  # each answer of the canary has one gap less than tokens
         made = (await client.stats()).counters.generation_tokens - made - canary_tokens
-        return CancelledCalls(count, seconds, _p99(quiet), _p99(during), grown, held, made)
+        return CancelledCalls(count, seconds, quantiles(quiet)["p99"], quantiles(during)["p99"], grown, held, made)
 
 
 async def _settled(client: AsyncClient, most: int) -> int:
@@ -243,12 +237,7 @@ async def _settled(client: AsyncClient, most: int) -> int:
         await asyncio.sleep(0.01)
 
 
-def _p99(gaps: Sequence[float]) -> float:
-    return sorted(gaps)[int(len(gaps) * 0.99)]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the campaign and print its figures; return 1 on a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
@@ -273,9 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in outcome.wrong[:20]:
         print(line)
     print(
-        f"{outcome.grown.private_mib:.1f} MiB, {outcome.grown.threads} threads and "
-        f"{outcome.grown.descriptors} descriptors grown; {options.count} requests, {outcome.canaries} canaries, "
-        f"{len(outcome.wrong)} wrong, {dict(outcome.statuses)}"
+        "{private_mib:.1f} MiB, {threads} threads and {descriptors} descriptors grown; ".format(**outcome.grown)
+        + f"{options.count} requests, {outcome.canaries} canaries, {len(outcome.wrong)} wrong, {dict(outcome.statuses)}"
     )
     return 1 if outcome.wrong or not alive else 0
 

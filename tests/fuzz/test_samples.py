@@ -51,7 +51,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_hanging_call_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler accepts requests and drops them."""
-    monkeypatch.setattr(toy_service_module, "PROGRAM", ("-c", _PROGRAM.format(method="submit")))
+    monkeypatch.setattr(toy_service_module, "CODE", _PROGRAM.format(method="submit"))
     monkeypatch.setattr(requests, "HANG_SECONDS", 0.5)
     with toy_service(tmp_path) as service:
         outcome = asyncio.run(requests.damaged(service, 40, seed=3))
@@ -87,7 +87,7 @@ def test_cancelled_calls_cost_little(tmp_path: Path) -> None:
 
 
 def test_server_that_ignores_cancels_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toy_service_module, "PROGRAM", ("-c", _PROGRAM.format(method="cancel")))
+    monkeypatch.setattr(toy_service_module, "CODE", _PROGRAM.format(method="cancel"))
     with toy_service(tmp_path) as service:
         found = asyncio.run(requests.open_and_cancel(service, 100, quiet_seconds=0.1))
     assert not found.is_cancelled, found

@@ -21,7 +21,7 @@ from lineclear.v1 import inference_pb2 as pb
 
 PROTOBUF_ES = ("@bufbuild/protoc-gen-es@2.9.0", "@bufbuild/protobuf@2.9.0")
 GRPC_JS = ("@grpc/grpc-js@1.14.7", "@grpc/proto-loader@0.8.0")
-SUPPORT = REPOSITORY / "tests" / "support"
+GRPC_JS_PROGRAM = Path(__file__).with_name("grpc_js.js")
 SLOW = {"min_step_seconds": 0.01, "max_step_seconds": 0.01}
 SERVICE = "lineclear.v1.InferenceService"
 
@@ -40,7 +40,7 @@ def test_grpc_js_streams_cancels_and_has_deadlines(start: Callable[..., Running]
     server = start(**SLOW)
     node = shutil.which("node") or "node"
     printed = output_of(
-        *(node, str(SUPPORT / "grpc_js.js"), str(REPOSITORY / "protos"), str(REPOSITORY / "third_party")),
+        *(node, str(GRPC_JS_PROGRAM), str(REPOSITORY / "protos"), str(REPOSITORY / "third_party")),
         server.address,
         NODE_PATH=str(modules),
     )

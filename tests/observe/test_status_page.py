@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import trustme
-from support.chromium import Page, chromium
+from observe.chromium import Page, chromium
 from support.processes import Process, Running, endless, starting, until
 from support.time_limits import PATIENCE_SECONDS
 

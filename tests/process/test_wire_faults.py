@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 import zmq
+from process.frame_proxy import Proxy, Tamper
 from support.engine_harness import EngineHarness, eventually, kill, request, supervised
-from support.frame_proxy import Proxy, Tamper
 from support.sockets import bare_context
 from support.toy_worker import ToyOptions
 

@@ -59,7 +59,6 @@ def write_random_adapter(directory: Path, model: Path, seed: int, rank: int = 8,
 
 
 def key_of(directory: Path) -> bytes:
-    """Return the key of an adapter."""
     return adapter_files.read(directory, 1024).key
 
 

@@ -36,7 +36,6 @@ class BlackHole:
         self._thread.join()
 
     def close(self) -> None:
-        """Close all connections."""
         self.vanish()
         for sock in (*self._sockets, self._listener, self._wake, self._woken):
             sock.close()

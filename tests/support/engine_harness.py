@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
@@ -180,7 +180,6 @@ class EngineHarness:
         return worker
 
     def submit(self, request: Request) -> Stream:
-        """Submit a request to the engine."""
         stream = self.streams[request.request_id] = Stream(request)
         self.engine.submit(request)
         return stream
@@ -196,11 +195,9 @@ class EngineHarness:
             assert condition(), f"{what} did not happen in {seconds} s; {self.fatal}"
 
     def wait_joined(self, count: int = 1) -> None:
-        """Wait until `count` workers have joined so far."""
         self.wait(lambda: len(self.joins) >= count, what=f"join {count}")
 
     def wait_ended(self, streams: Sequence[Stream], seconds: float = PATIENCE_SECONDS) -> None:
-        """Wait until all `streams` have ended."""
         self.wait(lambda: all(s.end is not None for s in streams), seconds, what="the end of all streams")
 
     def check(self, streams: Sequence[Stream]) -> None:
@@ -276,8 +273,8 @@ class ToyScheduler:
     """A scheduler process, which supervises a toy worker if `options` are given. Its exit ends the process."""
 
     def __init__(self, directory: Path, num_streams: int = 0, options: ToyOptions | None = None) -> None:
-        worker = options.arguments(directory) if options else []
-        command = [sys.executable, "-m", "support.toy_scheduler", str(directory), str(num_streams), json.dumps(worker)]
+        toy = json.dumps(options and asdict(options))
+        command = [sys.executable, "-m", "support.toy_scheduler", str(directory), str(num_streams), toy]
         self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> ToyScheduler:
@@ -297,7 +294,6 @@ class ToyScheduler:
         raise AssertionError(f"the scheduler exited before it wrote {key}")
 
     def end(self, number: signal.Signals) -> int:
-        """Send a signal and wait for the exit."""
         self.process.send_signal(number)
         return self.process.wait(PATIENCE_SECONDS)
 

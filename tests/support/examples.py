@@ -7,34 +7,7 @@ from __future__ import annotations
 
 from typing import Any, get_type_hints
 
-from lineclear.wire.messages import (
-    AdapterLoaded,
-    BlockCopy,
-    Decodes,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    LoadAdapter,
-    LogLevel,
-    Logprobs,
-    Message,
-    Pooling,
-    PoolingKind,
-    PrepareGrammar,
-    Rejoin,
-    Row,
-    RowOutput,
-    Sampling,
-    Scores,
-    SetLogLevel,
-    SlotInit,
-    StepError,
-    StepErrorKind,
-    StepPlan,
-    StepResult,
-    Stopping,
-    UnloadAdapter,
-)
+from lineclear.wire import messages as wire
 from lineclear.wire.sampling import LISTS, SCALARS
 
 _BY_FORMAT = {"f": 0.7, "q": 40, "Q": 2**63}
@@ -44,61 +17,52 @@ _BY_TYPE: dict[Any, Any] = {
     tuple[tuple[int, ...], ...]: ((7,), (), (8, 9)),
     str: "start: /a/",
 }
-_HINTS = get_type_hints(Sampling)
-SAMPLING = Sampling(
+_HINTS = get_type_hints(wire.Sampling)
+SAMPLING = wire.Sampling(
     **{name: _BY_FORMAT[scalar.format] for name, scalar in SCALARS.items()},
     **{name: _BY_TYPE[_HINTS[name]] for name in LISTS},
 )
-EXAMPLES: tuple[Message, ...] = (
-    StepPlan(
+EXAMPLES: tuple[wire.Message, ...] = (
+    wire.StepPlan(
         epoch=2**63 - 1,
         step=812,
         chunks=(
-            Row(0, 17, 1, RowOutput.SAMPLE, (), 4),
-            Row(5, 0, 300, RowOutput.NONE, (11, 12, 13)),
-            Row(6, 3, 9, RowOutput.SCORE),
-            Row(8, 0, 7, RowOutput.POOL),
+            wire.Row(0, 17, 1, wire.RowOutput.SAMPLE, (), 4),
+            wire.Row(5, 0, 300, wire.RowOutput.NONE, (11, 12, 13)),
+            wire.Row(6, 3, 9, wire.RowOutput.SCORE),
+            wire.Row(8, 0, 7, wire.RowOutput.POOL),
         ),
-        inits=(SlotInit(5, tuple(range(300)), 300, (9, 10), SAMPLING, 2, 3, Pooling(PoolingKind.MEAN, 64, False)),),
+        inits=(
+            wire.SlotInit(
+                5, tuple(range(300)), 300, (9, 10), SAMPLING, 2, 3, wire.Pooling(wire.PoolingKind.MEAN, 64, False)
+            ),
+        ),
         zero_blocks=(4,),
-        decodes=Decodes((1, 7), (30, 44), ((7, 14),)),
-        copy_blocks=(BlockCopy(15, 11, 3), BlockCopy(9, 12, 15)),
+        decodes=wire.Decodes((1, 7), (30, 44), ((7, 14),)),
+        copy_blocks=(wire.BlockCopy(15, 11, 3), wire.BlockCopy(9, 12, 15)),
     ),
-    StepResult(
-        *(3, 812, (5, 6), (Logprobs(-0.5, ((5, -0.5), (9, -2.0))), None), frozenset({1, 4}), 0.021),
+    wire.StepResult(
+        *(3, 812, (5, 6), (wire.Logprobs(-0.5, ((5, -0.5), (9, -2.0))), None), frozenset({1, 4}), 0.021),
         counts=(0, 2),
-        scores=(Scores((-1.5, -2.0), (7, 8, 9, 1), (-0.5, -1.0, -0.25, -4.0)), Scores((-3.0,))),
+        scores=(wire.Scores((-1.5, -2.0), (7, 8, 9, 1), (-0.5, -1.0, -0.25, -4.0)), wire.Scores((-3.0,))),
         vectors=(b"", b"\0\0\x80\x3f\0\0\0\0"),
         stuck_rows=frozenset({0}),
         deferred_rows=frozenset({3}),
         num_drafted=(0, 3),
         draft_seconds=0.004,
     ),
-    Hello(
-        *(3, 4096, 16, 64, 2048, 32000, (2, 3), 256),
-        *(
-            "m",
-            "llama",
-            "float32",
-            "cpu",
-            "paged",
-            42,
-            "2.13.0",
-            "5.23.0",
-            2**63,
-            "e00f4dad74647f96",
-            "85c2f1e536bd6dd3",
-            "m-draft",
-        ),
+    wire.Hello(
+        *(3, 4096, 16, 64, 2048, 32000, (2, 3), 256, "m", "llama", "float32", "cpu", "paged", 42, "2.13.0", "5.23.0"),
+        *(2**63, "e00f4dad74647f96", "85c2f1e536bd6dd3", "m-draft"),
     ),
-    Heartbeat(3, 812, 1.5, (4, 5)),
-    StepError(3, 812, StepErrorKind.OUT_OF_MEMORY, "OutOfMemoryError in attention"),
-    Rejoin(3),
-    Goodbye(3, "drained"),
-    Stopping(3),
-    LoadAdapter(3, 2, b"\1" * 32, "/adapters/french"),
-    UnloadAdapter(3, 2),
-    AdapterLoaded(3, 2, b"\1" * 32, "rank 64 is above the limit"),
-    PrepareGrammar(3, 4, "start: /a/"),
-    SetLogLevel(3, LogLevel.WARNING),
+    wire.Heartbeat(3, 812, 1.5, (4, 5)),
+    wire.StepError(3, 812, wire.StepErrorKind.OUT_OF_MEMORY, "OutOfMemoryError in attention"),
+    wire.Rejoin(3),
+    wire.Goodbye(3, "drained"),
+    wire.Stopping(3),
+    wire.LoadAdapter(3, 2, b"\1" * 32, "/adapters/french"),
+    wire.UnloadAdapter(3, 2),
+    wire.AdapterLoaded(3, 2, b"\1" * 32, "rank 64 is above the limit"),
+    wire.PrepareGrammar(3, 4, "start: /a/"),
+    wire.SetLogLevel(3, wire.LogLevel.WARNING),
 )

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import urllib.request
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from support.counters import check_counters
-from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.metrics import VLLM_NAMES
@@ -19,11 +17,8 @@ from lineclear.scheduler.metrics import VLLM_NAMES
 FINISHED = {reason.name.lower() for reason in FinishReason} - {"cancelled"}
 """Outcomes of requests that completed their answer."""
 HISTOGRAMS = (
-    *("request_queue_time", "time_to_first_token"),
-    *("request_mean_inter_token_latency", "e2e_request_latency"),
+    *("request_queue_time", "time_to_first_token", "request_mean_inter_token_latency", "e2e_request_latency"),
 )
-
-
 IDLE_GAUGES = ("num_requests_waiting", "num_tokens_waiting", "num_requests_running", "blocks_used", "open_streams")
 """Gauges that are 0 if no request is live."""
 
@@ -42,7 +37,6 @@ class Page:
         return self._values[f"lineclear_{name}"][()]
 
     def by_label(self, name: str) -> dict[str, float]:
-        """Return the values of a metric with one label, by the label."""
         return {labels[0]: value for labels, value in self._values[f"lineclear_{name}"].items()}
 
     def named(self, name: str) -> dict[tuple[str, ...], float]:
@@ -66,12 +60,6 @@ class Page:
     def rejected(self) -> Counter[str]:
         """Rejected requests and calls, by reason."""
         return Counter({key: int(value) for key, value in self.by_label("requests_rejected_total").items()})
-
-
-def fetch(address: str) -> str:
-    """Return the metrics page at `address`."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_SECONDS) as page:
-        return str(page.read().decode())
 
 
 def check_page(page: Page, *, idle: bool = False) -> Page:

@@ -16,7 +16,6 @@ _INITIAL_WINDOW = 65_535
 
 
 def frame(kind: int, payload: bytes = b"", flags: int = 0, stream: int = 0) -> bytes:
-    """Return one frame."""
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
@@ -76,12 +75,10 @@ class Connection:
         return sum(count for stream, count in self.sent.items() if stream not in self.ended)
 
     def send_more(self, stream: int, body: bytes) -> None:
-        """Send more of a call's request."""
         self._unsent[stream] = self._unsent.get(stream, b"") + body
         self._send()
 
     def ping(self) -> None:
-        """Send one ping."""
         try:
             self._socket.sendall(frame(PING, bytes(8)))
         except (BrokenPipeError, ConnectionResetError):

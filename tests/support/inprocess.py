@@ -46,11 +46,9 @@ class InProcess:
 
     @property
     def counters(self) -> Counters:
-        """The core's counters."""
         return self.core.snapshot().counters
 
     def load_adapter(self, directory: Path) -> bytes:
-        """Load an adapter and return its key."""
         key = adapter_files.read(directory, 1024).key
         self.runner.load_adapter(self.core.load_adapter(key, next(self._clock)), key, str(directory))
         self._adapters[key] = directory
@@ -78,7 +76,6 @@ class InProcess:
         return {r.request_id: self._output(r.request_id, first, len(r.output)) for r in requests}
 
     def logprobs(self, request_id: str) -> list[Logprobs]:
-        """Return the logprobs of a request's tokens."""
         events = [e for e in self.events if isinstance(e, TokensReady) and e.request_id == request_id]
         return [entry for event in events for entry in event.logprobs]
 

@@ -12,7 +12,6 @@ class PromptThreads(MaskThreads):
     """Computes masks in `start`."""
 
     def start(self, masks: Sequence[Mask], take_tokens: Callable[[], None]) -> None:
-        """Compute the masks of a step."""
         take_tokens()
         for mask in masks:
             mask.bits = mask.compute()
@@ -32,14 +31,12 @@ class LateThreads(PromptThreads):
         self._held: dict[Mask, tuple[Bits, int]] = {}
 
     def start(self, masks: Sequence[Mask], take_tokens: Callable[[], None]) -> None:
-        """Compute the masks, and hold them back until `wait`."""
         super().start(masks, take_tokens)
         for mask in masks if self.per_mille else ():
             assert mask.bits is not None
             self._held[mask], mask.bits = (mask.bits, 0), None
 
     def wait(self, masks: Sequence[Mask], *, is_alone: bool) -> None:
-        """Let some masks be ready."""
         for mask in masks:
             if mask not in self._held:
                 continue

@@ -1,6 +1,6 @@
-"""Run the scheduler as a process with a worker process, and read its output.
+"""Run the scheduler as a process, with toy workers where a test names no other worker, and read its log.
 
-torch and transformers are blocked, so that importing them fails.
+torch, transformers and numpy are blocked in it, so that importing them fails.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,26 +44,50 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 """
 RUN = WITHOUT_TORCH + "from lineclear.scheduler.main import main\nsys.exit(main(sys.argv[1:]))"
+TOY_WORKER = (sys.executable, "-m", "support.toy_worker_command")
 TOKENIZER = Tokenizer(definition(byte_level()))
+
+
+def worker_flags(command: Sequence[str] = TOY_WORKER) -> list[str]:
+    """Return the flags that make a scheduler start workers with `command`."""
+    return ["--spawn-worker", f"--worker-command={shlex.join(command)}"]
+
+
+def start_process(
+    flags: Sequence[str], code: str = RUN, *, toy: Mapping[str, Any], variables: Mapping[str, str] = {}, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a scheduler by `code`. Only settings of `variables` are in its environment; `toy` is for its workers."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LINECLEAR_")}
+    environment |= {"PYTHONPATH": ENVIRONMENT["PYTHONPATH"], **variables}
+    environment["TOY_OPTIONS"] = json.dumps({"vocab_size": VOCABULARY, **toy})
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *flags], env=environment, **{"stdin": subprocess.DEVNULL, **options}
+    )
+
+
+class Line(dict[str, Any]):
+    """A line of the log."""
+
+    read_at = 0.0
 
 
 class Process:
     """A scheduler process and its output."""
 
-    def __init__(self, flags: list[str], code: str = RUN, stdin: int = subprocess.DEVNULL, **toy: Any) -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("LINECLEAR_")}
-        environment |= {
-            "PYTHONPATH": ENVIRONMENT["PYTHONPATH"],
-            "TOY_OPTIONS": json.dumps({"vocab_size": VOCABULARY, **toy}),
-        }
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", code, *flags], env=environment, stderr=subprocess.PIPE, stdin=stdin
-        )
-        self.lines: list[dict[str, Any]] = []
+    def __init__(
+        self,
+        flags: Sequence[str],
+        code: str = RUN,
+        stdin: int = subprocess.DEVNULL,
+        variables: Mapping[str, str] = {},
+        **toy: Any,
+    ) -> None:
+        self.popen = start_process(flags, code, toy=toy, variables=variables, stdin=stdin, stderr=subprocess.PIPE)
+        self.lines: list[Line] = []
         self.other: list[str] = []
         self._has_ended = False
         self._condition = threading.Condition()
-        self._reader = threading.Thread(target=self._read)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
@@ -74,7 +99,8 @@ class Process:
                 parsed = None
             with self._condition:
                 if isinstance(parsed, dict):
-                    self.lines.append(parsed)
+                    self.lines.append(Line(parsed))
+                    self.lines[-1].read_at = time.monotonic()
                 else:
                     self.other.append(line.decode())
                 self._condition.notify_all()
@@ -82,16 +108,33 @@ class Process:
             self._has_ended = True
             self._condition.notify_all()
 
-    def wait_for(self, event: str, count: int = 1, **fields: Any) -> dict[str, Any]:
-        """Return the count-th log line of `event` with these fields. A process that exits before fails the test."""
+    def logged(self, event: str, after: float = 0.0, **fields: Any) -> list[Line]:
+        """Return the log lines of `event` with these fields that were read after a moment."""
+        return [
+            e
+            for e in list(self.lines)
+            if e.get("event") == event and e.read_at >= after and fields.items() <= e.items()
+        ]
 
-        def found() -> list[dict[str, Any]]:
-            return [e for e in self.lines if e.get("event") == event and fields.items() <= e.items()]
-
+    def wait_for(self, event: str, count: int = 1, *, after: float = 0.0, **fields: Any) -> Line:
+        """Return the count-th of the lines that `logged` returns. A process that exits before fails the test."""
         with self._condition:
-            self._condition.wait_for(lambda: len(found()) >= count or self._has_ended, BOUND_SECONDS)
-            assert len(found()) >= count, (event, self.lines, self.other)
-            return found()[count - 1]
+            self._condition.wait_for(
+                lambda: len(self.logged(event, after, **fields)) >= count or self._has_ended, BOUND_SECONDS
+            )
+            found = self.logged(event, after, **fields)
+        assert len(found) >= count, f"no {event}: {self.state()}"
+        return found[count - 1]
+
+    def metrics_page(self) -> str:
+        """Return the metrics page. The server must run with --metrics-listen."""
+        address = self.wait_for("metrics_listening")["address"]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_SECONDS) as page:
+            return str(page.read().decode())
+
+    def state(self) -> str:
+        """Describe the process, for the message of a failure."""
+        return f"{self.lines} {self.other}"
 
     def exit_code(self, seconds: float = BOUND_SECONDS) -> int:
         code = self.popen.wait(seconds)
@@ -117,13 +160,12 @@ class Running(Process):
         code: str = RUN,
         demo: bool = False,
         stdin: int = subprocess.DEVNULL,
-        worker_command: Sequence[str] = (sys.executable, "-m", "support.toy_worker_command"),
+        worker_command: Sequence[str] = TOY_WORKER,
         **toy: Any,
     ) -> None:
-        worker = [f"--worker-command={shlex.join(worker_command)}"]
         which = ["--demo"] if demo else ["--model", str(model)]
         common = ["--listen", "127.0.0.1:0", "--log-format", "json"]
-        super().__init__([*which, *common, "--spawn-worker", *worker, *flags], code, stdin, **toy)
+        super().__init__([*which, *common, *worker_flags(worker_command), *flags], code, stdin, **toy)
         try:
             self.address = self.wait_for("listening")["address"]
             assert self.wait_for("serving")["address"] == self.address
@@ -134,12 +176,6 @@ class Running(Process):
         self.stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
         until(lambda: self.health.Check(health_pb2.HealthCheckRequest(service="readiness")).status == 1)
-
-    def metrics_page(self) -> str:
-        """Return the metrics page. The server must run with --metrics-listen."""
-        address = self.wait_for("metrics_listening")["address"]
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_SECONDS) as page:
-            return str(page.read().decode())
 
     def end(self) -> None:
         if hasattr(self, "channel"):

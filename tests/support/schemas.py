@@ -10,6 +10,7 @@ Schema = dict[str, Any]
 
 _STRING: Schema = {"type": "string", "maxLength": 6}
 _DIGIT: Schema = {"type": "integer", "minimum": 0, "maximum": 9}
+_SHARE: Schema = {"type": "number", "minimum": 0, "maximum": 1}
 
 
 def closed(properties: dict[str, Schema], required: list[str] | None = None) -> Schema:
@@ -21,6 +22,11 @@ def closed(properties: dict[str, Schema], required: list[str] | None = None) -> 
 def array(items: Schema, most: int = 3, least: int = 0) -> Schema:
     """Return the schema of a short array."""
     return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+
+
+def _row(*items: Schema) -> Schema:
+    """Return the schema of an array of exactly these items."""
+    return {"type": "array", "prefixItems": list(items), "items": False, "minItems": len(items)}
 
 
 LEAVES: tuple[Schema, ...] = (
@@ -36,7 +42,7 @@ LEAVES: tuple[Schema, ...] = (
     {"type": "integer", "minimum": -40, "maximum": 400},
     {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 100},
     {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 95},
-    {"type": "number", "minimum": 0, "maximum": 1},
+    _SHARE,
     {"type": "boolean"},
     {"type": "null"},
     {"enum": ["a", "b c", 'quote "', "tab\t", "ü😀"]},
@@ -67,14 +73,8 @@ BY_HAND: tuple[Schema, ...] = (
     {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "string", "maxLength": 3}, {"type": "null"}]},
     {"type": ["string", "null"], "maxLength": 4},
     {"type": ["integer", "boolean"], "minimum": 0, "maximum": 9},
-    {"type": "array", "prefixItems": [_DIGIT, _STRING], "items": False, "minItems": 2},
-    {
-        "type": "array",
-        "prefixItems": [{"const": "point"}, _DIGIT, _DIGIT],
-        "items": False,
-        "minItems": 3,
-        "maxItems": 3,
-    },
+    _row(_DIGIT, _STRING),
+    {**_row({"const": "point"}, _DIGIT, _DIGIT), "maxItems": 3},
     array(array(_DIGIT, 2, 1), 2, 1),
     array({"enum": ["red", "green"]}, 3, 3),
     array(closed({"id": _DIGIT, "tags": array({"enum": ["x", "y"]}, 2)}), 2),
@@ -93,22 +93,11 @@ BY_HAND: tuple[Schema, ...] = (
     closed({"matrix": array(array(_DIGIT, 2, 2), 2, 2)}),
     closed({"a": {"type": "string", "enum": ["x", "y"]}, "b": {"type": "integer", "enum": [1, 2]}}),
     closed({"temperature": {"type": "integer", "minimum": -100, "maximum": 100}, "unit": {"enum": ["C", "F"]}}),
-    closed(
-        {
-            "sentiment": {"enum": ["positive", "negative", "neutral"]},
-            "score": {"type": "number", "minimum": 0, "maximum": 1},
-        }
-    ),
-    {
-        "type": "array",
-        "items": {"anyOf": [_DIGIT, {"type": "null"}, {"type": "boolean"}]},
-        "minItems": 1,
-        "maxItems": 4,
-    },
+    closed({"sentiment": {"enum": ["positive", "negative", "neutral"]}, "score": _SHARE}),
+    array({"anyOf": [_DIGIT, {"type": "null"}, {"type": "boolean"}]}, 4, 1),
     {"$defs": {"t": closed({"l": {"anyOf": [{"$ref": "#/$defs/t"}, _DIGIT]}, "r": _DIGIT})}, "$ref": "#/$defs/t"},
     {"title": "Described", "description": "keywords without an effect", **_POINT},
     closed({"default": {"type": "integer", "minimum": 0, "maximum": 9, "default": 3}}),
-    {"type": "boolean"},
     {"type": "integer", "minimum": 10, "maximum": 12},
     {"type": "integer", "minimum": -3, "maximum": -1},
     {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
@@ -116,7 +105,6 @@ BY_HAND: tuple[Schema, ...] = (
     {"type": "string", "pattern": "^a{2,4}b?$"},
     {"type": "string", "pattern": "^\\d{2}:\\d{2}$"},
     {"type": "string", "pattern": '^[^"\\\\]{1,4}$'},
-    {"type": "string", "format": "ipv4"},
     {"type": "object", "patternProperties": {"^x_[a-c]$": _DIGIT}, "additionalProperties": False, "maxProperties": 2},
     closed({f"p{i}": _DIGIT for i in range(8)}),
     closed({f"p{i}": _DIGIT for i in range(8)}, ["p0", "p7"]),
@@ -126,7 +114,7 @@ BY_HAND: tuple[Schema, ...] = (
     closed({"url": {"type": "string", "pattern": "^https://[a-z]{1,6}\\.org$"}}),
     closed({"yes": {"const": True}, "no": {"const": False}, "none": {"const": None}}),
     closed({"version": {"type": "string", "pattern": "^[0-9]\\.[0-9]\\.[0-9]$"}}),
-    array({"type": "array", "prefixItems": [{"enum": ["k", "l"]}, _DIGIT], "items": False, "minItems": 2}, 2, 1),
+    array(_row({"enum": ["k", "l"]}, _DIGIT), 2, 1),
 )
 
 

@@ -1,21 +1,20 @@
-"""A whole service for tests: scheduler and worker as real processes, and a connected client."""
+"""A whole service for tests: scheduler and torch worker as real processes, and a connected client."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.processes import start_process
 from support.time_limits import PATIENCE_SECONDS
+from support.toy_service import wait_until_serving
 from support.waiting import eventually
 
-from lineclear.client import Client, HealthStatus, Stats
-from lineclear.errors import LineclearError
+from lineclear.client import Client, Stats
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 
@@ -35,11 +34,9 @@ class Service:
 
     @property
     def worker_pid(self) -> int:
-        """Process id of the joined worker."""
         return self.client.stats().worker.pid
 
     def is_idle(self) -> bool:
-        """Whether the service holds no request, block or stream."""
         return is_idle(self.client.stats())
 
 
@@ -53,18 +50,15 @@ def is_idle(stats: Stats) -> bool:
 
 @contextlib.contextmanager
 def running(*flags: str, worker: tuple[str, ...] = (), model: Path = DEMO_MODEL, listen: str = "") -> Iterator[Service]:
-    """Run a ready service on a Unix socket (or at `listen`). Stops it at the end of the block and checks its exit
-    code.
-    """
+    """Run a ready service on a Unix socket or at `listen`. Stop it after the block and check its exit code."""
     with tempfile.TemporaryDirectory(prefix="lineclear-test-") as folder:
         target = listen or f"unix:{folder}/api.sock"
-        command = [sys.executable, "-m", "lineclear.scheduler.main", "--model", str(model), "--listen", target]
-        command += ["--spawn-worker", "--log-level", "warning", *flags]
+        command = ["--model", str(model), "--listen", target, "--spawn-worker", "--log-level", "warning", *flags]
         command += ["--", "--dtype", "float32", "--threads", "1", *worker]
-        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = start_process(command, toy={}, variables={"OMP_NUM_THREADS": "1"})
         try:
             with Client(target, max_attempts=1) as client:
-                wait_for(lambda: _serving(client, process), "ready", PATIENCE_SECONDS)
+                wait_until_serving(client, process)
                 yield Service(process, target, client)
         except BaseException:
             process.kill()
@@ -73,10 +67,3 @@ def running(*flags: str, worker: tuple[str, ...] = (), model: Path = DEMO_MODEL,
         if process.poll() is None:
             process.terminate()
         assert process.wait(PATIENCE_SECONDS) in (0, -9), "the scheduler failed to shut down"
-
-
-def _serving(client: Client, process: subprocess.Popen[bytes]) -> bool:
-    assert process.poll() is None, f"the scheduler exited with code {process.returncode}"
-    with contextlib.suppress(LineclearError):
-        return client.health(timeout_seconds=1.0) is HealthStatus.SERVING
-    return False

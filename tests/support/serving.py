@@ -273,11 +273,9 @@ class Serving:
         self.stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
 
     def stub_of(self, channel: Any) -> Any:
-        """Return a stub of the service on another channel."""
         return inference_pb2_grpc.InferenceServiceStub(channel)
 
     def generate(self, request: pb.GenerateRequest | None = None, **options: Any) -> Any:
-        """Start a call."""
         return self.stub.Generate(request or text_request(), **options)
 
     async def start_call(self, request: pb.GenerateRequest | None = None, *, cached_tokens: int = 0) -> tuple[Any, str]:

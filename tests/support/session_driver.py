@@ -9,11 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
-from support.serving import (
-    BOUND_SECONDS,
-    Serving,
-    text_request,
-)
+from support.serving import BOUND_SECONDS, Serving, text_request
 
 from lineclear.errors import LineclearError
 from lineclear.status_codec import from_status

@@ -203,7 +203,6 @@ class ToyStep:
         self._result = result
 
     def result(self) -> StepResult:
-        """Return the result without blocking."""
         return self._result
 
 
@@ -238,7 +237,6 @@ class ToyRunner:
         self.reset()
 
     def hello(self, epoch: int) -> Hello:
-        """Return the worker's Hello."""
         return Hello(
             epoch=epoch,
             num_blocks=self.num_blocks,
@@ -266,21 +264,17 @@ class ToyRunner:
         )
 
     def idle_work(self) -> bool:
-        """Return False: no idle work exists."""
         return False
 
     def load_adapter(self, index: int, key: bytes, path: str = "") -> None:
-        """Hold an adapter as `index`. Its files are not read; its folder must exist."""
         if path and not Path(path).is_dir():
             raise AdapterFilesRefused("there is no such directory")
         self.adapters[index] = key
 
     def unload_adapter(self, index: int) -> None:
-        """Drop an adapter."""
         self.adapters.pop(index, None)
 
     def prepare(self, grammar: str, done: Callable[[], None]) -> None:
-        """Call `done()`: nothing is compiled."""
         done()
 
     def launch(self, plan: StepPlan) -> ToyStep:

@@ -45,7 +45,6 @@ class ToyMatcher:
         self._is_over = False
 
     def consume_token(self, token: int, /) -> bool:
-        """Take the next token."""
         self._is_over |= not self._is_allowed(token)
         self._state, self._count = hash((self._state, token)), self._count + 1
         return not self._is_over
@@ -75,7 +74,6 @@ class ToyGrammars:
         self._vocab_size = vocab_size
 
     def matcher(self, grammar: str) -> Future[Matcher]:
-        """Return a matcher at the start of a grammar."""
         found: Future[Matcher] = Future()
         try:
             found.set_result(ToyMatcher(grammar))
@@ -84,13 +82,11 @@ class ToyGrammars:
         return found
 
     def fill(self, matcher: Matcher, bits: Bits) -> None:
-        """Write the allowed next tokens of a matcher."""
         assert isinstance(matcher, ToyMatcher)
         for token in matcher.allowed(self._vocab_size):
             bits[token // _WORD_BITS] |= np.uint32(1 << token % _WORD_BITS)
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token."""
         return bytes([_FIRST_BYTE + token])
 
 

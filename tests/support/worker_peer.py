@@ -39,7 +39,6 @@ class Peer:
         self.plans.connect(f"ipc://{self._directory}/plan.sock")
 
     def send(self, *messages: Message) -> None:
-        """Send to the scheduler."""
         for message in messages:
             self.results.send(encode(message))
 
@@ -64,7 +63,6 @@ class Peer:
         return message
 
     def close(self) -> None:
-        """Close both connections."""
         self.plans.close()
         self.results.close()
 

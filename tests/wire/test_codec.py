@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.damage import HEADER_BYTES, damaged_payload, mutate, resealed
 from support.examples import EXAMPLES, SAMPLING
-from support.messages import BY_TYPE
 from support.work import count_calls
+from wire.messages import BY_TYPE
 
 from lineclear.wire import codec, sampling_codec
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode

@@ -22,7 +22,7 @@ SSE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 def run(*, hidden: str, files: tuple[str, ...] = FILES, **environment: str) -> str:
     """Run the files with parts of the machine hidden. Returns the output of pytest."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "support.pretended_machine", "-p", "no:cacheprovider"]
+        [sys.executable, "-m", "pytest", "-x", "-p", "worker.pretended_machine", "-p", "no:cacheprovider"]
         + [str(TESTS / "worker" / file) for file in files],
         env=os.environ | environment | {"PRETEND": hidden, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
         cwd=TESTS.parent,

@@ -1,4 +1,4 @@
-"""Pytest plugin that hides parts of this machine: `-p support.pretended_machine`.
+"""Pytest plugin that hides parts of this machine: `-p worker.pretended_machine`.
 
 PRETEND lists the parts: `cores` (all but one), `kernels` (an installation without a compiler) and `huge_pages` (a Linux
 kernel without them). ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA hide instruction sets.
