@@ -350,14 +350,8 @@ def seen(request: Request) -> dict[str, Any]:
 @pytest.mark.parametrize("method", CASES)
 async def test_every_field_has_an_effect_or_an_error(tmp_path: Path, method: str) -> None:
     model = save(tmp_path / "model", with_markers())
-    options = {
-        "template": TEMPLATE,
-        "tokenizer": TOKENIZER,
-        "model": model,
-        "num_speculative_tokens": 4,
-        "output_length_estimator": "none",
-    }
-    options |= {"speculative_method": "prompt_lookup", "tool_call_parser": "hermes"}
+    options = {"template": TEMPLATE, "tokenizer": TOKENIZER, "model": model, "tool_call_parser": "hermes"}
+    options |= {"speculative_method": "prompt_lookup", "num_speculative_tokens": 4, "output_length_estimator": "none"}
     async with (
         larger_serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", **options) as s,
         grpc.aio.insecure_channel(s.server.admin_address) as admin,

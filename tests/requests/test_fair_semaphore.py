@@ -22,96 +22,86 @@ async def settle() -> None:
 class Queued:
     """Requests for a semaphore. `admitted` are the flows in the order of admission, and `costs` their costs."""
 
-    def __init__(self, gate: FairSemaphore) -> None:
-        self.gate = gate
+    def __init__(self, places: int, max_waiting: int = 200) -> None:
+        self.gate = FairSemaphore(places, max_waiting, "things wait")
         self.admitted: list[str] = []
         self.costs: list[float] = []
+        self.num_released = 0
+        self._tasks: list[asyncio.Task[None]] = []
 
-    def submit(self, flow: str, cost: float = 1.0) -> asyncio.Task[None]:
-        return asyncio.ensure_future(self._acquire(flow, cost))
+    async def submit(self, flow: str, *costs: float) -> None:
+        """Submit one request for each cost."""
+        self._tasks += [asyncio.ensure_future(self._acquire(flow, cost)) for cost in costs]
+        await settle()
 
     async def _acquire(self, flow: str, cost: float) -> None:
         await self.gate.acquire(flow, cost)
         self.admitted.append(flow)
         self.costs.append(cost)
 
+    async def release(self) -> None:
+        """Release the longest admitted request."""
+        self.gate.release(self.admitted[self.num_released])
+        self.num_released += 1
+        await settle()
+
     async def finish(self) -> None:
-        """Release the admitted requests in turn until none waits."""
-        released = 0
-        while released < len(self.admitted):
-            self.gate.release(self.admitted[released])
-            released += 1
-            await settle()
+        """Release the admitted requests in turn until none waits; nothing of them is left."""
+        while self.num_released < len(self.admitted):
+            await self.release()
+        await asyncio.gather(*self._tasks)
+        assert (self.gate.num_inside, self.gate.num_waiting) == (0, 0)
+        assert not any((self.gate._finish, self.gate._starts, self.gate._waiting))
 
 
 async def test_flood_waits_behind_the_first_of_another_flow() -> None:
-    work = Queued(FairSemaphore(1, 100, "things wait"))
-    flood = [work.submit("flood") for _ in range(20)]
-    await settle()
-    others = [work.submit("other") for _ in range(3)]
-    await settle()
+    work = Queued(1)
+    await work.submit("flood", *[1.0] * 20)
+    await work.submit("other", *[1.0] * 3)
     await work.finish()
     assert work.admitted[:8].count("other") == 3
     assert len(work.admitted) == 23
-    await asyncio.gather(*flood, *others)
-    assert (work.gate.num_inside, work.gate.num_waiting) == (0, 0)
 
 
 async def test_work_counts_by_its_cost() -> None:
     """A request of cost ten counts as much as ten of cost one."""
-
-    work = Queued(FairSemaphore(1, 100, "things wait"))
-    tasks = [work.submit("large", 10.0) for _ in range(5)] + [work.submit("small", 1.0) for _ in range(40)]
-    await settle()
+    work = Queued(1)
+    await work.submit("large", *[10.0] * 5)
+    await work.submit("small", *[1.0] * 40)
     await work.finish()
     at = [index for index, flow in enumerate(work.admitted) if flow == "large"]
     assert all(9 <= after - before - 1 <= 11 for before, after in itertools.pairwise(at)), work.admitted
-    await asyncio.gather(*tasks)
 
 
 async def test_cheap_request_is_first_in_its_flow() -> None:
-    work = Queued(FairSemaphore(2, 100, "things wait"))
-    tasks = [work.submit("flow", 1000.0 + number) for number in range(16)]
-    await settle()
-    tasks += [work.submit("flow", 10.0), work.submit("other", 5000.0)]
-    await settle()
+    work = Queued(2)
+    await work.submit("flow", *[1000.0 + number for number in range(16)])
+    await work.submit("flow", 10.0)
+    await work.submit("other", 5000.0)
     await work.finish()
     assert work.costs[:3] == [1000.0, 5000.0, 10.0], "the other flow has a slot of its own"
     assert work.costs[3:] == [1001.0 + number for number in range(15)], "equal ones by arrival"
-    await asyncio.gather(*tasks)
 
 
 async def test_expensive_request_is_overtaken_by_its_own_cost_at_most() -> None:
-    work = Queued(FairSemaphore(1, 100, "things wait"))
-    tasks = [work.submit("flow", 10.0), work.submit("flow", 100.0)]
-    await settle()
-    released = 0
+    work = Queued(1)
+    await work.submit("flow", 10.0, 100.0)
     while 100.0 not in work.costs:
-        tasks.append(work.submit("flow", 10.0))
-        await settle()
-        work.gate.release("flow")
-        released += 1
-        await settle()
+        await work.submit("flow", 10.0)
+        await work.release()
     assert work.costs == [10.0] * 10 + [100.0]
-    while released < len(tasks):
-        work.gate.release("flow")
-        released += 1
-        await settle()
-    await asyncio.gather(*tasks)
-    assert not any((work.gate._finish, work.gate._starts, work.gate._waiting))
+    await work.finish()
 
 
 async def test_cheap_requests_give_their_flow_no_advantage() -> None:
-    work = Queued(FairSemaphore(1, 200, "things wait"))
-    tasks = [work.submit("mixed", cost) for cost in (50.0, 1.0) * 20] + [work.submit("even", 10.0) for _ in range(60)]
-    await settle()
+    work = Queued(1)
+    await work.submit("mixed", *(50.0, 1.0) * 20)
+    await work.submit("even", *[10.0] * 60)
     await work.finish()
-    served = {
-        flow: sum(c for f, c in zip(work.admitted[:70], work.costs[:70], strict=True) if f == flow)
-        for flow in ("mixed", "even")
-    }
+    served = dict.fromkeys(("mixed", "even"), 0.0)
+    for flow, cost in zip(work.admitted[:70], work.costs[:70], strict=True):
+        served[flow] += cost
     assert abs(served["mixed"] - served["even"]) <= 60.0, served
-    await asyncio.gather(*tasks)
 
 
 async def test_work_that_took_longer_counts_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,32 +132,28 @@ async def test_work_that_took_longer_counts_by_its_time(monkeypatch: pytest.Monk
 
 
 async def test_one_flow_leaves_a_slot_to_others() -> None:
-    work = Queued(FairSemaphore(3, 100, "things wait"))
-    tasks = [work.submit("flood") for _ in range(5)]
-    await settle()
+    work = Queued(3)
+    await work.submit("flood", *[1.0] * 5)
     assert work.admitted == ["flood", "flood"]
-    tasks.append(work.submit("other"))
-    await settle()
+    await work.submit("other", 1.0)
     assert work.admitted == ["flood", "flood", "other"]
     await work.finish()
-    await asyncio.gather(*tasks)
 
 
 async def test_full_queue_rejects_the_largest_flow() -> None:
-    work = Queued(FairSemaphore(1, 4, "things wait"))
-    flood = [work.submit("flood") for _ in range(5)]
+    work = Queued(1, max_waiting=4)
+    await work.submit("flood", *[1.0] * 4)
+    newest = asyncio.ensure_future(work.gate.acquire("flood", 1.0))
     await settle()
     with pytest.raises(QueueFull, match="5 things wait") as caught:
-        await work.submit("flood")
+        await work.gate.acquire("flood", 1.0)
     assert caught.value.metadata == {"limit": "5"}
-    other = work.submit("other")
-    await settle()
-    assert flood[-1].done()  # its newest request was rejected for it
+    await work.submit("other", 1.0)
+    assert newest.done()  # it was rejected for the other flow
     with pytest.raises(QueueFull):
-        await flood[-1]
+        await newest
     await work.finish()
     assert sorted(work.admitted) == ["flood"] * 4 + ["other"]
-    await asyncio.gather(*flood[:-1], other)
 
 
 async def test_cancelled_waiters_leave_nothing() -> None:

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.serving import serving, text_request, until
+from support.answers import of_tenant
+from support.serving import serving, until
 
 from lineclear.scheduler.requests.fairness import FairnessWindow, Shares
 from lineclear.scheduler.requests.request_context import RequestContext
@@ -48,39 +49,27 @@ class Seconds:
             self.window.tick()
 
 
-def shares(
-    ticks: Sequence[dict[str, int]], waiting: Sequence[str] = ("a", "b"), weights: dict[str, float] | None = None
-) -> Shares:
-    """Return the figures after these seconds, each with the tokens by tenant, while `waiting` tenants wait."""
-    seconds = Seconds(**(weights or {}))
-    for tick in ticks:
-        seconds.serve(tick, waiting=waiting)
-    return seconds.window.shares()
+A_HUNDRED_TO_NONE = {"a": 100, "b": 0}
 
 
-def test_equal_tenants_have_index_one() -> None:
-    assert shares([{"a": 50, "b": 50}] * 3) == Shares(1.0, 0.0)
-
-
-def test_unequal_tenants_lower_the_index() -> None:
-    found = shares([{"a": 200, "b": 10}] * 2)
-    assert found.index == pytest.approx(210**2 / (2 * (200**2 + 10**2)))
-    assert found.gap_tokens == 380
-    assert shares([{"a": 100, "b": 0}]).index == 0.5
-
-
-def test_tenants_that_do_not_wait_do_not_count() -> None:
-    assert shares([{"a": 200, "b": 10}], waiting=("a",)) == Shares()
-    assert shares([{"a": 50, "b": 50, "c": 1}]) == Shares(1.0, 0.0)
-
-
-def test_weights_divide_the_tokens() -> None:
-    assert shares([{"a": 80, "b": 20}], weights={"a": 4.0}) == Shares(1.0, 0.0)
-    assert shares([{"a": 20, "b": 20}], weights={"a": 4.0}).gap_tokens == 15
-
-
-def test_only_the_last_minute_counts() -> None:
-    assert shares([{"a": 100, "b": 0}] * 5 + [{"a": 10, "b": 10}] * 60) == Shares(1.0, 0.0)
+@pytest.mark.parametrize(
+    ("weights", "tokens", "waiting", "wanted"),
+    [
+        ({}, {"a": 50, "b": 50}, "ab", Shares(1.0, 0.0)),
+        ({}, {"a": 200, "b": 10}, "ab", Shares(210**2 / (2 * (200**2 + 10**2)), 190.0)),
+        ({}, A_HUNDRED_TO_NONE, "ab", Shares(0.5, 100.0)),
+        ({}, {"a": 200, "b": 10}, "a", Shares()),
+        ({}, {"a": 50, "b": 50, "c": 1}, "ab", Shares(1.0, 0.0)),
+        ({"a": 4.0}, {"a": 80, "b": 20}, "ab", Shares(1.0, 0.0)),
+        ({"a": 4.0}, {"a": 20, "b": 20}, "ab", Shares(25**2 / (2 * (5**2 + 20**2)), 15.0)),
+    ],
+    ids=["equal", "unequal", "starved", "one waits", "one does not wait", "by weight", "not by weight"],
+)
+def test_figures_of_a_second(weights: dict[str, float], tokens: dict[str, int], waiting: str, wanted: Shares) -> None:
+    seconds = Seconds(**weights)
+    seconds.serve(tokens, waiting=waiting)
+    found = seconds.window.shares()
+    assert (found.index, found.gap_tokens) == pytest.approx((wanted.index, wanted.gap_tokens))
 
 
 def test_a_tenant_that_joins_late_is_not_starved() -> None:
@@ -109,25 +98,16 @@ def test_pairs_that_never_wait_together_do_not_count_against_each_other() -> Non
     assert seconds.window.shares() == Shares(1.0, 0.0)
 
 
-def test_policies_are_told_apart_after_a_pause() -> None:
-    """80 callers against 20 under fifo, a minute without requests, then the same callers under fair."""
+def test_only_the_last_minute_counts() -> None:
+    """Also while nothing is served: no timer runs without requests."""
     seconds = Seconds()
-    seconds.serve({"c": 80, "b": 20}, 13)
-    found = seconds.window.shares()
-    assert found.index == pytest.approx(100**2 / (2 * (80**2 + 20**2)))
-    assert found.gap_tokens == 13 * 60
-    seconds.now += 61
-    seconds.serve({"c": 50, "b": 50}, 13)
-    assert seconds.window.shares() == Shares(1.0, 0.0)
-
-
-def test_the_figures_expire_while_nothing_is_served() -> None:
-    """No timer runs without requests."""
-    seconds = Seconds()
-    seconds.serve({"a": 100, "b": 0}, 5)
+    seconds.serve(A_HUNDRED_TO_NONE, 5)
     seconds.now += 56.5  # the first second is over the minute
     assert seconds.window.shares() == Shares(0.5, 400.0)
     seconds.now += 3.5
+    assert seconds.window.shares() == Shares(1.0, 0.0)
+    seconds.serve(A_HUNDRED_TO_NONE, 5)
+    seconds.serve({"a": 10, "b": 10}, 60)
     assert seconds.window.shares() == Shares(1.0, 0.0)
 
 
@@ -163,10 +143,9 @@ async def test_a_second_ends_by_itself_while_requests_are_live(monkeypatch: pyte
 async def test_stats_have_the_index_without_names(tmp_path: Path) -> None:
     async with serving(tmp_path, tenant_weights="heavy=2") as s:
         calls = []
-        for tenant in ("heavy", "light"):
-            for _ in range(3):
-                calls.append(s.generate(text_request(), metadata=(("x-tenant-id", tenant),)))
-                await s.engine.next_request(len(calls))
+        for tenant in ("heavy", "heavy", "heavy", "light", "light", "light"):
+            calls.append(s.generate(**of_tenant(tenant)))
+            await s.engine.next_request(len(calls))
         fairness = s.manager.requests.fairness
         fairness.tick()
         for key, tokens in ((s.engine.submitted[0].request_id, 37), (s.engine.submitted[3].request_id, 7)):
@@ -180,9 +159,7 @@ async def test_stats_have_the_index_without_names(tmp_path: Path) -> None:
         assert stats.gauges.fairness_gap_tokens == pytest.approx(max(served) - min(served))
         assert stats.gauges.fairness_index == pytest.approx(sum(served) ** 2 / (2 * sum(x * x for x in served)))
         assert "heavy" not in str(stats)
-        for call in calls:
-            call.cancel()
-        await s.idle()
+        assert not any(call.done() for call in calls)
 
 
 def test_weights_are_read_from_the_setting() -> None:

@@ -91,7 +91,7 @@ async def test_each_forced_answer_is_valid_calls(tmp_path: Path, name: str) -> N
     async with larger_serving(tmp_path, template=TEMPLATES[name], tokenizer=TOKENIZER, model=model) as s:
         s.engine.answer = random_model(token_table(model))
         found: list[str] = []
-        for seed in range(8):
+        for seed in range(5):
             responses = await read_all(s.generate(calls_request(seed, REQUIRED)))
             text, reasoning, calls = parts_of(responses)
             if responses[-1].finished.finish_reason == pb.FINISH_REASON_LENGTH:
@@ -111,7 +111,7 @@ async def test_named_function_is_called_once(tmp_path: Path, name: str) -> None:
     async with larger_serving(tmp_path, template=TEMPLATES[name], tokenizer=TOKENIZER, model=model) as s:
         s.engine.answer = random_model(token_table(model))
         for choice, chat in ((pb.ToolChoice(function="add"), {}), (REQUIRED, {"parallel_tool_calls": False})):
-            for seed in range(3):
+            for seed in range(2):
                 calls = parts_of(await read_all(s.generate(calls_request(seed, choice, **chat))))[2]
                 assert len(calls) == 1
                 assert calls[0][1] == "add" or not choice.function

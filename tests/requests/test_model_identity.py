@@ -7,22 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.serving import (
-    HELLO,
-    HELLO_IDS,
-    TEMPLATE,
-    Serving,
-    error_of,
-    read_all,
-    serving,
-    text_request,
-    tokens_of,
-    until,
-)
+from support.answers import answered, invalid_fields
+from support.serving import HELLO, HELLO_IDS, TEMPLATE, Serving, error_of, serving, text_request, tokens_of
+from support.session_driver import Caller, submit
 
 from lineclear.errors import ModelChanged
 from lineclear.model_files.fingerprint import prompt_digest
-from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 
 SERVED = HELLO.model_fingerprint
@@ -30,14 +20,12 @@ OTHER = replace(HELLO, epoch=8, model_id="other", model_fingerprint="fedcba98765
 
 
 async def test_fingerprint_is_in_get_model_and_started(s: Serving) -> None:
-    s.engine.answer = lambda request: HELLO_IDS
-    assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == SERVED
-    first = (await read_all(s.generate()))[0]
-    assert first.started.model_fingerprint == SERVED
-    assert first.started.prompt_digest == prompt_digest(s.engine.submitted[0].prompt)
-    s.engine.join(OTHER)
-    assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == OTHER.model_fingerprint
-    assert (await read_all(s.generate()))[0].started.model_fingerprint == OTHER.model_fingerprint
+    for fingerprint in (SERVED, OTHER.model_fingerprint):
+        assert (await s.stub.GetModel(pb.GetModelRequest())).model_fingerprint == fingerprint
+        started = (await answered(s, HELLO_IDS))[0].started
+        assert started.model_fingerprint == fingerprint
+        assert started.prompt_digest == prompt_digest(s.engine.submitted[0].prompt)
+        s.engine.join(OTHER)
 
 
 @pytest.mark.parametrize(
@@ -56,18 +44,15 @@ async def test_request_for_another_fingerprint_is_rejected(s: Serving, fields: d
     assert error.metadata["model_fingerprint"] == SERVED
     assert error.metadata["expected_model_fingerprint"] == OTHER.model_fingerprint
     assert s.engine.submitted == []
-    await s.idle()
 
 
 async def test_model_name_of_a_request_is_checked(tmp_path: Path) -> None:
     async with serving(tmp_path, served_model_name="ours") as s:
-        s.engine.answer = lambda request: HELLO_IDS
         assert (await s.stub.GetModel(pb.GetModelRequest())).model_id == "ours"
-        await read_all(s.generate(text_request(model="ours")))
+        await answered(s, HELLO_IDS, text_request(model="ours"))
         error = await error_of(s.generate(text_request(model="test-model")))
         assert (error.code, error.reason) == ("NOT_FOUND", "MODEL_NOT_FOUND")
         assert "ours" in str(error)
-        await s.idle()
 
 
 @pytest.mark.parametrize(
@@ -84,18 +69,12 @@ async def test_model_name_of_a_request_is_checked(tmp_path: Path) -> None:
     ],
 )
 async def test_malformed_fingerprint_is_rejected(s: Serving, fields: dict[str, Any], field: str) -> None:
-    error = await error_of(s.generate(text_request(sampling={"seed": 1}, **fields)))
-    assert error.code == "INVALID_ARGUMENT"
-    assert [violation.field for violation in error.violations] == [field]
-    await s.idle()
+    assert await invalid_fields(s.generate(text_request(sampling={"seed": 1}, **fields))) == [field]
 
 
-async def test_engine_gets_fingerprint_and_vocabulary(
-    s: Serving,
-) -> None:
-    s.engine.answer = lambda request: HELLO_IDS
-    await read_all(s.generate())
-    await read_all(s.generate(text_request(model_fingerprint=SERVED)))
+async def test_engine_gets_fingerprint_and_vocabulary(s: Serving) -> None:
+    await answered(s, HELLO_IDS)
+    await answered(s, HELLO_IDS, text_request(model_fingerprint=SERVED))
     plain, named = s.engine.submitted
     assert (plain.model_fingerprint, named.model_fingerprint) == ("", SERVED)
     assert plain.vocabulary == (HELLO.vocab_size, HELLO.eos_token_ids)
@@ -105,20 +84,13 @@ async def test_resumed_chat_uses_the_same_time(tmp_path: Path) -> None:
     """The template prints the time to the microsecond, so rendering it again would change the prompt."""
     template = "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}" + TEMPLATE
     chat = {"messages": [{"role": "user", "content": "hi"}]}
-
     async with serving(tmp_path, template=template) as s:
-        s.engine.answer = lambda request: HELLO_IDS
         request = pb.GenerateRequest(chat=chat, sampling={"seed": 1, "max_tokens": len(HELLO_IDS)})
-        started = (await read_all(s.generate(request)))[0].started
+        started = (await answered(s, HELLO_IDS, request))[0].started
         assert started.chat_time_us
-        request.resume.CopyFrom(
-            pb.Resume(
-                token_ids=HELLO_IDS[:2],
-                model_fingerprint=started.model_fingerprint,
-                prompt_digest=started.prompt_digest,
-                chat_time_us=started.chat_time_us,
-            )
-        )
+        request.resume.token_ids[:] = HELLO_IDS[:2]
+        for name in ("model_fingerprint", "prompt_digest", "chat_time_us"):
+            setattr(request.resume, name, getattr(started, name))
         rest = [response async for response in s.generate(request)]
         assert tokens_of(rest) == HELLO_IDS[2:]
         assert rest[0].started.chat_time_us == started.chat_time_us
@@ -129,24 +101,18 @@ async def test_resumed_chat_uses_the_same_time(tmp_path: Path) -> None:
         error = await error_of(s.generate(request))
         assert error.reason == "MODEL_CHANGED"
         assert "the prompt has other tokens on this server" in str(error)
-        await s.idle()
 
 
 async def test_open_session_uses_the_new_models_bounds(s: Serving) -> None:
-    session = s.stub.Session()
-    await session.wait_for_connection()
+    caller = Caller(s)
+    await caller.call.wait_for_connection()
     s.engine.join(replace(OTHER, vocab_size=300, max_model_len=32, eos_token_ids=(9,)))
-    for handle, fields in enumerate(
-        [{"model_fingerprint": SERVED}, {"sampling": {"max_tokens": 40}}, {"stop": {"token_ids": [400]}}, {}]
-    ):
-        submit = pb.SubmitCommand(handle=handle, request=text_request("hi", **fields))
-        await session.write(pb.SessionRequest(submits=[submit]))
-    await until(lambda: s.engine.submitted)
-    failures: dict[int, str] = {}
-    while len(failures) < 3:
-        message = await session.read()
-        failures |= {event.handle: from_status(event.error).reason for event in message.events}
-    assert failures == {0: "MODEL_CHANGED", 1: "PROMPT_TOO_LONG", 2: "TOKEN_OUT_OF_VOCABULARY"}
+    fields = [{"model_fingerprint": SERVED}, {"sampling": {"max_tokens": 40}}, {"stop": {"token_ids": [400]}}, {}]
+    await caller.send(*(submit(handle, text_request("hi", **each)) for handle, each in enumerate(fields)))
+    await s.engine.next_request()
+    await caller.until(lambda: len(caller.failed) == 3)
+    assert [caller.failed[handle].reason for handle in range(3)] == [
+        *("MODEL_CHANGED", "PROMPT_TOO_LONG", "TOKEN_OUT_OF_VOCABULARY")
+    ]
     (request,) = s.engine.submitted
     assert request.eos_ids == {9}
-    session.cancel()

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import structlog.testing
-from support.serving import Serving, read_all, serving, text_request
+from support.answers import answered
+from support.serving import Serving, serving, text_request
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.requests.output_length import AnswerShape, LearnedLength, OutputLengths, load_estimator
+from lineclear.v1 import inference_pb2 as pb
 
 
 def learned(lengths: Sequence[int], **shape: Any) -> LearnedLength:
@@ -28,15 +30,12 @@ def _shape(tenant: str = "a", prompt: int = 8, max_tokens: int = 500, expected: 
     return AnswerShape(tenant, prompt, max_tokens, expected)
 
 
-def test_unknown_tenant_has_no_estimate() -> None:
-    assert learned([7, 7]).estimate(_shape("b")) == 0
-    assert learned([]).estimate(_shape(expected=9)) == 9
-
-
 def test_estimate_is_the_mean_of_the_last_answers() -> None:
     assert learned([40] * 5).estimate(_shape()) == 40
     assert learned([10, 30] * 100).estimate(_shape()) == pytest.approx(20, abs=1)
     assert learned([400] * 100 + [10] * 300).estimate(_shape()) == pytest.approx(10, abs=2)
+    assert learned([7, 7]).estimate(_shape("b")) == 0, "the tenant is unknown"
+    assert learned([]).estimate(_shape(expected=9)) == 9
 
 
 def test_prompts_of_similar_length_count_most() -> None:
@@ -64,29 +63,35 @@ def test_tenants_are_bounded() -> None:
     assert estimator.estimate(_shape("t2999")) == 5
 
 
-def test_expected_tokens_lie_between_received_and_max_tokens() -> None:
-    lengths = OutputLengths(learned([40] * 5))
-    assert lengths.expect(_shape(), 0) == 40
-    assert lengths.expect(_shape(), 60) == 61
-    assert lengths.expect(_shape(max_tokens=30), 0) == 30
-    assert lengths.expect(_shape(max_tokens=61), 61) == 61
-    assert lengths.expect(_shape("b"), 3) == 0
+@pytest.mark.parametrize(
+    ("shape", "num_received", "expected"),
+    [
+        *((_shape(), 0, 40), (_shape(), 60, 61), (_shape("b"), 3, 0)),
+        *((_shape(max_tokens=30), 0, 30), (_shape(max_tokens=61), 61, 61)),
+    ],
+)
+def test_expected_tokens_lie_between_received_and_max_tokens(
+    shape: AnswerShape, num_received: int, expected: int
+) -> None:
+    assert OutputLengths(learned([40] * 5)).expect(shape, num_received) == expected
+
+
+async def expected_tokens(s: Serving, *requests: pb.GenerateRequest) -> list[int]:
+    """Return what the engine expects of each request; all answers have six tokens."""
+    for request in requests:
+        await answered(s, [5] * 6, request)
+    return [request.expected_tokens for request in s.engine.submitted]
 
 
 async def test_server_learns_from_complete_answers(s: Serving) -> None:
-    s.engine.answer = lambda request: [5] * 6
-    for _ in range(2):
-        await read_all(s.generate(text_request(sampling={"max_tokens": 9})))
-    await read_all(s.generate(text_request(sampling={"max_tokens": 4})))
-    assert [request.expected_tokens for request in s.engine.submitted] == [0, 6, 4]
+    requests = [text_request(sampling={"max_tokens": count}) for count in (9, 9, 4)]
+    assert await expected_tokens(s, *requests) == [0, 6, 4]
 
 
 async def test_without_estimator_max_tokens_count(tmp_path: Path) -> None:
     async with serving(tmp_path, output_length_estimator="none") as s:
-        s.engine.answer = lambda request: [5] * 6
-        for expected in (None, None, 3):
-            await read_all(s.generate(text_request(expected_tokens=expected)))
-        assert [request.expected_tokens for request in s.engine.submitted] == [0, 0, 3]
+        requests = [text_request(expected_tokens=expected) for expected in (None, None, 3)]
+        assert await expected_tokens(s, *requests) == [0, 0, 3]
 
 
 class _Custom:
@@ -109,12 +114,10 @@ async def test_own_estimator_may_fail(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "own_estimator", module)
     with structlog.testing.capture_logs() as lines:
         async with serving(tmp_path, output_length_estimator="own_estimator:build") as s:
-            s.engine.answer = lambda request: [5, 6]
-            for _ in range(4):
-                await read_all(s.generate(text_request("a b c")))
+            found = await expected_tokens(s, *[text_request("a b c")] * 4)
             prompt = len(s.engine.submitted[0].prompt)
-            assert [request.expected_tokens for request in s.engine.submitted] == [2 * prompt, 2 * prompt, 0, 0]
-            assert custom.seen == [("", 2)] * 4
+            assert found == [2 * prompt, 2 * prompt, 0, 0]
+            assert custom.seen == [("", 6)] * 4
     assert [line["event"] for line in lines].count("estimator_failed") == 1
 
 

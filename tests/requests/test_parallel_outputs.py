@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
+from support.answers import invalid_fields
 from support.serving import HELLO_IDS, Serving, error_of, serving, text_request, until
 from support.session_driver import cancel, submit
 
-from lineclear.errors import InvalidRequest, NonFiniteLogits, QueueFull, SlowConsumer
+from lineclear.errors import NonFiniteLogits, QueueFull, SlowConsumer
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
@@ -17,6 +19,15 @@ from lineclear.v1 import inference_pb2_grpc
 
 def several(n: int, **fields: object) -> pb.GenerateRequest:
     return text_request(sampling={"n": n, "seed": 7}, **fields)
+
+
+async def begun(s: Serving, call: Any, count: int) -> tuple[Any, list[str]]:
+    """Return the call and the keys of its outputs, which are started."""
+    await s.engine.next_request(count)
+    keys = [request.request_id for request in s.engine.submitted]
+    for key in keys:
+        s.engine.start(key)
+    return call, keys
 
 
 async def test_siblings_are_submitted_together_with_seeds_of_their_own(s: Serving) -> None:
@@ -46,11 +57,7 @@ async def test_a_place_in_the_queue_is_free_when_all_outputs_have_started(tmp_pa
 
 
 async def test_an_error_of_one_output_ends_all_after_their_tokens(s: Serving) -> None:
-    call = s.generate(several(2))
-    await s.engine.next_request(2)
-    keys = [request.request_id for request in s.engine.submitted]
-    for key in keys:
-        s.engine.start(key)
+    call, keys = await begun(s, s.generate(several(2)), 2)
     s.engine.step({key: [HELLO_IDS[0]] for key in keys})
     s.engine.fail(keys[1], NonFiniteLogits("bad"))
     tokens = {0: 0, 1: 0}
@@ -68,9 +75,8 @@ async def test_unread_tokens_of_all_outputs_count_together(tmp_path: Path) -> No
     async with serving(tmp_path, max_unread_tokens=12) as s:
         reply = await s.stub.Submit(pb.SubmitRequest(request=several(3)))
         assert reply.request_id  # read at once: no limit is reached
-        keys = [request.request_id for request in s.engine.submitted]
+        _, keys = await begun(s, reply, 3)
         for key in keys:
-            s.engine.start(key)
             s.engine.tokens(key, HELLO_IDS[:1] * 30)
         request = next(iter(s.manager.requests))
         await until(lambda: all(output.num_received == 30 for output in request.outputs))
@@ -91,10 +97,7 @@ async def test_session_rows_name_the_output(s: Serving) -> None:
     call = inference_pb2_grpc.InferenceServiceStub(s.channel).Session()
     await call.write(submit(5, several(3)))
     await call.write(submit(6))
-    await s.engine.next_request(4)
-    keys = [request.request_id for request in s.engine.submitted]
-    for key in keys:
-        s.engine.start(key)
+    _, keys = await begun(s, call, 4)
     started: set[tuple[int, int]] = set()
     while len(started) < 4:
         started |= {(event.handle, event.response.index) for event in (await call.read()).events}
@@ -126,18 +129,13 @@ async def test_session_rows_name_the_output(s: Serving) -> None:
         ({"outputs": [{"token_ids": [1]}]}, "resume.outputs"),
         ({"outputs": [{"is_complete": True}] * 2}, "resume.outputs"),
         ({"outputs": [{"token_ids": [1]}, {"token_ids": [2**31]}]}, "resume.outputs[1].token_ids[0]"),
+        ({}, "resume.outputs"),
     ],
 )
 async def test_invalid_resumes_of_outputs(s: Serving, resume: dict[str, object], field: str) -> None:
-    request = several(2, resume={"model_fingerprint": "m", **resume})
-    error = await error_of(s.generate(request))
-    assert isinstance(error, InvalidRequest)
-    assert field in [violation.field for violation in error.violations]
-
-
-async def test_an_echo_with_a_resume_of_no_output_is_invalid(s: Serving) -> None:
-    error = await error_of(s.generate(several(2, resume={"model_fingerprint": "m"}, output={"echo": True})))
-    assert "resume.outputs" in [violation.field for violation in error.violations]
+    output = {} if resume else {"echo": True}
+    request = several(2, resume={"model_fingerprint": "m", **resume}, output=output)
+    assert field in await invalid_fields(s.generate(request))
 
 
 async def test_a_resume_computes_the_outputs_that_are_not_complete(s: Serving) -> None:

@@ -1,16 +1,20 @@
-"""The place in the queue and the predicted wait: in the first response, in GetResult and in QueueFull."""
+"""The place in the queue and the predicted wait: in responses, in QueueFull, and against the deadline of a request."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from support.serving import HELLO_IDS, Serving, error_of, read_all, serving, text_request, until
+from support.answers import answered
+from support.processes import endless, starting
+from support.processes import error_of as failure_of
+from support.serving import HELLO_IDS, Serving, error_of, serving, text_request
 from support.session_driver import Caller, submit
 
 from lineclear.client import AsyncClient, Queued
-from lineclear.errors import QueueFull
+from lineclear.errors import DeadlineUnreachable, QueueFull
 from lineclear.scheduler.core.events import FinishReason, QueuePosition
 from lineclear.v1 import inference_pb2 as pb
 
@@ -33,19 +37,14 @@ async def test_waiting_request_gets_its_place_at_once(s: Serving) -> None:
 
 async def test_request_that_does_not_ask_begins_with_started(s: Serving) -> None:
     s.engine.position = QueuePosition(3, 1.5)
-    s.engine.answer = lambda request: HELLO_IDS
-    responses = await read_all(s.generate())
-    assert responses[0].HasField("started")
+    responses = await answered(s, HELLO_IDS)
     assert not any(response.HasField("queued") for response in responses)
 
 
 async def test_unknown_wait_is_unset(s: Serving) -> None:
     s.engine.position = QueuePosition(0, None)
-    call = s.generate(ASKING)
-    queued = (await call.read()).queued
+    queued = (await s.generate(ASKING).read()).queued
     assert (queued.requests_ahead, queued.HasField("predicted_wait")) == (0, False)
-    call.cancel()
-    await s.idle()
 
 
 async def test_session_sends_the_place_as_an_event(s: Serving) -> None:
@@ -54,41 +53,32 @@ async def test_session_sends_the_place_as_an_event(s: Serving) -> None:
     await caller.send(submit(1, ASKING))
     await caller.until(lambda: caller.messages)
     assert caller.messages[0].events[0].response == pb.GenerateResponse(queued=QUEUED)
-    key = await s.engine.next_request()
-    s.engine.start(key)
-    s.engine.tokens(key, HELLO_IDS)
-    s.engine.finish_by(key, FinishReason.LENGTH)
-    await caller.until(lambda: caller.finished)
-    assert caller.tokens[1] == HELLO_IDS
-    caller.call.cancel()
-    await s.idle()
+    s.engine.start(await s.engine.next_request())
+    await caller.until(lambda: caller.started)
 
 
-async def test_submitted_request_gets_its_place_at_once(s: Serving) -> None:
+async def test_submitted_request_shows_its_place_while_it_waits(s: Serving) -> None:
+    """In the response, to each reader, and in its result."""
     s.engine.position = QueuePosition(3, 1.5)
     answer = await s.stub.Submit(pb.SubmitRequest(request=ASKING))
     assert answer.queued == QUEUED
-    attached = s.stub.Attach(pb.AttachRequest(request_id=answer.request_id))
+    attach, get = pb.AttachRequest(request_id=answer.request_id), pb.GetResultRequest(request_id=answer.request_id)
+    attached = s.stub.Attach(attach)
     assert (await attached.read()).response == pb.GenerateResponse(queued=QUEUED)
-    key = await s.engine.next_request()
-    s.engine.start(key)
+    result = await s.stub.GetResult(get)
+    assert (result.state, result.response.queued) == (pb.RESULT_STATE_WAITING, QUEUED)
+    s.engine.start(await s.engine.next_request())
     started = (await attached.read()).response
     assert (started.HasField("started"), started.HasField("queued")) == (True, False)
-    late = s.stub.Attach(pb.AttachRequest(request_id=answer.request_id))
-    assert not (await late.read()).response.HasField("queued")  # it does not wait any more
-    await s.stub.Cancel(pb.CancelRequest(request_id=answer.request_id))
-    await s.idle()
+    assert not (await s.stub.Attach(attach).read()).response.HasField("queued")
+    assert not (await s.stub.GetResult(get)).response.HasField("queued")
 
 
 async def test_submitted_request_that_does_not_ask_or_wait_gets_no_place(s: Serving) -> None:
     s.engine.position = QueuePosition(3, 1.5)
-    answers = [await s.stub.Submit(pb.SubmitRequest(request=text_request()))]
+    assert not (await s.stub.Submit(pb.SubmitRequest(request=text_request()))).HasField("queued")
     s.engine.position = None
-    answers.append(await s.stub.Submit(pb.SubmitRequest(request=ASKING)))
-    assert not any(answer.HasField("queued") for answer in answers)
-    for answer in answers:
-        await s.stub.Cancel(pb.CancelRequest(request_id=answer.request_id))
-    await s.idle()
+    assert not (await s.stub.Submit(pb.SubmitRequest(request=ASKING))).HasField("queued")
 
 
 async def test_submitted_request_that_the_core_rejects_is_not_kept(s: Serving) -> None:
@@ -98,36 +88,20 @@ async def test_submitted_request_that_the_core_rejects_is_not_kept(s: Serving) -
     gone = await error_of(s.stub.GetResult(pb.GetResultRequest(request_id="full")))
     assert gone.reason == "UNKNOWN_REQUEST"
     s.engine.refusal = None
-    again = await s.stub.Submit(pb.SubmitRequest(request=text_request(request_id="full")))
-    await s.stub.Cancel(pb.CancelRequest(request_id=again.request_id))
-    await s.idle()
-
-
-async def test_result_of_a_waiting_request_has_its_place(s: Serving) -> None:
-    s.engine.position = QueuePosition(3, 1.5)
-    name = (await s.stub.Submit(pb.SubmitRequest(request=ASKING))).request_id
-    result = await s.stub.GetResult(pb.GetResultRequest(request_id=name))
-    assert (result.state, result.response.queued) == (pb.RESULT_STATE_WAITING, QUEUED)
-    s.engine.start(await s.engine.next_request())
-    await until(lambda: s.manager.requests)
-    result = await s.stub.GetResult(pb.GetResultRequest(request_id=name))
-    assert not result.response.HasField("queued")
-    await s.stub.Cancel(pb.CancelRequest(request_id=name))
-    await s.idle()
+    assert (await s.stub.Submit(pb.SubmitRequest(request=text_request(request_id="full")))).request_id == "full"
 
 
 async def test_client_shows_the_place(s: Serving) -> None:
     s.engine.position = QueuePosition(3, None)
     s.engine.answer = lambda request: HELLO_IDS
-    async with AsyncClient(s.server.address, max_attempts=1) as client:
-        stream = client.stream("hi", queue_position=True)
-        async with stream:
-            deltas = [delta async for delta in stream]
+    async with (
+        AsyncClient(s.server.address, max_attempts=1) as client,
+        client.stream("hi", queue_position=True) as stream,
+    ):
+        deltas = [delta async for delta in stream]
         assert stream.queued == Queued(3, None)
         assert deltas[0].started is not None
         assert stream.result.token_ids == tuple(HELLO_IDS)
-        other = await client.stream("hi").read_all()
-        assert other.token_ids == tuple(HELLO_IDS)
 
 
 async def test_client_shows_the_place_of_a_submitted_request(s: Serving) -> None:
@@ -153,5 +127,36 @@ async def test_full_queue_names_the_predicted_wait(tmp_path: Path) -> None:
         error = await error_of(s.generate())
         assert error.metadata == {"waiting": "1", "limit": "1", "predicted_wait_seconds": "8.250"}
         assert error.retry_after_seconds == pytest.approx(4.125)
-        call.cancel()
-        await s.idle()
+        assert not call.done()
+
+
+# --- deadlines that would pass in the queue ---------------------------------------------------------------------------
+
+
+async def test_call_with_unreachable_deadline_is_rejected(tmp_path: Path) -> None:
+    async with serving(tmp_path, reject_unmeetable_deadlines=True) as s:
+        s.engine.refusal = DeadlineUnreachable("no", metadata={"requests_ahead": "7", "least_wait_seconds": "20.000"})
+        error = await error_of(s.generate(timeout=10))
+        assert isinstance(error, DeadlineUnreachable)
+        assert (error.code, error.retry_after_seconds) == ("DEADLINE_EXCEEDED", None)
+        assert error.metadata == {"requests_ahead": "7", "least_wait_seconds": "20.000"}
+        assert s.engine.submitted[0].deadline is not None
+
+
+def test_deadline_behind_long_answers_is_rejected(model: Path) -> None:
+    flags = ("--reject-unmeetable-deadlines", "--max-batch-size", "1", "--output-length-estimator", "none")
+    with starting(model, *flags) as start:
+        server = start(min_step_seconds=0.01, max_step_seconds=0.01)
+        first, long = endless(1), endless(2)
+        first.sampling.max_tokens, long.sampling.max_tokens = 10, 200
+        long.output.queue_position = True
+        assert list(server.stub.Generate(first))  # now the pace is known
+        calls = [server.stub.Generate(long) for _ in range(4)]
+        for call in calls:
+            next(call)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(server.stub.Generate(long, timeout=0.7))
+        error = failure_of(caught.value)
+        assert error.reason == "DEADLINE_UNREACHABLE"
+        assert error.metadata["requests_ahead"] == "3"
+        assert next(server.stub.Generate(long, timeout=60.0)).queued.requests_ahead == 3

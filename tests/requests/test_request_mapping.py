@@ -7,6 +7,7 @@ from time import monotonic
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from support.answers import answered, engine_request, invalid_fields
 from support.serving import (
     EOS,
     HELLO,
@@ -25,25 +26,19 @@ from support.session_driver import Caller
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
+CHAT = pb.GenerateRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi<|im_end|>")]))
+
 
 async def test_prompts_of_every_kind(s: Serving) -> None:
-    s.engine.answer = lambda request: []
-    long = "quick brown fox " * 6
-    await read_all(s.generate(text_request("a <|im_end|>")))
-    await read_all(s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 0, 511]))))
-    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi<|im_end|>")])
-    await read_all(s.generate(pb.GenerateRequest(chat=chat)))
-    await read_all(s.generate(text_request(long)))
-    prompts = [request.prompt for request in s.engine.submitted]
-    assert list(prompts[0]) == TOKENIZER.encode("a <|im_end|>")
-    assert prompts[1] == (5, 0, 511)
+    for text in ("a <|im_end|>", "quick brown fox " * 6):
+        assert list((await engine_request(s, text_request(text))).prompt) == TOKENIZER.encode(text)
+    ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 0, 511]))
+    assert (await engine_request(s, ids)).prompt == (5, 0, 511)
     sealed = TOKENIZER.seal("<|im_start|>") + "user\nhi<|im_end|>" + TOKENIZER.seal("<|im_end|>") + "\n"
-    assert list(prompts[2]) == TOKENIZER.encode_sealed(sealed)
-    assert list(prompts[3]) == TOKENIZER.encode(long)
+    assert list((await engine_request(s, CHAT)).prompt) == TOKENIZER.encode_sealed(sealed)
 
 
 async def test_lists_and_lengths_reach_the_engine_unchanged(s: Serving) -> None:
-    s.engine.answer = lambda request: []
     params = sampling_pb2.SamplingParams(
         logit_bias=[sampling_pb2.LogitBias(token_id=511, bias=-100.0)],
         allowed_token_ids=[1, 2, 3],
@@ -52,8 +47,7 @@ async def test_lists_and_lengths_reach_the_engine_unchanged(s: Serving) -> None:
         min_tokens=2,
         max_tokens=3,
     )
-    await read_all(s.generate(text_request(sampling=params, priority=255)))
-    (request,) = s.engine.submitted
+    request = await engine_request(s, text_request(sampling=params, priority=255))
     sampling = request.sampling
     assert sampling.logit_bias == ((511, -100.0),)
     assert (sampling.allowed_ids, sampling.banned_ids) == ((1, 2, 3), (3,))
@@ -62,29 +56,20 @@ async def test_lists_and_lengths_reach_the_engine_unchanged(s: Serving) -> None:
 
 async def test_defaults_of_request_precede_model_and_schema(tmp_path: Path) -> None:
     config = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 3.0, "repetition_penalty": True}
-
     async with serving(tmp_path, model_defaults=config) as s:
-        s.engine.answer = lambda request: []
-        await read_all(s.generate(text_request(sampling={"temperature": 0.0})))
-        await read_all(s.generate(text_request(sampling={"top_k": 0, "seed": 0})))
-        requested, other = (request.sampling for request in s.engine.submitted)
-        assert (requested.temperature, requested.top_p, requested.top_k) == (0.0, 0.25, 7)
-        assert (other.temperature, other.top_k, other.seed) == (0.5, 0, 0)
-        assert (other.min_p, other.repetition_penalty) == (0.0, 1.0)  # out of bounds or not a number: ignored
-        assert requested.stop_ids == (EOS,)
-        assert s.engine.submitted[0].max_tokens == 128 - len(TOKENIZER.encode("quick"))
-
-
-async def test_model_defaults_can_be_disabled(tmp_path: Path) -> None:
-    async with serving(tmp_path, model_defaults={"temperature": 0.5}, use_generation_config=False) as s:
-        s.engine.answer = lambda request: []
-        await read_all(s.generate())
-        assert s.engine.submitted[0].sampling.temperature == 1.0
+        request = await engine_request(s, text_request(sampling={"temperature": 0.0}))
+        sampling = request.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 0.25, 7)
+        assert (sampling.stop_ids, request.max_tokens) == ((EOS,), 128 - len(TOKENIZER.encode("quick")))
+        sampling = (await engine_request(s, text_request(sampling={"top_k": 0, "seed": 0}))).sampling
+        assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 0, 0)
+        assert (sampling.min_p, sampling.repetition_penalty) == (0.0, 1.0)  # out of bounds or not a number: ignored
+    async with serving(tmp_path, model_defaults=config, use_generation_config=False) as s:
+        assert (await engine_request(s)).sampling.temperature == 1.0
 
 
 async def test_seeds_are_random_and_returned(s: Serving) -> None:
-    s.engine.answer = lambda request: []
-    seeds = [(await read_all(s.generate()))[0].started.seed for _ in range(2)]
+    seeds = [(await answered(s, []))[0].started.seed for _ in range(2)]
     assert seeds == [request.sampling.seed for request in s.engine.submitted]
     assert seeds[0] != seeds[1]
 
@@ -96,36 +81,34 @@ async def test_deadline_is_the_calls_on_the_monotonic_clock(tmp_path: Path) -> N
         await read_all(s.generate(timeout=1000.0))
         await read_all(s.generate())
         end = monotonic()
-        explicit, default = (request.deadline for request in s.engine.submitted)
-        assert explicit is not None
-        assert default is not None
+        explicit, default = (request.deadline or 0.0 for request in s.engine.submitted)
         assert started_at + 990 < explicit <= end + 1011  # gRPC rounds timeouts up by up to one percent
         assert started_at + 50 <= default <= end + 50
 
 
 async def test_far_deadline_is_reduced_to_the_maximum(tmp_path: Path) -> None:
+    """That of the call, and the longest timeout of a message."""
     async with serving(tmp_path, max_deadline_seconds=1000.0) as s:
         s.engine.answer = lambda request: []
         started_at = monotonic()
         await read_all(s.generate(timeout=300 * 86_400.0))
-        (request,) = s.engine.submitted
-        assert request.deadline is not None
-        assert started_at + 990 < request.deadline <= monotonic() + 1000
+        longest = Duration(seconds=315_576_000_000, nanos=999_999_999)
+        await s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=longest))
+        for request in s.engine.submitted:
+            assert started_at + 990 < (request.deadline or 0.0) <= monotonic() + 1000
 
 
-MALFORMED = [(2**62, 0), (-(2**62), 0), (315_576_000_001, 0), (1, 1_000_000_000), (1, -1), (-1, 1), (0, -(2**31))]
+MALFORMED = [(2**62, 0), (-(2**62), 0), (315_576_000_001, 0), (1, 1_000_000_000), (1, -1), (-1, 1)]
 
 
 @pytest.mark.parametrize(("seconds", "nanos"), MALFORMED)
 async def test_invalid_timeout_is_rejected_by_field(s: Serving, seconds: int, nanos: int) -> None:
     timeout = Duration(seconds=seconds, nanos=nanos)
-    error = await error_of(s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=timeout)))
-    assert (error.code, error.violations[0].field) == ("INVALID_ARGUMENT", "timeout")
+    assert await invalid_fields(s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=timeout))) == ["timeout"]
     caller = Caller(s)
     submit = pb.SubmitCommand(handle=1, request=text_request(), timeout=timeout)
     await caller.send(pb.SessionRequest(submits=[submit]))
-    while not caller.failed:
-        assert await caller.read()
+    await caller.until(lambda: caller.failed)
     assert caller.failed[1].violations[0].field == "timeout"
     assert s.engine.submitted == []
 
@@ -138,72 +121,51 @@ async def test_passed_timeout_is_deadline_exceeded(s: Serving, seconds: int) -> 
     assert request.deadline <= monotonic()  # the core fails it in its next step
 
 
-async def test_longest_duration_counts_as_the_longest_deadline(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_deadline_seconds=1000.0) as s:
-        longest = Duration(seconds=315_576_000_000, nanos=999_999_999)
-        await s.stub.Submit(pb.SubmitRequest(request=text_request(), timeout=longest))
-        (request,) = s.engine.submitted
-        assert request.deadline is not None
-        assert request.deadline <= monotonic() + 1000
-
-
 async def test_ignore_eos_keeps_the_requests_stop_tokens(s: Serving) -> None:
-    s.engine.answer = lambda request: []
-    request = text_request(sampling={"ignore_eos": True}, stop={"token_ids": [9]})
-    await read_all(s.generate(request))
-    assert s.engine.submitted[0].eos_ids == frozenset()
-    assert s.engine.submitted[0].sampling.stop_ids == (9,)
+    request = await engine_request(s, text_request(sampling={"ignore_eos": True}, stop={"token_ids": [9]}))
+    assert (request.eos_ids, request.sampling.stop_ids) == (frozenset(), (9,))
 
 
 async def test_own_eos_tokens_replace_the_models(s: Serving) -> None:
-    s.engine.answer = lambda request: [HELLO_IDS[0], EOS, 9]
-    responses = await read_all(s.generate(text_request(stop={"token_ids": [7], "eos_token_ids": [9]})))
+    own = text_request(stop={"token_ids": [7], "eos_token_ids": [9]})
+    responses = await answered(s, [HELLO_IDS[0], EOS, 9], own)
     request = s.engine.submitted[0]
-    assert (request.eos_ids, request.stop_ids) == (frozenset({9}), frozenset({7}))
-    assert request.sampling.stop_ids == (7, 9)
+    assert (request.eos_ids, request.stop_ids, request.sampling.stop_ids) == ({9}, {7}, (7, 9))
     finished = responses[-1].finished
     assert (finished.finish_reason, finished.matched_token_id) == (pb.FINISH_REASON_STOP_EOS, 9)
-    assert tokens_of(responses) == [HELLO_IDS[0], EOS, 9]
-    assert text_of(responses) == "He"
+    assert (tokens_of(responses), text_of(responses)) == ([HELLO_IDS[0], EOS, 9], "He")
 
 
-async def test_expected_tokens_are_at_most_max_tokens(s: Serving) -> None:
-    s.engine.answer = lambda request: []
-    for expected in (None, 3, 1000):
-        await read_all(s.generate(text_request(expected_tokens=expected, sampling={"max_tokens": 9})))
-    assert [request.expected_tokens for request in s.engine.submitted] == [0, 3, 9]
+@pytest.mark.parametrize(("asked", "found"), [(None, 0), (3, 3), (1000, 9)])
+async def test_expected_tokens_are_at_most_max_tokens(s: Serving, asked: int | None, found: int) -> None:
+    request = text_request(expected_tokens=asked, sampling={"max_tokens": 9})
+    assert (await engine_request(s, request)).expected_tokens == found
 
 
 async def test_resumed_answer_is_expected_to_grow(s: Serving) -> None:
-    s.engine.answer = lambda request: [5, 6, 7, 8]
     resume = pb.Resume(token_ids=[5, 6, 7], model_fingerprint=HELLO.model_fingerprint)
     greedy = {"max_tokens": 9, "temperature": 0.0}
-    await read_all(s.generate(text_request(expected_tokens=2, sampling=greedy, resume=resume)), 3)
+    await answered(s, [5, 6, 7, 8], text_request(expected_tokens=2, sampling=greedy, resume=resume), 3)
     assert s.engine.submitted[0].expected_tokens == 4
 
 
 async def test_prompt_is_truncated_from_the_left(s: Serving) -> None:
-    s.engine.answer = lambda request: []
+    async def prompt(request: pb.GenerateRequest, count: int) -> list[int]:
+        request.truncate_prompt_tokens = count
+        return list((await engine_request(s, request)).prompt)
+
     whole = TOKENIZER.encode("The quick brown fox")
-    long_ids = [i % 500 for i in range(1000)]  # beyond the context
     for count in (1, 3, len(whole), 100):
-        await read_all(s.generate(text_request("The quick brown fox", truncate_prompt_tokens=count)))
-    await read_all(s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=long_ids), truncate_prompt_tokens=9)))
-    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
-    await read_all(s.generate(pb.GenerateRequest(chat=chat, truncate_prompt_tokens=2)))
-    prompts = [list(request.prompt) for request in s.engine.submitted]
-    assert prompts[:5] == [whole[-1:], whole[-3:], whole, whole, long_ids[-9:]]
-    assert len(prompts[5]) == 2
-    error = await error_of(
-        s.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=long_ids), truncate_prompt_tokens=500))
-    )
-    assert error.reason == "PROMPT_TOO_LONG"
+        assert await prompt(text_request("The quick brown fox"), count) == whole[-count:]
+    long = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[i % 500 for i in range(1000)]))  # beyond the context
+    assert await prompt(long, 9) == list(range(491, 500))
+    assert len(await prompt(pb.GenerateRequest(chat=CHAT.chat), 2)) == 2
+    long.truncate_prompt_tokens = 500
+    assert (await error_of(s.generate(long))).reason == "PROMPT_TOO_LONG"
 
 
-async def test_drafts_are_limited_by_the_server_and_the_request(tmp_path: Path) -> None:
-    for method, found in (("prompt_lookup", [6, 0, 4, 6]), ("none", [0, 0, 0, 0])):
-        async with serving(tmp_path, speculative_method=method, num_speculative_tokens=6) as s:
-            s.engine.answer = lambda request: []
-            for most in (None, 0, 4, 1000):
-                await read_all(s.generate(text_request(num_speculative_tokens=most)))
-            assert [request.max_drafts for request in s.engine.submitted] == found
+@pytest.mark.parametrize(("method", "found"), [("prompt_lookup", [6, 0, 4, 6]), ("none", [0, 0, 0, 0])])
+async def test_drafts_are_limited_by_the_server_and_the_request(tmp_path: Path, method: str, found: list[int]) -> None:
+    async with serving(tmp_path, speculative_method=method, num_speculative_tokens=6) as s:
+        requests = [text_request(num_speculative_tokens=most) for most in (None, 0, 4, 1000)]
+        assert [(await engine_request(s, request)).max_drafts for request in requests] == found

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
-from support.serving import (
-    EOS,
-    HELLO,
-    TOKENIZER,
-    Serving,
-    error_of,
-    read_all,
-    serving,
-    text_of,
-    text_request,
-    tokens_of,
-)
+from support.answers import answered, invalid_fields
+from support.serving import EOS, HELLO, TOKENIZER, Serving, text_of, text_request, tokens_of
 
-from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.scheduler.text.stop_regex import StopRegex
 from lineclear.scheduler.text.stop_strings import StopStrings
@@ -88,8 +76,7 @@ def released(case: Case, received: list[int]) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 async def test_resume_at_every_index_gives_the_same_rest(s: Serving, case: Case) -> None:
-    s.engine.answer = lambda request: case.answer
-    whole = await read_all(s.generate(resume_request(case)))
+    whole = await answered(s, case.answer, resume_request(case))
     tokens, text = tokens_of(whole), text_of(whole)
     assert tokens == case.answer[: len(tokens)]
     for have in range(len(tokens) + 1):
@@ -104,7 +91,6 @@ async def test_resume_at_every_index_gives_the_same_rest(s: Serving, case: Case)
         for name in ("finish_reason", "matched_stop_string", "matched_token_id"):
             assert getattr(rest[-1].finished, name) == getattr(whole[-1].finished, name)
         assert rest[-1].finished.usage.completion_tokens == len(tokens)
-    await s.idle()
 
 
 async def remaining(call: Any) -> list[pb.GenerateResponse]:
@@ -123,47 +109,32 @@ async def test_answer_without_end_needs_no_step(s: Serving) -> None:
     assert s.engine.submitted == []
 
 
-async def test_engine_gets_the_received_tokens(tmp_path: Path) -> None:
-    seen: list[Request] = []
-
-    def answer(request: Request) -> list[int]:
-        seen.append(request)
-        return IDS
-
-    async with serving(tmp_path) as s:
-        s.engine.answer = answer
-        await remaining(s.generate(resume_request(CASES[0], IDS[:3])))
-        (request,) = seen
-        assert (request.output, request.sampling.seed, request.max_tokens) == (tuple(IDS[:3]), 5, len(IDS))
+async def test_engine_gets_the_received_tokens(s: Serving) -> None:
+    s.engine.answer = lambda request: IDS
+    await remaining(s.generate(resume_request(CASES[0], IDS[:3])))
+    (request,) = s.engine.submitted
+    assert (request.output, request.sampling.seed, request.max_tokens) == (tuple(IDS[:3]), 5, len(IDS))
 
 
-@pytest.mark.parametrize(
-    ("request_", "field"),
-    [
-        (text_request(resume={**MODEL, "token_ids": [5]}, sampling={"temperature": 0.5}), "sampling.seed"),
-        (text_request(resume={**MODEL, "token_ids": [512]}, sampling={"seed": 1}), "resume.token_ids[0]"),
-        (text_request(resume={**MODEL, "token_ids": [5, EOS, 6]}, sampling={"seed": 1}), "resume.token_ids"),
-        (
-            text_request(resume={**MODEL, "token_ids": [5] * 4}, sampling={"seed": 1, "max_tokens": 3}),
-            "resume.token_ids",
-        ),
-        (text_request(resume={**MODEL, "token_ids": [5] * 129}, sampling={"seed": 1}), "resume.token_ids"),
-        (
-            text_request(resume={**MODEL, "token_ids": IDS}, sampling={"seed": 1}, stop={"strings": ["how"]}),
-            "resume.token_ids",
-        ),
-    ],
-    ids=["no seed", "beyond the vocabulary", "after the end", "too many", "beyond the context", "after a stop string"],
-)
-async def test_impossible_resume_is_rejected(s: Serving, request_: pb.GenerateRequest, field: str) -> None:
-    error = await error_of(s.generate(request_))
-    assert error.code == "INVALID_ARGUMENT"
-    assert {v.field for v in error.violations} == {field}
+IMPOSSIBLE: dict[str, tuple[list[int], dict[str, Any], str]] = {
+    "no seed": ([5], {"sampling": {"temperature": 0.5}}, "sampling.seed"),
+    "beyond the vocabulary": ([512], {}, "resume.token_ids[0]"),
+    "after the end": ([5, EOS, 6], {}, "resume.token_ids"),
+    "too many": ([5] * 4, {"sampling": {"seed": 1, "max_tokens": 3}}, "resume.token_ids"),
+    "beyond the context": ([5] * 129, {}, "resume.token_ids"),
+    "after a stop string": (IDS, {"stop": {"strings": ["how"]}}, "resume.token_ids"),
+}
+
+
+@pytest.mark.parametrize(("received", "fields", "field"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+async def test_impossible_resume_is_rejected(
+    s: Serving, received: list[int], fields: dict[str, Any], field: str
+) -> None:
+    request = text_request(**{"sampling": {"seed": 1}, **fields}, resume={**MODEL, "token_ids": received})
+    assert set(await invalid_fields(s.generate(request))) == {field}
     assert s.engine.submitted == []
-    await s.idle()
 
 
 async def test_greedy_needs_no_seed(s: Serving) -> None:
-    s.engine.answer = lambda request: IDS
     request = text_request(resume={**MODEL, "token_ids": IDS[:2]}, sampling={"temperature": 0.0})
-    assert tokens_of(await remaining(s.generate(request))) == IDS[2:]
+    assert tokens_of(await answered(s, IDS, request, 2)) == IDS[2:]

@@ -130,7 +130,7 @@ def test_queued_requests_follow_a_new_order_and_a_worker_loss_keeps_it(
     )
     running = server.stub.Generate(asking(1, 40))
     next(running)
-    long, short = server.stub.Generate(asking(2, 60)), server.stub.Generate(asking(3, 4))
+    long, short = server.stub.Generate(asking(2, 30)), server.stub.Generate(asking(3, 4))
     result = command("scheduling", "scheduling_policy=shortest", "priority-aging-seconds=1000")
     assert result.exit_code == 0, result.output
     assert "scheduling_policy=shortest\npreemption_policy=cheapest\n" in result.stdout
@@ -140,7 +140,7 @@ def test_queued_requests_follow_a_new_order_and_a_worker_loss_keeps_it(
     with Client(f"unix:{tmp_path}/a") as client:
         signal_worker(lambda: client.stats().worker.pid)
         received = [*first.token_ids, *(token for response in long for token in response.token_ids)]
-        assert received == expected([5], Sampling(seed=2), 60, 512)
+        assert received == expected([5], Sampling(seed=2), 30, 512)
         admin = AdminClient(client)
         assert admin.scheduling()["scheduling_policy"] == "shortest"
         assert admin.update_scheduling(max_queue_size=3)["max_queue_size"] == 3

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from support.serving import HELLO_IDS, Serving, error_of, read_all, serving, text_of, text_request, tokens_of, until
-from support.session_driver import Caller, cancel, submit
+from support.answers import answered, invalid_fields
+from support.serving import HELLO_IDS, Serving, error_of, serving, text_of, text_request, tokens_of, until
+from support.session_driver import Caller, cancel, command, submit
 
 from lineclear.errors import DeviceOutOfMemory
 from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.requests.admission import Admission
+from lineclear.scheduler.requests.session import Session
+from lineclear.scheduler.security.identity import ANONYMOUS
 from lineclear.v1 import inference_pb2 as pb
-from lineclear.wire.messages import Logprobs
 
 
 async def test_one_message_has_the_tokens_of_a_step(s: Serving) -> None:
@@ -59,42 +63,23 @@ async def test_one_message_has_the_tokens_of_a_step(s: Serving) -> None:
     ],
     ids=["plain", "no text", "times", "stop", "stop without text", "greedy"],
 )
-async def test_answer_equals_generate(tmp_path: Path, request_: pb.GenerateRequest) -> None:
-
-    def has_tokens(caller: Caller, count: int) -> bool:
-        return len(caller.tokens[7]) >= count
-
-    async with serving(tmp_path) as s:
-        s.engine.answer = lambda request: HELLO_IDS
-        alone = await read_all(s.generate(request_))
-        s.engine.answer = None
-        caller = Caller(s)
-        await caller.send(submit(7, request_))
-        key = await s.engine.next_request(2)
-        s.engine.start(key)
-        for count, token in enumerate(HELLO_IDS, 1):
-            if key in s.engine.requests:  # or a stop string has ended it
-                s.engine.tokens(key, [token])
-                await caller.until(partial(has_tokens, caller, count))
-        s.engine.finish_by(key, FinishReason.LENGTH)
-        await caller.call.done_writing()
-        await caller.to_the_end()
-        assert caller.tokens[7] == tokens_of(alone)
-        assert caller.text[7] == text_of(alone)
-        assert caller.finished[7].finish_reason == alone[-1].finished.finish_reason
-        assert caller.finished[7].matched_stop_string == alone[-1].finished.matched_stop_string
-        assert caller.finished[7].usage == alone[-1].finished.usage
-
-
-async def test_logprobs_come_as_pieces(s: Serving) -> None:
+async def test_answer_equals_generate(s: Serving, request_: pb.GenerateRequest) -> None:
+    alone = await answered(s, HELLO_IDS, request_)
+    s.engine.answer = None
     caller = Caller(s)
-    await caller.send(submit(1, text_request(output=pb.OutputOptions(logprobs=True))))
-    key = await s.engine.next_request()
+    await caller.send(submit(7, request_))
+    key = await s.engine.next_request(2)
     s.engine.start(key)
-    s.engine.tokens(key, HELLO_IDS[:1], [Logprobs(-0.5)])
-    await caller.until(lambda: caller.tokens[1])
-    found = [p.response.logprobs[0].logprob for m in caller.messages for p in m.events if p.response.logprobs]
-    assert found == [-0.5]
+    for count, token in enumerate(HELLO_IDS, 1):
+        if key in s.engine.requests:  # or a stop string has ended it
+            s.engine.tokens(key, [token])
+            await caller.until(lambda: len(caller.tokens[7]) >= count)  # noqa: B023
+    s.engine.finish_by(key, FinishReason.LENGTH)
+    await caller.call.done_writing()
+    await caller.to_the_end()
+    assert (caller.tokens[7], caller.text[7]) == (tokens_of(alone), text_of(alone))
+    for name in ("finish_reason", "matched_stop_string", "usage"):
+        assert getattr(caller.finished[7], name) == getattr(alone[-1].finished, name)
 
 
 async def test_error_ends_one_request_only(s: Serving) -> None:
@@ -126,8 +111,7 @@ async def test_full_queue_has_a_retry_hint(tmp_path: Path) -> None:
         await caller.send(*(submit(n) for n in range(3)))
         await caller.until(lambda: caller.failed)
         assert caller.failed.keys() == {2}
-        assert caller.failed[2].reason == "QUEUE_FULL"
-        assert caller.failed[2].retry_after_seconds is not None
+        assert (caller.failed[2].reason, caller.failed[2].retry_after_seconds is None) == ("QUEUE_FULL", False)
 
 
 async def test_requests_of_a_session_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,19 +122,6 @@ async def test_requests_of_a_session_are_limited(tmp_path: Path, monkeypatch: py
         await caller.until(lambda: caller.failed)
         assert caller.failed.keys() == {3}
         assert caller.failed[3].metadata == {"limit": "3"}
-
-
-async def test_cancelling_one_request_leaves_the_others(s: Serving) -> None:
-    caller = Caller(s)
-    await caller.send(submit(1, text_request(request_id="a")), submit(2, text_request(request_id="b")))
-    await s.engine.next_request(2)
-    keys = {r.request_id[0]: r.request_id for r in s.engine.submitted}
-    await caller.send(cancel(1), cancel(99))
-    await caller.until(lambda: caller.failed)
-    assert (caller.failed[1].code, caller.failed[1].reason) == ("CANCELLED", "CANCELLED")
-    assert s.engine.cancelled == [keys["a"]]
-    s.engine.start(keys["b"])
-    await caller.until(lambda: 2 in caller.started)
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
@@ -223,16 +194,142 @@ async def test_slow_reader_gets_larger_messages(tmp_path: Path) -> None:
             s.engine.start(key)
         await fast.until(lambda: fast.started)
 
-        def fast_has(count: int) -> bool:
-            return len(fast.tokens[1]) == count
-
         # More than the transport buffers: from some point the writer blocks, and tokens accumulate.
         for count in range(100, 50_001, 100):
             s.engine.step({slow_key: [5] * 100, fast_key: [6] * 100})
-            await fast.until(partial(fast_has, count))
+            await fast.until(lambda: len(fast.tokens[1]) == count)  # noqa: B023
         for key in (slow_key, fast_key):
             s.engine.finish_by(key, FinishReason.LENGTH)
         await slow.until(lambda: slow.finished)
         assert slow.tokens[1] == [5] * 50_000
         assert len(slow.messages) < len(fast.messages)
         await channel.close()
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def new_session(s: Serving) -> Session:
+    """Return a session whose output is read by calling `next_response`."""
+    return Session(s.manager.requests, ANONYMOUS, "", lambda: None, deadline=None)
+
+
+async def test_message_without_commands_ends_the_session(s: Serving) -> None:
+    for wrong in (pb.SessionRequest(), submit(1)):
+        caller = Caller(s)
+        await caller.send(submit(1), wrong)
+        assert (await error_of(caller.call)).reason == "INVALID_REQUEST"
+    raw = s.channel.stream_stream("/lineclear.v1.InferenceService/Session")()
+    await raw.write(b"\xff\xff\xff")
+    assert (await error_of(raw)).reason == "MALFORMED_MESSAGE"
+
+
+async def test_commands_of_a_message_run_in_order(s: Serving) -> None:
+    caller = Caller(s)
+    together = pb.SessionRequest(
+        submits=[command(n) for n in range(5)],
+        cancels=[pb.CancelCommand(handle=3), pb.CancelCommand(handle=99)],
+    )
+    await caller.send(together)
+    await caller.until(lambda: caller.failed)
+    assert {handle: failure.reason for handle, failure in caller.failed.items()} == {3: "CANCELLED"}
+    await until(lambda: len(s.engine.submitted) >= 4)
+    keys = [r.request_id for r in s.engine.submitted if r.request_id not in s.engine.cancelled]
+    assert len(keys) == 4
+    for token, key in enumerate(keys, 5):
+        s.engine.start(key)
+        s.engine.tokens(key, [token])
+        s.engine.finish_by(key, FinishReason.LENGTH)
+    await caller.until(lambda: len(caller.finished) == 4)
+    assert dict(caller.tokens) == {0: [5], 1: [6], 2: [7], 4: [8]}
+
+
+@pytest.mark.parametrize(
+    ("handles", "cancels", "field"),
+    [(range(32), [1], "submits"), ([1, 2, 1], [], "submits[2].handle")],
+    ids=["more than 32 commands", "a handle twice"],
+)
+async def test_wrong_message_ends_the_session(
+    s: Serving, handles: Iterable[int], cancels: list[int], field: str
+) -> None:
+    caller = Caller(s)
+    message = pb.SessionRequest(submits=map(command, handles))
+    for handle in cancels:
+        message.cancels.add(handle=handle)
+    await caller.send(message)
+    assert await invalid_fields(caller.call) == [field]
+    await s.idle()
+    if field == "submits":
+        assert not s.engine.submitted, "the message is refused as a whole"
+
+
+@pytest.mark.parametrize("per_message", [1, 25])
+async def test_commands_wait_for_unread_rejections(tmp_path: Path, per_message: int) -> None:
+    async with serving(tmp_path, max_queue_size=1) as s:
+        num_read = 0
+
+        async def commands() -> AsyncIterator[pb.SessionRequest]:
+            nonlocal num_read
+            for handle in range(0, 1000, per_message):
+                num_read += per_message
+                wrong = text_request(sampling={"top_p": 7.0})
+                yield pb.SessionRequest(submits=[command(handle + n, wrong) for n in range(per_message)])
+
+        session = new_session(s)
+        listening = asyncio.ensure_future(session.run(commands()))
+        await until(lambda: num_read >= 256)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert num_read <= 256 + per_message
+        assert len(session._failures) == 256
+        failed = 0
+        while (message := await session.next_response()) is not None:
+            failed += len(message.events)
+        assert failed == 1000
+        await listening
+
+
+async def test_unread_cancellations_do_not_fill_the_queue(tmp_path: Path) -> None:
+    """A cancelled request leaves the queue before its client reads of it, so that others are admitted."""
+    async with serving(tmp_path, max_queue_size=4) as s:
+        handles = range(4)
+
+        async def commands() -> AsyncIterator[pb.SessionRequest]:
+            cancels = [pb.CancelCommand(handle=handle) for handle in handles]
+            yield pb.SessionRequest(submits=[command(handle) for handle in handles], cancels=cancels)
+
+        session = new_session(s)
+        await session.run(commands())
+        other = s.generate(text_request())
+        await until(lambda: bool(s.engine.submitted) or other.done())
+        assert not other.done(), await other.code()
+        failed = await session.next_response()
+        assert failed is not None
+        assert [event.handle for event in failed.events] == [*handles]
+        other.cancel()
+
+
+async def test_large_commands_leave_loop_time_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checking thirty-two commands without a pause delayed every stream by a tenth of a second."""
+    iterations, opened = 0, []
+    real = Admission.admit
+
+    def counted(self: Admission, *arguments: Any) -> Any:
+        opened.append(iterations)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Admission, "admit", counted)
+
+    async with serving(tmp_path) as s:
+        callers = [Caller(s), Caller(s)]
+        large = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 2000))
+        for caller in callers:
+            await caller.send(pb.SessionRequest(submits=[command(n, large) for n in range(14)]))
+        calls = [s.generate(large) for _ in range(4)]
+        while len(opened) < 32:
+            await asyncio.sleep(0)
+            iterations += 1
+        assert len(set(opened)) == 32
+        for call in (*calls, *(caller.call for caller in callers)):
+            call.cancel()
+        await s.idle()

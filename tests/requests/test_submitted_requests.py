@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from support.answers import invalid_fields
 from support.serving import (
     SMILE,
     SMILE_IDS,
@@ -26,6 +27,7 @@ from support.serving import (
 
 from lineclear.errors import LineclearError, NonFiniteLogits
 from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.identity import ANONYMOUS, Identity
 from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
@@ -64,6 +66,15 @@ async def attached(s: Serving, request_id: str, from_index: int = 0) -> list[pb.
 
 def cancel(s: Serving, request_id: str, **options: Any) -> Any:
     return s.stub.Cancel(pb.CancelRequest(request_id=request_id), **options)
+
+
+async def started(s: Serving, request: pb.GenerateRequest | None = None, num_tokens: int = 0) -> tuple[str, str]:
+    """Return name and key of a submitted request whose answer has begun."""
+    name = await submit(s, request)
+    key = await s.engine.next_request()
+    s.engine.start(key)
+    s.engine.tokens(key, SMILE_IDS[:num_tokens])
+    return name, key
 
 
 async def test_answer_is_read_from_any_index(s: Serving) -> None:
@@ -105,17 +116,14 @@ async def test_held_back_text_comes_with_the_end(s: Serving) -> None:
 
 async def test_a_long_answer_comes_in_several_messages(tmp_path: Path) -> None:
     async with serving(tmp_path, max_unread_tokens=10_000) as s:
-        name = await submit_to_the_end(s, answer=[5] * 2500)
-        responses = await attached(s, name)
+        responses = await attached(s, await submit_to_the_end(s, answer=[5] * 2500))
         assert tokens_of(responses) == [5] * 2500
         assert [len(r.token_ids) for r in responses] == [1024, 1024, 452]
 
 
 async def test_logprobs_and_times_stay_with_their_tokens(s: Serving) -> None:
     options = pb.OutputOptions(logprobs=True, token_timings=True)
-    name = await submit(s, text_request(output=options))
-    key = await s.engine.next_request()
-    s.engine.start(key)
+    name, key = await started(s, text_request(output=options))
     s.engine.tokens(key, SMILE_IDS[:3], [Logprobs(-1.0), Logprobs(-2.0), Logprobs(-3.0)])
     s.engine.finish_by(key, FinishReason.LENGTH)
     await s.idle()
@@ -126,10 +134,7 @@ async def test_logprobs_and_times_stay_with_their_tokens(s: Serving) -> None:
 
 
 async def test_failure_is_kept(s: Serving) -> None:
-    name = await submit(s)
-    key = await s.engine.next_request()
-    s.engine.start(key)
-    s.engine.tokens(key, SMILE_IDS[:2])
+    name, key = await started(s, num_tokens=2)
     s.engine.fail(key, NonFiniteLogits("nan"))
     await s.idle()
     found = await result(s, name)
@@ -141,9 +146,7 @@ async def test_failure_is_kept(s: Serving) -> None:
 
 
 async def test_only_cancel_ends_a_submitted_request(s: Serving) -> None:
-    name = await submit(s)
-    key = await s.engine.next_request()
-    s.engine.start(key)
+    name, _ = await started(s)
     call = attach(s, name)
     await call.read()
     call.cancel()
@@ -164,8 +167,7 @@ async def test_only_cancel_ends_a_submitted_request(s: Serving) -> None:
 
 async def test_attach_beyond_the_answer_is_rejected(s: Serving) -> None:
     name = await submit_to_the_end(s)
-    error = await error_of(attach(s, name, len(SMILE_IDS) + 1))
-    assert [v.field for v in error.violations] == ["from_index"]
+    assert await invalid_fields(attach(s, name, len(SMILE_IDS) + 1)) == ["from_index"]
 
 
 async def test_longest_ended_answer_is_evicted(tmp_path: Path) -> None:
@@ -190,19 +192,14 @@ async def test_longest_ended_answer_is_evicted(tmp_path: Path) -> None:
 
 async def test_answer_expires_and_is_freed(tmp_path: Path) -> None:
     """The lifetime starts at the end of the answer, so a slow machine cannot expire it early."""
-    lifetime_seconds = 0.2
-
-    async with serving(tmp_path, submitted_ttl_seconds=lifetime_seconds) as s:
+    async with serving(tmp_path, submitted_ttl_seconds=0.2) as s:
         loop = asyncio.get_running_loop()
-        name = await submit(s)
-        key = await s.engine.next_request()
+        name, key = await started(s, num_tokens=2)
         reference = weakref.ref(s.manager.submitted.find(ANONYMOUS, name))
         ended_at = loop.time()
-        s.engine.start(key)
-        s.engine.tokens(key, SMILE_IDS)
         s.engine.finish_by(key, FinishReason.LENGTH)
         await until(lambda: len(s.manager.submitted) == 0)
-        assert loop.time() - ended_at > 0.9 * lifetime_seconds  # uvloop counts whole milliseconds
+        assert loop.time() - ended_at > 0.9 * 0.2  # uvloop counts whole milliseconds
         assert s.manager.submitted.num_tokens == 0
         gc.collect()
         assert reference() is None
@@ -216,39 +213,28 @@ async def test_removed_answer_is_not_kept_by_its_timer(s: Serving) -> None:
     assert reference() is None
 
 
-async def test_answers_are_invisible_to_other_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lineclear.scheduler.security import identity
-
+async def test_answers_are_invisible_to_other_callers(s: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
-        return Identity(str(dict(context.invocation_metadata() or ()).get("who", "")), "token")
+        return Identity(str(dict(context.invocation_metadata() or ())["who"]), "token")
 
     monkeypatch.setattr(identity, "caller", caller)
-
-    async with serving(tmp_path) as s:
-        name = await submit(s, metadata=(("who", "alice"),))
-        bob = {"metadata": (("who", "bob"),)}
-        for call in (result(s, name, **bob), attach(s, name, **bob)):
-            assert (await error_of(call)).code == "NOT_FOUND"
-        assert not (await cancel(s, name, **bob)).found
-        assert s.engine.cancelled == []
-        assert (await cancel(s, name, metadata=(("who", "alice"),))).found
-
-
-async def test_request_id_of_a_kept_answer_is_a_duplicate(s: Serving) -> None:
-    await submit_to_the_end(s, text_request(request_id="a"))
-    assert (await error_of(submit(s, text_request(request_id="a")))).reason == "DUPLICATE_REQUEST"
+    alice, bob = {"metadata": (("who", "alice"),)}, {"metadata": (("who", "bob"),)}
+    name = await submit(s, **alice)
+    for call in (result(s, name, **bob), attach(s, name, **bob)):
+        assert (await error_of(call)).code == "NOT_FOUND"
+    assert not (await cancel(s, name, **bob)).found
+    assert s.engine.cancelled == []
+    assert (await cancel(s, name, **alice)).found
 
 
 async def test_duplicate_is_reported_before_other_errors(tmp_path: Path) -> None:
     """A retry of an admitted request gets the duplicate error, also with a full queue or an invalid field."""
-
     async with serving(tmp_path, max_queue_size=1) as s:
         await submit_to_the_end(s, text_request(request_id="a"))
         waiting = s.generate(text_request(request_id="b"))
         await s.engine.next_request(2)
-        full, wrong = text_request(request_id="a"), text_request(request_id="a", sampling={"temperature": -1})
-        for again in (full, wrong):
-            assert (await error_of(submit(s, again))).reason == "DUPLICATE_REQUEST"
+        for fields in ({}, {"sampling": {"temperature": -1}}):
+            assert (await error_of(submit(s, text_request(request_id="a", **fields)))).reason == "DUPLICATE_REQUEST"
         assert (await error_of(submit(s, text_request(request_id="c")))).reason == "QUEUE_FULL"
         assert len(s.engine.submitted) == 2
         waiting.cancel()
@@ -264,10 +250,7 @@ async def test_concurrent_submits_of_one_request_id_admit_one(s: Serving) -> Non
 
 
 async def test_drain_error_has_resume_metadata(s: Serving) -> None:
-    name = await submit(s)
-    key = await s.engine.next_request()
-    s.engine.start(key)
-    s.engine.tokens(key, SMILE_IDS[:2])
+    name, _ = await started(s, num_tokens=2)
     call = attach(s, name)
     assert (await call.read()).response.HasField("started")
     await until(lambda: s.manager.submitted.find(ANONYMOUS, name).outputs[0].next_index == 2)

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from support.serving import (
-    EOS,
-    HELLO,
-    HELLO_IDS,
-    TOKENIZER,
-    Serving,
-    read_all,
-    text_of,
-    text_request,
-    tokens_of,
-)
+from support.answers import answered
+from support.serving import EOS, HELLO, HELLO_IDS, TOKENIZER, Serving, read_all, text_of, text_request, tokens_of
 
 from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.scheduler.core.events import FinishReason
@@ -84,61 +76,53 @@ async def test_unread_tokens_travel_in_one_message(s: Serving) -> None:
 
 
 async def test_only_requested_fields_are_sent(s: Serving) -> None:
-    s.engine.answer = lambda request: HELLO_IDS
-    plain = await read_all(s.generate())
+    plain = await answered(s, HELLO_IDS)
     assert text_of(plain) == "Hello, how are you?"
     assert not any(r.logprobs or r.token_times_us for r in plain)
-    bare = await read_all(s.generate(text_request(output={"omit_text": True})))
+    bare = await answered(s, HELLO_IDS, text_request(output={"omit_text": True}))
     assert (text_of(bare), tokens_of(bare)) == ("", HELLO_IDS)
-    timed = await read_all(s.generate(text_request(output={"token_timings": True})))
+    timed = await answered(s, HELLO_IDS, text_request(output={"token_timings": True}))
     times = [t for r in timed for t in r.token_times_us]
-    assert len(times) == len(HELLO_IDS)
-    assert times == sorted(times)
+    assert (len(times), times) == (len(HELLO_IDS), sorted(times))
     assert s.engine.submitted[0].sampling.logprobs == -1
 
 
 async def test_logprobs_travel_with_their_tokens(s: Serving) -> None:
-    call = s.generate(text_request(output={"logprobs": True, "top_logprobs": 2}))
-    key = await s.engine.next_request()
+    """Masked tokens are no candidates: their log-probability is -inf, which is no value of JSON."""
+    call, key = await s.start_call(text_request(output={"logprobs": True, "top_logprobs": 2}))
     assert s.engine.requests[key].sampling.logprobs == 2
-    s.engine.start(key)
-    s.engine.tokens(key, [40, 41], [Logprobs(-0.5, ((40, -0.5), (9, -2.0))), Logprobs(-1.5, ())])
+    top = (((40, -0.5), (9, -2.0)), (), ((40, 0.0), (1, -inf)))
+    s.engine.tokens(key, [40, 41, 40], [Logprobs(x, y) for x, y in zip((-0.5, -1.5, 0.0), top, strict=True)])
     s.engine.finish_by(key, FinishReason.LENGTH)
     entries = [entry for r in await read_all(call) for entry in r.logprobs]
-    assert [e.logprob for e in entries] == [-0.5, -1.5]
-    assert [(t.token_id, t.logprob) for t in entries[0].top_logprobs] == [(40, -0.5), (9, -2.0)]
+    assert [e.logprob for e in entries] == [-0.5, -1.5, 0.0]
+    shown = [[(t.token_id, t.logprob) for t in entry.top_logprobs] for entry in entries]
+    assert shown == [[(40, -0.5), (9, -2.0)], [], [(40, 0.0)]]
 
 
-async def test_masked_tokens_are_no_candidates(s: Serving) -> None:
-    """Their log-probability is -inf, which is no value of JSON."""
-    call = s.generate(text_request(output={"logprobs": True, "top_logprobs": 2}))
-    key = await s.engine.next_request()
-    s.engine.start(key)
-    s.engine.tokens(key, [40], [Logprobs(0.0, ((40, 0.0), (1, -inf)))])
-    s.engine.finish_by(key, FinishReason.LENGTH)
-    entries = [entry for r in await read_all(call) for entry in r.logprobs]
-    assert [t.token_id for t in entries[0].top_logprobs] == [40]
+@pytest.mark.parametrize(
+    ("ids", "fields", "text"),
+    [
+        ([*HELLO_IDS, EOS], {}, "Hello, how are you?"),
+        ([*HELLO_IDS, EOS], {"output": {"keep_special_tokens": True}}, "Hello, how are you?</s>"),
+        (HELLO_IDS, {"stop": {"strings": ["you? And"]}}, "Hello, how are you?"),
+        (TOKENIZER.encode_sealed("é😀")[:-1], {}, "é\ufffd"),
+    ],
+    ids=["special token", "kept special token", "begun stop string", "unfinished character"],
+)
+async def test_text_at_the_end_of_an_answer(s: Serving, ids: list[int], fields: dict[str, Any], text: str) -> None:
+    responses = await answered(s, ids, text_request(**fields))
+    assert text_of(responses) == text
+    assert responses[-1].finished.finish_reason != pb.FINISH_REASON_STOP_STRING
 
 
-async def test_special_tokens_are_text_only_when_kept(s: Serving) -> None:
-    s.engine.answer = lambda request: [*HELLO_IDS, EOS]
-    assert text_of(await read_all(s.generate())) == "Hello, how are you?"
-    request = text_request(output={"keep_special_tokens": True})
-    assert text_of(await read_all(s.generate(request))) == "Hello, how are you?</s>"
-
-
-async def test_unfinished_character_becomes_a_replacement(s: Serving) -> None:
-    half = TOKENIZER.encode_sealed("é😀")[:-1]
-    s.engine.answer = lambda request: half
-    assert text_of(await read_all(s.generate())) == "é\ufffd"
-
-
-async def test_stop_string_ends_answer_and_computation(s: Serving) -> None:
-    call, key = await s.start_call(text_request(stop={"strings": [" are"]}))
+@pytest.mark.parametrize("omit_text", [False, True])
+async def test_stop_string_ends_answer_and_computation(s: Serving, omit_text: bool) -> None:
+    call, key = await s.start_call(text_request(stop={"strings": [" are"]}, output={"omit_text": omit_text}))
     for token in HELLO_IDS:  # the engine is ahead of the text
         s.engine.tokens(key, [token])
     responses = await read_all(call)
-    assert text_of(responses) == "Hello, how"
+    assert text_of(responses) == ("" if omit_text else "Hello, how")
     count = s.engine.stopped[0][1]
     assert " are" in decode(TOKENIZER, HELLO_IDS[:count], keep_special=False)
     assert " are" not in decode(TOKENIZER, HELLO_IDS[: count - 1], keep_special=False)
@@ -163,29 +147,11 @@ async def test_stop_string_wins_over_a_later_engine_end(s: Serving, reason: Fini
     assert finished.usage.completion_tokens == len(tokens_of(responses)) < len(HELLO_IDS)
 
 
-async def test_stop_strings_work_without_text(s: Serving) -> None:
-    s.engine.answer = lambda request: HELLO_IDS
-    request = text_request(stop={"strings": [" how"]}, output={"omit_text": True})
-    responses = await read_all(s.generate(request))
-    assert text_of(responses) == ""
-    assert responses[-1].finished.finish_reason == pb.FINISH_REASON_STOP_STRING
-
-
-async def test_partial_stop_string_is_sent_at_the_end(s: Serving) -> None:
-    s.engine.answer = lambda request: HELLO_IDS
-    responses = await read_all(s.generate(text_request(stop={"strings": ["you? And"]})))
-    assert text_of(responses) == "Hello, how are you?"
-    assert responses[-1].finished.finish_reason == pb.FINISH_REASON_LENGTH
-
-
 async def test_a_stop_token_ends_without_text(s: Serving) -> None:
     stop = HELLO_IDS[-1]
-    call = s.generate(text_request(stop={"token_ids": [stop]}))
-    key = await s.engine.next_request()
-    request = s.engine.requests[key]
-    assert request.stop_ids == {stop}
-    assert request.sampling.stop_ids == tuple(sorted((stop, EOS)))
-    s.engine.start(key)
+    call, key = await s.start_call(text_request(stop={"token_ids": [stop]}))
+    assert s.engine.requests[key].stop_ids == {stop}
+    assert s.engine.requests[key].sampling.stop_ids == tuple(sorted((stop, EOS)))
     s.engine.tokens(key, HELLO_IDS)
     s.engine.finish_by(key, FinishReason.STOP_TOKEN, stop)
     responses = await read_all(call)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.serving import Serving, error_of, serving
 from support.small_tokenizers import byte_level, definition, save
-from support.tool_templates import HERMES, LLAMA3, TEMPLATES, TOOLS, tokenizer
+from support.tool_templates import HERMES, TEMPLATES, TOOLS, tokenizer
 
 from lineclear.errors import InvalidRequest
 from lineclear.scheduler.requests.validate import tools as tool_validation
@@ -122,25 +122,13 @@ def test_named_template_for_tools_is_used(tmp_path: Path) -> None:
     assert decode(TOKENIZER, rendered(template, chat(tools=())), keep_special=True) == "plain"
 
 
-FRAGMENTS = [
-    "<|im_end|>",
-    "<|im_start|>",
-    "</s>",
-    "[TOOL_CALLS]",
-    "TOOL_CALLS",
-    "[",
-    "]",
-    "im_end",
-    "<|",
-    "|>",
-    '"',
-    "\\",
-]
+FRAGMENTS = ["<|im_end|>", "<|im_start|>", "</s>", "[TOOL_CALLS]", "TOOL_CALLS", "[", "]"]
+FRAGMENTS += ["im_end", "<|", "|>", '"', "\\"]
 
 
 @pytest.mark.parametrize("source", [*TEMPLATES.values(), REPR])
 @given(texts=st.lists(st.lists(st.sampled_from([*FRAGMENTS, "a", "\U00100000"]), max_size=5).map("".join), min_size=6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_tools_write_no_special_tokens(source: str, texts: list[str]) -> None:
     """The special tokens equal those of the same conversation with the text `z` everywhere."""
     template = ChatTemplate(source, TOKENIZER.seal, {"bos_token": "<s>", "eos_token": "</s>"})
@@ -202,102 +190,77 @@ async def test_template_without_tools_rejects_them(s: Serving) -> None:
     assert [violation.field for violation in error.violations] == ["chat.tools"]
 
 
-async def test_template_names_its_refusal(tmp_path: Path) -> None:
-    two = {**MESSAGES[1], "tool_calls": MESSAGES[1]["tool_calls"] * 2}
-    async with serving(tmp_path, template=LLAMA3) as s:
-        error = await error_of(s.stub.Tokenize(pb.TokenizeRequest(chat=chat([MESSAGES[0], two]))))
-        assert "This model makes one call in a message" in str(error)
-
-
-def tools(**fields: Any) -> pb.ChatMessages:
-    return pb.ChatMessages(messages=[message_of(MESSAGES[0])], tools=[pb.Tool(**{"name": "f", **fields})])
-
-
-def calls(role: str = "assistant", **fields: Any) -> pb.ChatMessages:
-    call = pb.ToolCall(**{"id": "1", "name": "f", "arguments": "{}", **fields})
-    return pb.ChatMessages(messages=[pb.ChatMessage(role=role, tool_calls=[call])])
-
-
-def choice(**fields: Any) -> pb.ChatMessages:
-    found = tools()
-    found.tool_choice.MergeFrom(pb.ToolChoice(**fields))
+def with_tools(*tools: pb.Tool, **choice: Any) -> pb.ChatMessages:
+    found = pb.ChatMessages(messages=[message_of(MESSAGES[0])], tools=tools)
+    if choice:
+        found.tool_choice.MergeFrom(pb.ToolChoice(**choice))
     return found
+
+
+def tool(**fields: Any) -> pb.ChatMessages:
+    return with_tools(pb.Tool(**{"name": "f", **fields}))
+
+
+def message(**fields: Any) -> pb.ChatMessages:
+    return pb.ChatMessages(messages=[pb.ChatMessage(**fields)])
+
+
+def call(role: str = "assistant", **fields: Any) -> pb.ChatMessages:
+    return message(role=role, tool_calls=[pb.ToolCall(**{"id": "1", "name": "f", "arguments": "{}", **fields})])
 
 
 DEEP = '{"a": ' * 65 + "1" + "}" * 65
 BAD = {
-    "empty name": (tools(name=""), "chat.tools[0].name"),
-    "odd name": (tools(name="get weather"), "chat.tools[0].name"),
-    "long name": (tools(name="x" * 65), "chat.tools[0].name"),
-    "same names": (
-        pb.ChatMessages(messages=[message_of(MESSAGES[0])], tools=[pb.Tool(name="f")] * 2),
-        "chat.tools[1].name",
-    ),
-    "many tools": (
-        pb.ChatMessages(messages=[message_of(MESSAGES[0])], tools=[pb.Tool(name=f"f{i}") for i in range(129)]),
-        "chat.tools",
-    ),
-    "no JSON": (tools(parameters="{"), "chat.tools[0].parameters"),
-    "empty schema": (tools(parameters=""), "chat.tools[0].parameters"),
-    "no object": (tools(parameters="[]"), "chat.tools[0].parameters"),
-    "other type": (tools(parameters='{"type": "string"}'), "chat.tools[0].parameters"),
-    "properties": (tools(parameters='{"properties": []}'), "chat.tools[0].parameters"),
-    "required": (tools(parameters='{"required": [1]}'), "chat.tools[0].parameters"),
-    "deep": (tools(parameters=DEEP), "chat.tools[0].parameters"),
-    "very deep": (tools(parameters='{"a": ' + "[" * 2000), "chat.tools[0].parameters"),
-    "NaN": (tools(parameters='{"default": NaN}'), "chat.tools[0].parameters"),
-    "too large": (tools(parameters='{"description": "' + "x" * 4096 + '"}'), "chat.messages"),
-    "unknown function": (choice(function="g"), "chat.tool_choice.function"),
-    "unknown choice": (choice(mode=9), "chat.tool_choice.mode"),
-    "required without tools": (
-        pb.ChatMessages(messages=[message_of(MESSAGES[0])], tool_choice=pb.ToolChoice(mode=3)),
-        "chat.tool_choice.mode",
-    ),
-    "calls of a user": (calls(role="user"), "chat.messages[0].tool_calls"),
-    "call without id": (calls(id=""), "chat.messages[0].tool_calls[0].id"),
-    "call of an odd name": (calls(name="a b"), "chat.messages[0].tool_calls[0].name"),
-    "arguments": (calls(arguments="[1]"), "chat.messages[0].tool_calls[0].arguments"),
-    "many calls": (
-        pb.ChatMessages(messages=[pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall()] * 129)]),
-        "chat.messages[0].tool_calls",
-    ),
-    "result of a user": (
-        pb.ChatMessages(messages=[pb.ChatMessage(role="user", tool_call_id="1")]),
-        "chat.messages[0].tool_call_id",
-    ),
-    "empty result id": (
-        pb.ChatMessages(messages=[pb.ChatMessage(role="tool", tool_call_id="")]),
-        "chat.messages[0].tool_call_id",
-    ),
-    "long author": (pb.ChatMessages(messages=[pb.ChatMessage(role="tool", name="x" * 65)]), "chat.messages[0].name"),
-    "reasoning of a user": (
-        pb.ChatMessages(messages=[pb.ChatMessage(role="user", reasoning="x")]),
-        "chat.messages[0].reasoning",
-    ),
+    "empty name": (tool(name=""), "chat.tools[0].name"),
+    "odd name": (tool(name="get weather"), "chat.tools[0].name"),
+    "long name": (tool(name="x" * 65), "chat.tools[0].name"),
+    "same names": (with_tools(*[pb.Tool(name="f")] * 2), "chat.tools[1].name"),
+    "many tools": (with_tools(*(pb.Tool(name=f"f{i}") for i in range(129))), "chat.tools"),
+    "no JSON": (tool(parameters="{"), "chat.tools[0].parameters"),
+    "empty schema": (tool(parameters=""), "chat.tools[0].parameters"),
+    "no object": (tool(parameters="[]"), "chat.tools[0].parameters"),
+    "other type": (tool(parameters='{"type": "string"}'), "chat.tools[0].parameters"),
+    "properties": (tool(parameters='{"properties": []}'), "chat.tools[0].parameters"),
+    "required": (tool(parameters='{"required": [1]}'), "chat.tools[0].parameters"),
+    "deep": (tool(parameters=DEEP), "chat.tools[0].parameters"),
+    "very deep": (tool(parameters='{"a": ' + "[" * 2000), "chat.tools[0].parameters"),
+    "NaN": (tool(parameters='{"default": NaN}'), "chat.tools[0].parameters"),
+    "too large": (tool(parameters='{"description": "' + "x" * 4096 + '"}'), "chat.messages"),
+    "unknown function": (with_tools(pb.Tool(name="f"), function="g"), "chat.tool_choice.function"),
+    "unknown choice": (with_tools(pb.Tool(name="f"), mode=9), "chat.tool_choice.mode"),
+    "required without tools": (with_tools(mode=pb.TOOL_CHOICE_MODE_REQUIRED), "chat.tool_choice.mode"),
+    "calls of a user": (call(role="user"), "chat.messages[0].tool_calls"),
+    "call without id": (call(id=""), "chat.messages[0].tool_calls[0].id"),
+    "call of an odd name": (call(name="a b"), "chat.messages[0].tool_calls[0].name"),
+    "arguments": (call(arguments="[1]"), "chat.messages[0].tool_calls[0].arguments"),
+    "many calls": (message(role="assistant", tool_calls=[pb.ToolCall()] * 129), "chat.messages[0].tool_calls"),
+    "result of a user": (message(role="user", tool_call_id="1"), "chat.messages[0].tool_call_id"),
+    "empty result id": (message(role="tool", tool_call_id=""), "chat.messages[0].tool_call_id"),
+    "long author": (message(role="tool", name="x" * 65), "chat.messages[0].name"),
+    "reasoning of a user": (message(role="user", reasoning="x"), "chat.messages[0].reasoning"),
 }
 
 
 @pytest.mark.parametrize(("bad", "path"), BAD.values(), ids=BAD)
 def test_bad_tools_are_rejected_with_their_path(bad: pb.ChatMessages, path: str) -> None:
-    for call in (
-        lambda: check(pb.GenerateRequest(chat=bad), BOUNDS),
-        lambda: check_tokenize(pb.TokenizeRequest(chat=bad), BOUNDS.settings),
-    ):
-        with pytest.raises(InvalidRequest) as caught:
-            call()
-        assert [violation.field for violation in caught.value.violations] == [path]
+    with pytest.raises(InvalidRequest) as caught:
+        check(pb.GenerateRequest(chat=bad), BOUNDS)
+    assert [violation.field for violation in caught.value.violations] == [path]
+    with pytest.raises(InvalidRequest) as caught:
+        check_tokenize(pb.TokenizeRequest(chat=bad), BOUNDS.settings)
+    assert [violation.field for violation in caught.value.violations] == [path]
 
 
 def test_valid_tools_pass() -> None:
     assert check(pb.GenerateRequest(chat=chat()), BOUNDS)
-    assert check(pb.GenerateRequest(chat=choice(mode=pb.TOOL_CHOICE_MODE_AUTO)), BOUNDS)
-    assert check(pb.GenerateRequest(chat=choice(mode=pb.TOOL_CHOICE_MODE_NONE)), BOUNDS)
+    for mode in (pb.TOOL_CHOICE_MODE_AUTO, pb.TOOL_CHOICE_MODE_NONE):
+        assert check(pb.GenerateRequest(chat=with_tools(pb.Tool(name="f"), mode=mode)), BOUNDS)
 
 
 @pytest.mark.parametrize("levels", [40, 64, 65])
 def test_wide_values_may_be_as_deep_as_narrow_ones(levels: int) -> None:
     wide = '{"default": [' + "[], " * 100 + "[" * (levels - 2) + "]" * (levels - 2) + "]}"
-    for each in (tools(parameters=wide), calls(arguments=wide)):
+    for each in (tool(parameters=wide), call(arguments=wide)):
         violations = Violations()
         tool_validation.check_tools("chat", each, tool_validation.with_more_than_content(each), violations)
         problems = [violation.description for violation in violations.violations]

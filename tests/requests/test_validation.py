@@ -15,7 +15,6 @@ from support.serving import EOS, error_of, read_all, serving
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary
 from lineclear.scheduler.requests.validate.request import (
     ModelBounds,
-    ValidatedRequest,
     check,
     check_detokenize,
     check_token_ids,
@@ -40,23 +39,14 @@ BOUNDS = ModelBounds(
 PROTOS = Path(__file__).parents[2] / "protos" / "lineclear" / "v1"
 
 
-def test_cases_are_many_and_distinct() -> None:
-    assert len(CASES) >= 150
-    assert len({case.request.SerializeToString(deterministic=True) for case in CASES}) == len(CASES)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_invalid_request_names_reason_and_fields(case: Bad) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check(case.request, BOUNDS)
     assert caught.value.reason == case.reason
     assert {v.field for v in caught.value.violations} == set(case.fields)
-    _assert_nothing_is_echoed(case, caught.value)
-
-
-def _assert_nothing_is_echoed(case: Bad, error: InvalidRequest) -> None:
-    """A sentence names the limit and never the value; sizes are not values."""
-    text = str(error) + "".join(v.description for v in error.violations)
+    # A sentence names the limit and never the value; sizes are not values.
+    text = str(caught.value) + "".join(v.description for v in caught.value.violations)
     for value in ("9999", "nan", "inf", "1e+30", "4294967295", "a/b", "a b", "xxxx", "im_start", "😀"):
         assert value not in text
 
@@ -145,15 +135,7 @@ def test_largest_valid_request_is_valid(good: pb.GenerateRequest) -> None:
 
 
 NOT_COPIED = {
-    "n",
-    "best_of",
-    "num_beams",
-    "top_k",
-    "forced_first_token_id",
-    "seed",
-    "min_tokens",
-    "max_tokens",
-    "ignore_eos",
+    *("n", "best_of", "num_beams", "top_k", "forced_first_token_id", "seed", "min_tokens", "max_tokens", "ignore_eos")
 }
 """Scalars of the schema whose range depends on the model or on each other; `bad_requests` has their bounds."""
 SCALARS = [
@@ -183,77 +165,63 @@ def test_schema_parameter_reaches_the_wire(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCALARS)
-def test_schema_parameter_has_the_default_of_its_comment(name: str) -> None:
-    default = re.search(r"Default (-?\d+(?:\.\d+)?)", _comment(name))
+def test_range_and_default_are_those_of_the_schemas_comment(name: str) -> None:
+    text = (PROTOS / "sampling.proto").read_text()
+    found = re.search(rf"((?:  //.*\n)+)  optional (?:float|u?int32) {name} = ", text)
+    assert found is not None
+    comment = found[1].replace("\n  //", "")
+    intervals = re.findall(r"[\[(]-?[\d.]+, -?[\d.]+\]", comment)
+    assert [str(PARAMETERS[name].range).removeprefix("0 or in ").removeprefix("in ")] == intervals
+    default = re.search(r"Default (-?\d+(?:\.\d+)?)", comment)
     assert default is not None
     assert getattr(check(request(), BOUNDS).sampling, name) == PARAMETERS[name].default == float(default[1])
-
-
-@pytest.mark.parametrize("name", SCALARS)
-def test_ranges_equal_the_schemas(name: str) -> None:
-    """The interval in the .proto comment equals the validated one."""
-    intervals = re.findall(r"[\[(]-?[\d.]+, -?[\d.]+\]", _comment(name))
-    assert [str(PARAMETERS[name].range).removeprefix("0 or in ").removeprefix("in ")] == intervals
-
-
-def _comment(name: str) -> str:
-    text = (PROTOS / "sampling.proto").read_text()
-    comment = re.search(rf"((?:  //.*\n)+)  optional (?:float|u?int32) {name} = ", text)
-    assert comment is not None
-    return comment[1].replace("\n  //", "")
 
 
 # --- checks that need the prompt -------------------------------------------------------------------------------------
 
 
-def resolved(validated: ValidatedRequest, prompt: Sequence[int]) -> dict[str, Any]:
+def resolved(prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
+    validated = check(request(sampling=sampling), BOUNDS)
     return resolve(validated, request(), prompt, "", validated.sampling, BOUNDS)
 
 
-def test_prompt_and_output_share_the_context() -> None:
-    def max_tokens_for(prompt_len: int, **sampling: int) -> int:
-        checked = check(request(sampling=sampling), BOUNDS)
-        return int(resolved(checked, [3] * prompt_len)["max_tokens"])
-
-    assert max_tokens_for(100, max_tokens=28) == 28
-    assert max_tokens_for(CONTEXT - 1) == 1
-    assert max_tokens_for(CONTEXT - 5) == 5  # the rest of the context
-    assert max_tokens_for(10) == 16  # the server's default
+@pytest.mark.parametrize(
+    ("prompt_len", "sampling", "max_tokens"),
+    [(100, {"max_tokens": 28}, 28), (CONTEXT - 1, {}, 1), (CONTEXT - 5, {}, 5), (10, {}, 16)],
+    ids=["its own", "one token", "the rest of the context", "the server's default"],
+)
+def test_prompt_and_output_share_the_context(prompt_len: int, sampling: dict[str, int], max_tokens: int) -> None:
+    assert resolved([3] * prompt_len, **sampling)["max_tokens"] == max_tokens
 
 
 @pytest.mark.parametrize(
-    ("prompt_len", "max_tokens", "field", "figures"),
-    [
-        (100, 29, "sampling.max_tokens", {"prompt_tokens": "100", "max_tokens": "29", "context_length": "128"}),
-        (CONTEXT, None, "text", {"prompt_tokens": "128", "context_length": "128"}),
-        (CONTEXT + 1, 1, "text", {"prompt_tokens": "129", "context_length": "128"}),
-    ],
+    ("prompt_len", "sampling", "field"),
+    [(100, {"max_tokens": 29}, "sampling.max_tokens"), (CONTEXT, {}, "text"), (CONTEXT + 1, {"max_tokens": 1}, "text")],
 )
-def test_too_long_prompt_error_has_the_figures(
-    prompt_len: int, max_tokens: int | None, field: str, figures: dict[str, str]
-) -> None:
-    sampling = {} if max_tokens is None else {"max_tokens": max_tokens}
-    checked = check(request(sampling=sampling), BOUNDS)
+def test_too_long_prompt_error_has_the_figures(prompt_len: int, sampling: dict[str, int], field: str) -> None:
     with pytest.raises(PromptTooLong) as caught:
-        resolved(checked, [3] * prompt_len)
+        resolved([3] * prompt_len, **sampling)
+    figures = {"prompt_tokens": str(prompt_len), "context_length": "128"}
+    if field == "sampling.max_tokens":
+        figures["max_tokens"] = "29"
     assert caught.value.metadata == figures
     assert [v.field for v in caught.value.violations] == [field]
 
 
-def test_min_tokens_must_be_reachable() -> None:
-    checked = check(request(sampling={"min_tokens": 20}), BOUNDS)
-    with pytest.raises(InvalidRequest, match=r"sampling\.min_tokens"):
-        resolved(checked, [3])
-
-
-def test_text_without_tokens_is_rejected() -> None:
-    with pytest.raises(InvalidRequest, match="text: has no tokens"):
-        resolved(check(request(), BOUNDS), [])
-
-
-def test_tokenizer_of_another_model_is_detected() -> None:
-    with pytest.raises(TokenOutOfVocabulary):
-        resolved(check(request(), BOUNDS), [VOCABULARY])
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error", "problem"),
+    [
+        ([3], {"min_tokens": 20}, InvalidRequest, r"sampling\.min_tokens"),
+        ([], {}, InvalidRequest, "text: has no tokens"),
+        ([VOCABULARY], {}, TokenOutOfVocabulary, "tokenizer"),
+    ],
+    ids=["unreachable min_tokens", "text without tokens", "tokenizer of another model"],
+)
+def test_prompt_that_does_not_fit_is_rejected(
+    prompt: list[int], sampling: dict[str, int], error: type[InvalidRequest], problem: str
+) -> None:
+    with pytest.raises(error, match=problem):
+        resolved(prompt, **sampling)
 
 
 # --- other RPCs ------------------------------------------------------------------------------------------------------
@@ -273,9 +241,6 @@ def test_bad_tokenize_requests(bad: pb.TokenizeRequest, fields: set[str]) -> Non
     with pytest.raises(InvalidRequest) as caught:
         check_tokenize(bad, BOUNDS.settings)
     assert {v.field for v in caught.value.violations} == fields
-
-
-def test_empty_text_can_be_tokenized() -> None:
     check_tokenize(pb.TokenizeRequest(text=""), BOUNDS.settings)
 
 

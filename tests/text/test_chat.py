@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +48,17 @@ HELPERS = (
 )
 TEMPLATES = {"chatml": CHATML, "inst": INST, "thinking": THINKING, "role_tags": ROLE_TAGS, "helpers": HELPERS}
 
+
+def conversation(*contents: str) -> list[ChatMessage]:
+    """Return messages of user and assistant in turn."""
+    return [ChatMessage(("user", "assistant")[number % 2], content) for number, content in enumerate(contents)]
+
+
 CONVERSATIONS = [
-    [ChatMessage("user", "Hello, how are you?")],
-    [
-        ChatMessage("user", "  spaces \n around  "),
-        ChatMessage("assistant", "I am fine."),
-        ChatMessage("user", "日本語 😀"),
-    ],
-    [
-        ChatMessage("user", "\n\nnewlines\n"),
-        ChatMessage("assistant", "<think>hm\n</think>\n\nx < y > z | w"),
-        ChatMessage("user", "a_b[0]"),
-    ],
-    [ChatMessage("user", "")],
+    conversation("Hello, how are you?"),
+    conversation("  spaces \n around  ", "I am fine.", "日本語 😀"),
+    conversation("\n\nnewlines\n", "<think>hm\n</think>\n\nx < y > z | w", "a_b[0]"),
+    conversation(""),
 ]
 
 
@@ -81,12 +80,11 @@ def test_chat_ids_equal_transformers(name: str, kind: str, tmp_path: Path) -> No
     template = load_chat_template(model, tokenizer.seal)
     assert template is not None
     library = reference(model)
-    for conversation in CONVERSATIONS:
-        for opens in (True, False):
-            ids = tokenizer.encode_sealed(template.render(Conversation(conversation, add_generation_prompt=opens)))
-            messages = [message._asdict() for message in conversation]
-            expected = library.apply_chat_template(messages, add_generation_prompt=opens, return_dict=False)
-            assert ids == expected, (conversation, opens)
+    for messages, opens in itertools.product(CONVERSATIONS, (True, False)):
+        ids = tokenizer.encode_sealed(template.render(Conversation(messages, add_generation_prompt=opens)))
+        plain = [message._asdict() for message in messages]
+        expected = library.apply_chat_template(plain, add_generation_prompt=opens, return_dict=False)
+        assert ids == expected, (messages, opens)
 
 
 def test_demo_model_chat_ids_equal_transformers() -> None:
@@ -94,10 +92,10 @@ def test_demo_model_chat_ids_equal_transformers() -> None:
     tokenizer = load_tokenizer(model)
     template = load_chat_template(model, tokenizer.seal)
     assert template is not None
-    conversation = [ChatMessage("user", "What is the capital of France?")]
-    ids = tokenizer.encode_sealed(template.render(Conversation(conversation)))
-    messages = [message._asdict() for message in conversation]
-    assert ids == reference(model).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    messages = conversation("What is the capital of France?")
+    ids = tokenizer.encode_sealed(template.render(Conversation(messages)))
+    plain = [message._asdict() for message in messages]
+    assert ids == reference(model).apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
 
 
 # --- special tokens in contents --------------------------------------------------------------------------------------
@@ -108,17 +106,14 @@ FRAGMENTS += ["user", "assistant", "</think>", "<think>", "<", ">", "[", "]", "a
 
 @pytest.mark.parametrize("source", [*TEMPLATES.values(), GLUE])
 @given(contents=st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), min_size=1, max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_contents_write_no_special_tokens(source: str, contents: list[str]) -> None:
     """The special tokens equal those of the same conversation with the contents `z`."""
-    tokenizer = TOKENIZER
-    template = ChatTemplate(source, tokenizer.seal, {"bos_token": "<s>", "eos_token": "</s>"})
-    roles = ["user", "assistant", "user"]
+    template = ChatTemplate(source, TOKENIZER.seal, {"bos_token": "<s>", "eos_token": "</s>"})
 
     def special(texts: list[str]) -> list[int]:
-        conversation = [ChatMessage(role, text) for role, text in zip(roles, texts, strict=False)]
-        ids = tokenizer.encode_sealed(template.render(Conversation(conversation)))
-        return [i for i in ids if tokenizer.is_special(i)]
+        ids = TOKENIZER.encode_sealed(template.render(Conversation(conversation(*texts))))
+        return [i for i in ids if TOKENIZER.is_special(i)]
 
     assert special(contents) == special(["z"] * len(contents))
 
@@ -136,9 +131,8 @@ def test_content_text_is_unchanged() -> None:
 
 def test_template_finds_its_marks_in_contents() -> None:
     template = ChatTemplate(THINKING, TOKENIZER.seal, {})
-    text = template.render(
-        Conversation([ChatMessage("assistant", "<think>secret</think>\n\nyes")], add_generation_prompt=False)
-    )
+    messages = [ChatMessage("assistant", "<think>secret</think>\n\nyes")]
+    text = template.render(Conversation(messages, add_generation_prompt=False))
     assert text.endswith("assistant\nyes" + TOKENIZER.seal("<|im_end|>") + "\n")
 
 
@@ -153,11 +147,7 @@ def test_template_knows_its_roles() -> None:
 def test_contents_without_free_placeholder_are_rejected() -> None:
     template = ChatTemplate(CHATML, TOKENIZER.seal, {"bos_token": ""})
     with pytest.raises(InvalidRequest, match="private-use plane"):
-        template.render(
-            Conversation(
-                [ChatMessage("user", "".join(map(chr, range(0x100000, 0x10FFFE))))], add_generation_prompt=True
-            )
-        )
+        template.render(Conversation(conversation("".join(map(chr, range(0x100000, 0x10FFFE))))))
 
 
 # --- template errors -------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.serving import TOKENIZER, Serving, error_of, read_all, text_request
+from support.answers import engine_request, invalid_fields
+from support.serving import TOKENIZER, Serving, text_request
 from support.small_tokenizers import KINDS, definition
 
 from lineclear.scheduler.text.sampling_texts import DEFAULT_BREAKERS, BreakerIndex, bad_word_ids
@@ -39,29 +40,29 @@ def test_word_of_other_tokens_behind_a_space_is_kept() -> None:
     assert bad_word_ids(Encoder(), "a") == [(4,)]
 
 
-async def test_bad_words_of_one_token_are_banned_ids(s: Serving) -> None:
-    s.engine.answer = lambda request: []
-    words = ["fox", "The quick brown", "fox"]
-    await read_all(s.generate(text_request(sampling={"bad_words": words, "banned_token_ids": [7]})))
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fox", "The quick brown", "fox"],
+        [f"{i} quick brown foxes jump over the lazy dog".ljust(128, "x") for i in range(256)],
+    ],
+    ids=["few", "tokenized in a thread"],
+)
+async def test_bad_words_of_one_token_are_banned_ids(s: Serving, words: list[str]) -> None:
+    sampling = {"bad_words": words, "banned_token_ids": [7]}
+    found = (await engine_request(s, text_request(sampling=sampling))).sampling
     sequences = {sequence for word in words for sequence in bad_word_ids(TOKENIZER, word)}
-    sampling = s.engine.submitted[0].sampling
-    assert set(sampling.banned_ids) == {7} | {ids[0] for ids in sequences if len(ids) == 1}
-    assert set(sampling.bad_words) == {ids for ids in sequences if len(ids) > 1} != set()
-
-
-async def test_many_long_bad_words_are_tokenized_in_a_thread(s: Serving) -> None:
-    s.engine.answer = lambda request: []
-    words = [f"{i} quick brown foxes jump over the lazy dog".ljust(128, "x") for i in range(256)]
-    await read_all(s.generate(text_request(sampling={"bad_words": words})))
-    wanted = {sequence for word in words for sequence in bad_word_ids(TOKENIZER, word)}
-    assert set(s.engine.submitted[0].sampling.bad_words) == wanted
+    assert set(found.banned_ids) == {7} | {ids[0] for ids in sequences if len(ids) == 1}
+    assert set(found.bad_words) == {ids for ids in sequences if len(ids) > 1} != set()
 
 
 async def test_bad_words_that_leave_no_token_are_rejected(s: Serving) -> None:
-    (only,) = {ids for ids in bad_word_ids(TOKENIZER, "x") if len(ids) == 1} & {tuple(TOKENIZER.encode_sealed("x"))}
+    only = tuple(TOKENIZER.encode_sealed("x"))
+    assert len(only) == 1
+    assert only in bad_word_ids(TOKENIZER, "x")
     for others in ({"allowed_token_ids": only}, {"forced_first_token_id": only[0]}):
-        error = await error_of(s.generate(text_request(sampling={"bad_words": ["x"], **others})))
-        assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["sampling.bad_words"])
+        request = text_request(sampling={"bad_words": ["x"], **others})
+        assert await invalid_fields(s.generate(request)) == ["sampling.bad_words"]
     assert s.engine.submitted == []
 
 
@@ -80,9 +81,7 @@ def test_breakers_are_all_tokens_with_their_text(kind: str) -> None:
 
 
 async def test_breakers_reach_the_engine_with_dry_only(s: Serving) -> None:
-    s.engine.answer = lambda request: []
-    for sampling in ({"dry_sequence_breakers": ["e"]}, {"dry_sequence_breakers": ["e"], "dry_multiplier": 0.5}):
-        await read_all(s.generate(text_request(sampling=sampling)))
-    without, with_dry = (request.sampling.dry_breaker_ids for request in s.engine.submitted)
-    assert without == ()
-    assert with_dry == BreakerIndex(TOKENIZER).find(["e"]).ids != ()
+    without, with_dry = {"dry_sequence_breakers": ["e"]}, {"dry_sequence_breakers": ["e"], "dry_multiplier": 0.5}
+    assert (await engine_request(s, text_request(sampling=without))).sampling.dry_breaker_ids == ()
+    found = (await engine_request(s, text_request(sampling=with_dry))).sampling.dry_breaker_ids
+    assert found == BreakerIndex(TOKENIZER).find(["e"]).ids != ()

@@ -77,7 +77,7 @@ def test_special_token_in_a_text_is_plain_text(kind: str, special: str) -> None:
             assert decode(ours, ids, keep_special=True) == text  # no character is lost
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from([*SPECIAL, "<|late|>", "<", "|", ">", "im_", "a", " ", "\n", "é"]), max_size=8))
 def test_generated_texts_give_no_special_token(parts: list[str]) -> None:
     for kind in ("byte_level", "unigram", "byte_fallback"):
@@ -168,7 +168,7 @@ def test_long_text_does_not_hold_the_interpreter_lock() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_texts_equal_the_librarys(kind: str, data: st.DataObject) -> None:
     library, ours = both(kind)
