@@ -15,12 +15,17 @@ COMMAND = [sys.executable, "-m", "lineclear.cli"]
 QUICK = ["--max-attempts", "1"]
 
 
-def process(server: Any, *arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "LINECLEAR_TARGET": server.target, "PYTHONPATH": os.pathsep.join(sys.path)}
+def run(words: list[str], *, input: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, with the import path of this process and with environment variables."""
+    environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
-        [*COMMAND, *arguments],
-        capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False, env=environment, **settings,
-    )  # fmt: skip
+        words, input=input, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False, env=environment
+    )
+
+
+def process(server: Any, *arguments: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command against `server`."""
+    return run([*COMMAND, *arguments], input=input, LINECLEAR_TARGET=server.target)
 
 
 def spawn(*arguments: str, stdin: int | None = None, stdout: int = subprocess.PIPE) -> subprocess.Popen[bytes]:

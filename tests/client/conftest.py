@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +20,8 @@ from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc as pb_grpc
 
 Script = Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
+Step = pb.GenerateResponse | LineclearError | tuple[grpc.StatusCode, str] | Callable[[grpc.ServicerContext], object]
+"""A part of a scripted call: a response, an error or a status that ends the call, or a function to run."""
 SessionScript = Callable[[Iterator[pb.SessionRequest], grpc.ServicerContext], Iterator[pb.SessionResponse]]
 
 
@@ -49,15 +49,17 @@ def echo(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator
 
 
 class ScriptedServer(pb_grpc.InferenceServiceServicer):
-    """Runs `script` for every Generate and records the requests. `failures` are the errors of the next calls.
+    """Runs `script` for every Generate and records the requests.
 
-    `session` runs for every Session; without one the server has no room for a Session.
+    `failures` are the errors of the next calls, `refused` those of prompts. `session` runs for every Session; without
+    one the server has no room for a Session.
     """
 
     def __init__(self, address: str, credentials: grpc.ServerCredentials | None = None) -> None:
         self.script: Script = echo
         self.session: SessionScript | None = None
         self.failures: list[LineclearError] = []
+        self.refused: dict[str, LineclearError] = {}
         self.requests: list[pb.GenerateRequest] = []
         self.submitted: dict[str, pb.GenerateRequest] = {}
         self.metadata: list[dict[str, Any]] = []
@@ -82,13 +84,30 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
         self.target = address if address.startswith("unix:") else f"127.0.0.1:{port}"
         self._server.start()
 
-    # for scripts
-    started = staticmethod(started)
-    tokens = staticmethod(tokens)
-    finished = staticmethod(finished)
-
     def stop(self) -> None:
         self._server.stop(None).wait(PATIENCE_SECONDS)
+
+    def stop_soon(self, context: grpc.ServicerContext) -> None:
+        """Stop the server while this call runs."""
+        threading.Thread(target=self.stop).start()
+        self.wait_for_end(context)
+
+    def play(self, *calls: Sequence[Step]) -> None:
+        """Answer each call of Generate and Attach with the next of `calls`, and any further call with the last one."""
+        remaining = list(calls)
+
+        def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+            for step in remaining.pop(0) if len(remaining) > 1 else remaining[0]:
+                if isinstance(step, pb.GenerateResponse):
+                    yield step
+                elif isinstance(step, LineclearError):
+                    self.fail(context, step)
+                elif isinstance(step, tuple):
+                    context.abort(*step)
+                else:
+                    step(context)
+
+        self.script = script
 
     def fail(self, context: grpc.ServicerContext, error: LineclearError) -> None:
         context.set_trailing_metadata(((TRAILER, to_status(error).SerializeToString()),))
@@ -100,12 +119,16 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
         if context.add_callback(ended.set):
             assert ended.wait(PATIENCE_SECONDS)
 
+    def hold(self) -> None:
+        """Answer with one token, and then with nothing until the call ends."""
+        self.play([started(), tokens(0, 1, text="a"), self.wait_for_end])
+
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         with self._lock:
             self.requests.append(request)
             self.metadata.append(dict(context.invocation_metadata()))
             self.remaining_seconds.append(context.time_remaining())
-            failure = self.failures.pop(0) if self.failures else None
+            failure = self.refused.get(request.text) or (self.failures.pop(0) if self.failures else None)
             self.open += 1
             self.most_open = max(self.most_open, self.open)
         if not context.add_callback(self.ended.set):
@@ -190,51 +213,6 @@ def server() -> Iterator[ScriptedServer]:
     server.stop()
 
 
-def hold(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-    """One token, and then nothing until the call ends."""
-    yield started()
-    yield tokens(0, 1, text="a")
-    ended = threading.Event()
-    if context.add_callback(ended.set):
-        assert ended.wait(PATIENCE_SECONDS)
-
-
-@contextlib.contextmanager
-def network(target: str, accepts_after_seconds: float = 0.0) -> Iterator[tuple[str, threading.Event]]:
-    """An address that leads to `target` until the event is set; from then on nothing arrives, in either direction.
-
-    Its port is open from the start, but it accepts connections late, like a busy machine.
-    """
-    gone = threading.Event()
-    ends: list[socket.socket] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def pump(source: socket.socket, drain: socket.socket) -> None:
-            with contextlib.suppress(OSError):
-                while (data := source.recv(65536)) and not gone.is_set():
-                    drain.sendall(data)
-
-        def accept() -> None:
-            time.sleep(accepts_after_seconds)
-            with contextlib.suppress(OSError):
-                while True:
-                    outside, _ = listener.accept()
-                    inside = socket.create_connection(target.rsplit(":", 1))
-                    ends.extend((outside, inside))
-                    for pair in ((outside, inside), (inside, outside)):
-                        threading.Thread(target=pump, args=pair, daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        try:
-            yield f"127.0.0.1:{listener.getsockname()[1]}", gone
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            for end in ends:
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-                end.close()
-
-
 class Clock:
     now = 100.0
 
@@ -256,19 +234,20 @@ class Either:
     def with_settings(self, **settings: Any) -> Either:
         return Either(self.kind, self.target, **(self.settings | settings))
 
+    def run(self, act: Callable[[Any], Any]) -> Any:
+        """Return or raise what `act` does with a new client. What it returns of an AsyncClient is awaited."""
+        if self.kind == "sync":
+            with Client(self.target, **self.settings) as client:
+                return act(client)
+
+        async def run() -> Any:
+            async with AsyncClient(self.target, **self.settings) as client:
+                return await act(client)
+
+        return asyncio.run(run())
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.kind == "sync":
-                with Client(self.target, **self.settings) as client:
-                    return getattr(client, name)(*args, **kwargs)
-
-            async def run() -> Any:
-                async with AsyncClient(self.target, **self.settings) as client:
-                    return await getattr(client, name)(*args, **kwargs)
-
-            return asyncio.run(run())
-
-        return call
+        return lambda *args, **kwargs: self.run(lambda client: getattr(client, name)(*args, **kwargs))
 
     def read(self, *args: Any, take: int | None = None, **kwargs: Any) -> tuple[list[Any], Any]:
         """The deltas of a stream, at most `take`, and the stream after its block."""

@@ -1,6 +1,7 @@
-"""A program that is interrupted again and again: `python -m client.interrupted TARGET WHAT COUNT SEED`.
+"""A program that is interrupted again and again: `python -m client.interrupted TARGET COUNT SEED`.
 
-After each interrupt the next call must be answered; a hang ends the program with all stacks and exit code 1.
+COUNT interrupts for each operation. After each the next call must be answered; a hang ends the program with all stacks
+and exit code 1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from support.time_limits import SOON_SECONDS
@@ -52,9 +52,7 @@ def poll(client: Client) -> None:
         submitted.poll()
 
 
-OPERATIONS: dict[str, Callable[[Client], None]] = {
-    function.__name__: function for function in (read_stream, read_through_the_session, read_each, read_attached, poll)
-}
+OPERATIONS = (read_stream, read_through_the_session, read_each, read_attached, poll)
 
 
 def press(pauses: queue.SimpleQueue[float]) -> None:
@@ -71,22 +69,23 @@ def press_again(lost: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def main(target: str, what: str, count: int, seed: int) -> None:
+def main(target: str, count: int, seed: int) -> None:
     chance = random.Random(seed)
     pauses: queue.SimpleQueue[float] = queue.SimpleQueue()
     threading.Thread(target=press, args=(pauses,), daemon=True).start()
     sys.unraisablehook = press_again
-    with Client(target) as client:
-        for _ in range(count):
-            faulthandler.dump_traceback_later(SOON_SECONDS, exit=True)
-            try:
-                pauses.put(chance.random() * 0.01)
-                OPERATIONS[what](client)
-            except KeyboardInterrupt:
-                pass
-            assert client.generate("one two", timeout_seconds=SOON_SECONDS / 2).text == "one two"
+    for operation in OPERATIONS:
+        with Client(target) as client:
+            for _ in range(count):
+                faulthandler.dump_traceback_later(SOON_SECONDS, exit=True)
+                try:
+                    pauses.put(chance.random() * 0.01)
+                    operation(client)
+                except KeyboardInterrupt:
+                    pass
+                assert client.generate("one two", timeout_seconds=SOON_SECONDS / 2).text == "one two"
     faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -84,6 +84,10 @@ class Terminal:
     def end(self, number: int) -> int:
         """Send the signal and return the exit code."""
         self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Read to the end and return the exit code."""
         while self._read():
             pass
         return self.process.wait(PATIENCE_SECONDS)

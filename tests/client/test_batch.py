@@ -1,15 +1,19 @@
-"""Many requests at once, by the threads of a Client and the tasks of an AsyncClient."""
+"""Many requests at once, by the threads of a Client and the tasks of an AsyncClient, and their progress bar."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
+from client.conftest import finished, started
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 
 from lineclear import errors
@@ -28,67 +32,51 @@ def test_answers_are_in_the_order_of_the_prompts(server: Any, client: Any) -> No
     assert server.most_open <= 7
 
 
-def gated(server: Any, count: int) -> None:
-    """Have the server answer when exactly `count` calls are in their handlers together."""
-    gate = threading.Barrier(count)
-
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        gate.wait(PATIENCE_SECONDS)
-        yield server.finished(0)
-
-    server.script = script
-
-
-def test_concurrency_requests_run_at_once(server: Any, client: Any) -> None:
-    gated(server, 5)
-    assert len(client.generate_batch(iter("abcdefghij"), concurrency=5)) == 10
-    assert server.most_open == 5
-
-
-def test_default_concurrency_is_the_slots_of_the_server(server: Any, client: Any) -> None:
-    server.max_batch_size = 3
-    gated(server, 3)
-    assert len(client.generate_batch("abcdefghi")) == 9
+@pytest.mark.parametrize("chosen", [{"concurrency": 3}, {}], ids=["given", "slots of the server"])
+def test_concurrency_requests_run_at_once(server: Any, client: Any, chosen: dict[str, int]) -> None:
+    server.max_batch_size = 9 if chosen else 3
+    gate = threading.Barrier(3)
+    server.play([lambda _: gate.wait(PATIENCE_SECONDS), finished(0)])
+    assert len(client.generate_batch(iter("abcdefghi"), **chosen)) == 9
     assert server.most_open == 3
 
 
-def test_default_concurrency_without_an_answer(server: Any) -> None:
+def test_default_concurrency_without_an_answer() -> None:
     """The server has no GetModel, as a fake one might."""
-    fake = FakeTransport("ok")
-    fake.model.limits.max_batch_size = 5
 
     def no_model(method: Any, *args: Any, **more: Any) -> Any:
         raise errors.Unsupported("no GetModel")
 
+    fake = FakeTransport("ok")
     fake.unary = no_model  # type: ignore[method-assign]
     assert len(Client(transport=fake).generate_batch("abc")) == 3
 
 
-def test_mapping_gives_a_dict(server: Any, client: Any) -> None:
+def test_mapping_gives_a_dict(client: Any) -> None:
     prompts = {"first": "one two", ("second", 2): Request.of("three", max_tokens=3)}
     answers = client.generate_batch(prompts)
     assert {key: answer.text for key, answer in answers.items()} == {"first": "one two", ("second", 2): "three"}
     assert list(answers) == list(prompts)
-    assert client.generate_batch({}) == {}
+
+
+def test_empty_batch(client: Any) -> None:
+    assert (client.generate_batch([]), client.generate_batch(iter(())), client.generate_batch({})) == ([], [], {})
 
 
 def test_answers_as_completed(server: Any, client: Any) -> None:
     """The first prompt is answered after the answers to the others were read."""
     go_on, seen, indexes = threading.Event(), [], []
 
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        if request.text == "slow":
-            assert go_on.wait(PATIENCE_SECONDS)
-        if request.text == "bad":
-            server.fail(context, errors.PromptTooLong("too long"))
-        yield server.finished(0)
-
     def see(pair: tuple[object, object]) -> None:
         seen.append((pair[0], type(pair[1]).__name__))
         if len(seen) == 3:
             go_on.set()
 
-    server.script = script
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        assert request.text != "slow" or go_on.wait(PATIENCE_SECONDS)
+        yield finished(0)
+
+    server.script, server.refused = script, {"bad": errors.PromptTooLong("too long")}
     client.each("as_completed", see, {"s": "slow", "a": "x", "b": "bad", "c": "y"})
     assert seen[-1] == ("s", "Generation")
     assert sorted(seen[:3]) == [("a", "Generation"), ("b", "PromptTooLong"), ("c", "Generation")]
@@ -97,12 +85,7 @@ def test_answers_as_completed(server: Any, client: Any) -> None:
 
 
 def test_failure_takes_the_place_of_its_answer(server: Any, client: Any) -> None:
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        if request.text == "bad":
-            server.fail(context, errors.PromptTooLong("too long"))
-        yield server.finished(0)
-
-    server.script = script
+    server.refused = {"bad": errors.PromptTooLong("too long")}
     prompts = {"a": "good", "b": "bad", "c": "\ud800", "d": "good"}
     kinds = ["Generation", "PromptTooLong", "MalformedMessage", "Generation"]
     results = client.generate_batch(prompts.values(), return_exceptions=True)
@@ -118,7 +101,7 @@ def test_first_failure_cancels_the_rest(server: Any, client: Any) -> None:
         if request.text == "bad":
             assert running.wait(PATIENCE_SECONDS)
             server.fail(context, errors.PromptTooLong("too long"))
-        yield server.started()
+        yield started()
         running.set()
         server.wait_for_end(context)
 
@@ -133,11 +116,6 @@ def test_wrong_argument_is_raised(client: Any) -> None:
         client.generate_batch(["x"], return_exceptions=True, temprature=1)
 
 
-def test_empty_batch(client: Any) -> None:
-    assert client.generate_batch([]) == []
-    assert client.generate_batch(iter(())) == []
-
-
 def test_requests_have_their_own_parameters(server: Any, client: Any) -> None:
     client.generate_batch([Request(prompt="a", priority=1), "b"], max_tokens=3)
     by_text = {request.text: request for request in server.requests}
@@ -147,7 +125,7 @@ def test_requests_have_their_own_parameters(server: Any, client: Any) -> None:
 def test_closing_the_results_cancels_the_rest(server: Any) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         if request.text == "0":
-            yield server.finished(0)
+            yield finished(0)
         else:
             server.wait_for_end(context)
 
@@ -197,6 +175,8 @@ def test_batch_ends_while_its_prompts_block(server: Any) -> None:
                 threading.Timer(0.05, outcomes.cancel).start()
                 with pytest.raises(errors.Cancelled):
                     next(outcomes)
+                with pytest.raises(StopIteration):
+                    next(outcomes)
             else:
                 outcomes.close()
             assert not prompts.go_on.is_set()
@@ -227,3 +207,38 @@ def test_error_of_the_prompts_is_raised(client: Any, error: BaseException) -> No
 
     with pytest.raises(type(error)):
         client.generate_batch(prompts(), return_exceptions=True)
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_progress_bar_on_a_terminal_needs_rich(monkeypatch: pytest.MonkeyPatch, has_rich: bool) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    advice = pytest.warns(UserWarning, match=r"package rich; run: pip install .*\[cli\]")
+    with Client(transport=FakeTransport("ok then")) as client, contextlib.nullcontext() if has_rich else advice:
+        assert len(client.generate_batch(["a", "b", "c"], progress=True)) == 3
+    assert ("3/3" in screen.getvalue()) is ("━" in screen.getvalue()) is has_rich
+
+
+def test_progress_bar_is_closed_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with Client(transport=FakeTransport({"a": "ok"})) as client, pytest.raises(errors.InvalidRequest, match="no reply"):
+        client.generate_batch(["a", "b"], progress=True)
+    assert screen.getvalue().endswith(("\n", "\x1b[?25h"))  # the cursor is shown again
+
+
+def test_no_terminal_no_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with Client(transport=FakeTransport("ok")) as client, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for progress in (True, False, None):
+            client.generate_batch(["a", "b"], progress=progress)
+    assert capsys.readouterr() == ("", "")

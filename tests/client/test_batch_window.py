@@ -27,21 +27,6 @@ def due(batch: BatchWindow[Any]) -> list[str]:
     return [] if turn is None else [str(error) for _, error in turn.due]
 
 
-def test_outcomes_are_read_in_the_order_of_the_items() -> None:
-    batch = BatchWindow("abc", window=3)
-    assert [take(batch) for _ in range(3)] == [(0, "a"), (1, "b"), (2, "c")]
-    batch.put(1, outcome(1))
-    assert due(batch) == []
-    batch.put(0, outcome(0))
-    assert due(batch) == ["0", "1"]
-    assert not batch.done
-    batch.put(2, outcome(2))
-    assert due(batch) == ["2"]
-    assert take(batch) is None
-    assert batch.done
-    assert (batch.total, batch.completed, batch.failed) == (3, 3, 3)
-
-
 def test_items_are_read_no_further_than_the_window() -> None:
     read = []
     batch = BatchWindow((read.append(n) or n for n in range(10)), window=2)  # type: ignore[func-returns-value]
@@ -128,13 +113,15 @@ def test_default_concurrency_is_the_number_of_slots(slots: int, of_workers: int,
     assert default_concurrency(from_proto(Model, pb.GetModelResponse(limits=limits))) == concurrency
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("in_order", [True, False])
 def test_random_completion_is_read_once(seed: int, in_order: bool) -> None:
     dice = random.Random(seed)
     count, window = dice.randrange(40), dice.randrange(1, 8)
     batch, out, running = BatchWindow(range(count), window, in_order=in_order), [], []
+    turns = iter(range(10_000))
     while not batch.done:
+        assert next(turns, None) is not None, "the batch never ends"
         if running and dice.random() < 0.5:
             batch.put(index := running.pop(dice.randrange(len(running))), outcome(index))
         elif (taken := take(batch)) is not None:
@@ -142,6 +129,7 @@ def test_random_completion_is_read_once(seed: int, in_order: bool) -> None:
         assert len(running) <= window
         out += due(batch)
     assert (out if in_order else sorted(out, key=int)) == [str(n) for n in range(count)]
+    assert (batch.total, batch.completed, batch.failed) == (count, count, count)
 
 
 def test_a_window_is_at_least_as_wide_as_the_concurrency() -> None:

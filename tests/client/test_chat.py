@@ -1,23 +1,26 @@
-"""`lineclear chat`: a conversation, its commands, and how it looks on a terminal."""
+"""`lineclear chat`: a conversation, its commands, its history file, and how it looks on a terminal."""
 
 from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
+import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from client.command import QUICK, spawn
-from client.conftest import hold
+from client.command import QUICK
+from client.terminal import Terminal
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear import errors
 from lineclear.cli import chat
-from lineclear.client import Sampling
+from lineclear.client import Client, Sampling
+from lineclear.client.testing import FakeTransport
 
 
 def test_whole_conversation_is_sent(cli: Any, server: Any) -> None:
@@ -38,8 +41,6 @@ def test_error_ends_a_chat_from_a_pipe(cli: Any, server: Any) -> None:
 
 @pytest.fixture
 def talk(server: Any) -> Iterator[chat.Conversation]:
-    from lineclear.client import Client
-
     with Client(server.target, max_attempts=1) as client:
         yield chat.Conversation(client, Sampling(), None)
 
@@ -61,11 +62,8 @@ def test_slash_commands(
     commands.run("/set temperature")
     assert talk.sampling.temperature is None
     commands.run(f"/save {tmp_path}/talk.json")
-    assert [turn["role"] for turn in json.loads((tmp_path / "talk.json").read_text())] == [
-        "system",
-        "user",
-        "assistant",
-    ]
+    saved = json.loads((tmp_path / "talk.json").read_text())
+    assert [turn["role"] for turn in saved] == ["system", "user", "assistant"]
     commands.run("/save /nonexistent/place")
     commands.run("/reset")
     assert talk.chat_messages == []
@@ -99,36 +97,60 @@ def test_chat_on_a_terminal(server: Any, tmp_path: Path) -> None:
     history = tmp_path / "history"
     history.write_text("asked before\n")
     history.chmod(0o644)
-    told, ours = pty.openpty()
-    run = spawn("chat", "--target", server.target, "--history", str(history), *QUICK, stdin=ours, stdout=ours)
-    os.close(ours)
-    os.write(told, b'hello there\n"""\nline one\nline two\n"""\n/params\n/exit\n')
-    _, err = run.communicate(timeout=PATIENCE_SECONDS)
-    out = os.read(told, 1 << 16)
-    os.close(told)
-    assert run.returncode == 0, err
-    assert out.count(b"hello there") >= 2  # typed and answered
+    with Terminal("chat", "--target", server.target, "--history", str(history), *QUICK) as terminal:
+        terminal.type('hello there\n"""\nline one\nline two\n"""\n/params\n/exit\n')
+        assert terminal.wait() == 0, terminal.text
+    assert terminal.text.count("hello there") >= 2  # typed and answered
     assert server.requests[1].chat.messages[-1].content == "line one\nline two"
-    assert b"the defaults of the server" in err
+    assert "the defaults of the server" in terminal.text
     assert "hello there" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0
 
 
 def test_ctrl_c_keeps_the_chat_open(server: Any) -> None:
-    alive, server.script = server.script, hold
-    told, ours = pty.openpty()
-    run = spawn("chat", "--target", server.target, stdin=ours, stdout=ours)
-    os.close(ours)
-    os.write(told, b"first\n")
-    seen = b""
-    while b"\na" not in seen:  # below the line that was typed
-        seen += os.read(told, 1 << 16)
-    run.send_signal(signal.SIGINT)
-    assert server.ended.wait(PATIENCE_SECONDS)
-    server.script = alive
-    os.write(told, b"second one\n/exit\n")
-    _, err = run.communicate(timeout=PATIENCE_SECONDS)
-    os.close(told)
-    assert run.returncode == 0, err
-    assert b"stopped; the partial answer is kept" in err
+    alive = server.script
+    server.hold()
+    with Terminal("chat", "--target", server.target) as terminal:
+        terminal.type("first\n")
+        terminal.read_until(lambda _: "\na" in terminal.text.replace("\r", ""))  # below the line that was typed
+        terminal.process.send_signal(signal.SIGINT)
+        assert server.ended.wait(PATIENCE_SECONDS)
+        server.script = alive
+        terminal.type("second one\n/exit\n")
+        assert terminal.wait() == 0, terminal.text
+    assert "stopped; the partial answer is kept" in terminal.text
     assert [turn.content for turn in server.requests[1].chat.messages] == ["first", "a", "second one"]
+
+
+@pytest.mark.parametrize("was_there", [True, False])
+def test_history_file_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_there: bool) -> None:
+    """GNU readline makes the file private; libedit, which this test imitates, writes into an existing file."""
+    history = tmp_path / "history"
+    if was_there:
+        history.write_text("asked before\n")
+        history.chmod(0o644)
+    modes = []
+
+    def write(path: str) -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            modes.append(stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+            file.write("asked\n")
+
+    def read() -> str:
+        raise EOFError
+
+    libedit = SimpleNamespace(
+        read_history_file=lambda path: None, set_history_length=lambda length: None, write_history_file=write
+    )
+    monkeypatch.setitem(sys.modules, "readline", libedit)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(chat, "_read", read)
+    before = os.umask(0)  # new files are readable by every user
+    try:
+        with Client(transport=FakeTransport("never asked")) as client:
+            chat.interactive(chat.Conversation(client, Sampling(), None), history)
+    finally:
+        os.umask(before)
+    assert modes == [0o600]
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert history.read_text() == "asked\n"

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from client.command import QUICK, lines
+from client.test_every_parameter import VALUES
 from google.rpc.code_pb2 import Code
 
 from lineclear import errors
@@ -30,85 +30,68 @@ from lineclear.v1 import inference_pb2 as pb
 # -- generate
 
 
-def test_generate_shows_the_answer(cli: Any) -> None:
-    result = cli("generate", "one two")
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "one two\n", "")
+def test_prompt_is_an_argument_or_standard_input(cli: Any, server: Any) -> None:
+    for arguments, text in (("one two",), None), ((), "one two\n"), (("-",), "one two\n\n"):
+        result = cli("generate", *arguments, input=text)
+        assert (result.exit_code, result.stdout, result.stderr) == (0, "one two\n", "")
+    assert [request.text for request in server.requests] == ["one two", "one two", "one two\n"]
 
 
-def test_prompt_from_standard_input(cli: Any, server: Any) -> None:
-    assert cli("generate", input="one two\n").stdout == "one two\n"
-    assert cli("generate", "-", input="three\n\n").stdout == "three\n"
-    assert [request.text for request in server.requests] == ["one two", "three\n"]
-
-
-def test_every_sampling_field_is_an_option() -> None:
+def test_every_parameter_is_an_option() -> None:
     flags = [option.name for option in SamplingFlags.options]
     assert sorted(flags) == sorted(field.name for field in dataclasses.fields(Sampling))
-
-
-def test_every_request_field_is_an_option() -> None:
-    flags = {option.name for option in RequestFlags.options}
-    no_flags = {"metadata", "on_queued", "response_format", "tools", "tool_choice"}
-    no_flags.add("parallel_tool_calls")
+    no_flags = {"metadata", "on_queued", "response_format", "tools", "tool_choice", "parallel_tool_calls"}
     of_connection = {"on_model_change", "timeout_seconds"}
-    assert flags == REQUEST_FIELDS - no_flags - of_connection - {"add_generation_prompt", "queue_position"}
+    of_request = {option.name for option in RequestFlags.options}
+    assert of_request == REQUEST_FIELDS - no_flags - of_connection - {"add_generation_prompt", "queue_position"}
 
 
-OPTIONS: dict[str, tuple[str | list[str], Any]] = {
-    "max_tokens": ("9", 9), "temperature": ("0", 0), "top_k": ("4", 4), "top_p": ("0.5", 0.5), "min_p": ("0.25", 0.25),
-    "repetition_penalty": ("1.5", 1.5), "presence_penalty": ("-0.5", -0.5), "frequency_penalty": ("0.5", 0.5),
+SEVERAL: dict[str, tuple[str | list[str], Any]] = {
     "logit_bias": (["5=1.5", "6=-2"], {5: 1.5, 6: -2}), "allowed_token_ids": ("1,2", [1, 2]),
-    "banned_token_ids": ("3", [3]), "bad_words": (["x y", "z"], ["x y", "z"]),
-    "begin_banned_token_ids": ("4,5", [4, 5]), "forced_first_token_id": ("0", 0),
-    "no_repeat_ngram_size": ("3", 3), "exponential_decay_start": ("2", 2),
-    "exponential_decay_factor": ("1.5", 1.5), "typical_p": ("0.5", 0.5), "top_n_sigma": ("1.5", 1.5),
-    "xtc_probability": ("0.5", 0.5), "xtc_threshold": ("0.25", 0.25), "dynatemp_range": ("0.5", 0.5),
-    "dynatemp_exponent": ("2", 2), "dry_multiplier": ("0.5", 0.5), "dry_base": ("2", 2), "dry_allowed_length": ("3", 3),
-    "dry_penalty_last_n": ("-1", -1), "dry_sequence_breakers": ("a b", ["a b"]), "seed": ("7", 7),
-    "min_tokens": ("1", 1),
+    "banned_token_ids": ("3", [3]), "bad_words": (["x y", "z"], ["x y", "z"]), "stop": (["a", "b"], ["a", "b"]),
+    "begin_banned_token_ids": ("4,5", [4, 5]), "dry_sequence_breakers": ("a b", ["a b"]),
+    "stop_token_ids": ("8, 9", [8, 9]), "eos_token_ids": ("3", [3]), "logprob_token_ids": ("7,5", [7, 5]),
     "repetition_detection": ("20,4", {"max_pattern_size": 20, "min_count": 4, "min_pattern_size": 1}),
-    "truncate_prompt_tokens": ("50", 50), "ignore_eos": ([], True), "stop": (["a", "b"], ["a", "b"]),
-    "stop_token_ids": ("8, 9", [8, 9]), "stop_regex": ("c+", "c+"), "eos_token_ids": ("3", [3]),
-    "include_stop_string": ([], True), "priority": ("0", 0), "expected_tokens": ("4", 4), "top_logprobs": ("2", 2),
-    "logprob_token_ids": ("7,5", [7, 5]), "prompt_logprobs": ("0", 0), "token_timings": ([], True), "echo": ([], True),
-    "num_speculative_tokens": ("0", 0), "cache_salt": ("s", "s"), "request_id": ("r", "r"), "model": ("m", "m"),
-    "model_fingerprint": ("f", "f"),
 }  # fmt: skip
-"""What is given for the flag of a parameter, and the value of the parameter."""
+"""What is given for a flag that takes several values, and the value of the parameter."""
+OF_ONE_OUTPUT = {"n", "best_of", "omit_text"}
+"""Parameters that change more than the request: the server of these tests has one output, with text."""
 
 
 def test_options_are_in_the_request(cli: Any, server: Any) -> None:
-    arguments: list[str] = []
-    for name, (given, _) in OPTIONS.items():
-        flag = f"--{name.replace('_', '-')}"
-        for text in [given] if isinstance(given, str) else given:
-            arguments += [flag, text]
-        arguments += [] if given else [flag]
-    result = cli("generate", "--json", "x", *arguments, "--header", "a=b=c", "--tenant", "t")
+    flags = {option.name for option in (*SamplingFlags.options, *RequestFlags.options)} - OF_ONE_OUTPUT
+    values: dict[str, Any] = {name: value for name, (_, value) in SEVERAL.items()}
+    arguments = [
+        word
+        for name, (given, _) in SEVERAL.items()
+        for text in ([given] if isinstance(given, str) else given)
+        for word in (f"--{name.replace('_', '-')}", text)
+    ]
+    for name in flags - SEVERAL.keys() - {"json_schema", "grammar", "choice", "regex"}:  # json_object is the form
+        values[name] = VALUES[name]
+        arguments.append(f"--{name.replace('_', '-')}")
+        if VALUES[name] is not True:
+            arguments.append(str(VALUES[name]))
+    result = cli("generate", "--json", "x", *arguments, "--header", "a=b=c")
     assert result.exit_code == 0, result.output
-    values: Any = {name: value for name, (_, value) in OPTIONS.items()}
     assert server.requests == [Request.of("x", **values).to_proto()]
     assert server.metadata[0]["a"] == "b=c"
-    assert server.metadata[0]["x-tenant-id"] == "t"
+    assert server.metadata[0]["x-tenant-id"] == VALUES["tenant"]
 
 
 def test_short_options(cli: Any, server: Any) -> None:
-    cli("generate", "x", "-n", "9", "-T", "0.5", "-s", "a")
-    assert server.requests == [Request.of("x", max_tokens=9, temperature=0.5, stop=["a"]).to_proto()]
-
-
-def test_without_options_fields_are_unset(cli: Any, server: Any) -> None:
-    cli("generate", "x")
-    assert server.requests == [pb.GenerateRequest(text="x")]
+    cli("generate", "x", "-n", "9", "-T", "0", "-s", "a")
+    cli("generate", "x")  # without options, fields are unset
+    asked = Request.of("x", max_tokens=9, temperature=0, stop=["a"]).to_proto()
+    assert server.requests == [asked, pb.GenerateRequest(text="x")]
 
 
 def test_chat_and_token_id_prompts(cli: Any, server: Any) -> None:
     cli("generate", "x", "--system", "be kind")
     cli("generate", "x", "--chat")
     cli("generate", "--token-ids", "1,2")
-    assert [[turn.role for turn in request.chat.messages] for request in server.requests] == [
-        ["system", "user"], ["user"], [],
-    ]  # fmt: skip
+    roles = [[turn.role for turn in request.chat.messages] for request in server.requests]
+    assert roles == [["system", "user"], ["user"], []]
     assert list(server.requests[2].token_ids.ids) == [1, 2]
 
 
@@ -126,18 +109,16 @@ def test_numbers_that_json_lacks_are_null() -> None:
 
 
 def test_several_prompts_are_lines_in_order(cli: Any) -> None:
-    result = cli("generate", "a", "b c", "d")
-    assert [(line["index"], line["prompt"], line["text"]) for line in lines(result.stdout)] == [
-        (0, "a", "a"), (1, "b c", "b c"), (2, "d", "d"),
-    ]  # fmt: skip
+    found = [(line["index"], line["prompt"], line["text"]) for line in lines(cli("generate", "a", "b c", "d").stdout)]
+    assert found == [(0, "a", "a"), (1, "b c", "b c"), (2, "d", "d")]
 
 
 def test_prompt_file_of_text(cli: Any, server: Any, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.txt", tmp_path / "results.jsonl"
-    prompts.write_text("\n".join(f"prompt {n}" for n in range(50)) + "\n\n", "utf-8")
+    prompts.write_text("\n".join(f"prompt {n}" for n in range(12)) + "\n\n", "utf-8")
     result = cli("generate", "--file", str(prompts), "--out", str(out), "-n", "5", "--concurrency", "4")
     assert (result.exit_code, result.stdout) == (0, "")
-    assert [line["text"] for line in lines(out.read_text("utf-8"))] == [f"prompt {n}" for n in range(50)]
+    assert [line["text"] for line in lines(out.read_text("utf-8"))] == [f"prompt {n}" for n in range(12)]
     assert {request.sampling.max_tokens for request in server.requests} == {5}
     assert server.most_open <= 4
 
@@ -165,20 +146,12 @@ def test_json_is_recognised_by_its_first_line(cli: Any, server: Any) -> None:
     assert [request.text for request in server.requests] == ["a", "{not json", '{"prompt": "a"}']
 
 
-def test_json_line_without_prompt_is_an_error(cli: Any, server: Any) -> None:
-    result = cli("generate", "--file", "-", input='{"text": "one", "max_tokens": 3}\n')
-    assert result.exit_code == 2
-    assert "`prompt` or `messages`" in " ".join(result.output.split())
-    assert server.requests == []
-    assert cli("generate", "--file", "-", "--format", "text", input='{"text": "one"}\n').exit_code == 0
-    assert [request.text for request in server.requests] == ['{"text": "one"}']
-
-
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
         ("{", "line 2"),
         ("[]", "`prompt` or `messages`"),
+        ('{"text": "one", "max_tokens": 3}', "`prompt` or `messages`"),
         ('{"prompt": "a", "temprature": 1}', "temprature"),
         ('{"prompt": "a", "top_k": -1}', "sampling.top_k"),
         ('{"prompt": 5}', "prompt: must be"),
@@ -197,12 +170,7 @@ def test_invalid_line_is_reported_before_any_request(
 
 
 def test_failed_prompt_has_an_error_in_its_line(cli: Any, server: Any) -> None:
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        if request.text == "bad":
-            server.fail(context, errors.PromptTooLong("too long"))
-        yield server.finished(0)
-
-    server.script = script
+    server.refused = {"bad": errors.PromptTooLong("too long")}
     result = cli("generate", "good", "bad", "good", *QUICK)
     assert result.exit_code == ExitCode.NEGATIVE
     assert [line.get("error", {}).get("reason") for line in lines(result.stdout)] == [None, "PROMPT_TOO_LONG", None]
@@ -211,26 +179,18 @@ def test_failed_prompt_has_an_error_in_its_line(cli: Any, server: Any) -> None:
 def test_resume_continues_after_an_unavailable_server(cli: Any, server: Any, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.txt", tmp_path / "results.jsonl"
     prompts.write_text("a\nb\nc\nd\n", "utf-8")
-    alive = server.script
-
-    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        if request.text == "c":
-            server.fail(context, errors.ShutdownInterrupted("gone"))
-        yield from alive(request, context)
-
-    server.script = script
+    server.refused = {"c": errors.ShutdownInterrupted("gone")}
     arguments = ("generate", "--file", str(prompts), "--out", str(out), "--concurrency", "1", *QUICK)
     assert cli(*arguments).exit_code == 114
     assert [line["text"] for line in lines(out.read_text("utf-8"))] == ["a", "b"]
     with out.open("a") as file:
         file.write('{"index": 2, "prom')  # an incomplete line, as after a full disk
-    server.script = alive
+    server.refused = {}
     server.requests.clear()
     assert cli(*arguments, "--resume").exit_code == 0
     assert [(line["index"], line["text"]) for line in lines(out.read_text("utf-8"))] == list(enumerate("abcd"))
     asked = [request.text for request in server.requests]  # the cancelled "d" of the first run may arrive late
-    assert set(asked) == {"c", "d"}
-    assert asked.count("c") == 1
+    assert (set(asked), asked.count("c")) == ({"c", "d"}, 1)
 
 
 # -- exit codes
@@ -245,26 +205,16 @@ def test_every_error_has_exit_code_and_message(cli: Any, server: Any, kind: type
     assert lines(result.stdout)[0]["error"]["reason"] == kind.reason
 
 
-def test_version(cli: Any) -> None:
+def test_version_and_help_need_no_server(cli: Any) -> None:
     result = cli("--version")
-    assert result.exit_code == 0
-    assert result.output == f"lineclear {version('lineclear')}\n"
-
-
-def test_help_lists_every_exit_code(cli: Any) -> None:
+    assert (result.exit_code, result.output) == (0, f"lineclear {version('lineclear')}\n")
     text = " ".join(cli("--help").output.split())
     for code, number in Code.items():
         if code != "OK":
             assert f"{100 + number} {code}" in text
-
-
-@pytest.mark.parametrize(
-    "command", ["generate", "submit", "attach", "result", "chat", "health", "stats", "model", "tokenize"]
-)
-def test_every_command_has_help_without_a_server(cli: Any, command: str) -> None:
-    result = cli(command, "--help")
-    assert result.exit_code == 0
-    assert "--target" in result.output
+    for command in ("generate", "submit", "attach", "result", "chat", "health", "stats", "model", "tokenize"):
+        result = cli(command, "--help")
+        assert (result.exit_code, "--target" in result.output) == (0, True), command
 
 
 @pytest.mark.parametrize(
@@ -289,29 +239,65 @@ def test_wrong_usage_exits_with_2(cli: Any, server: Any, arguments: list[str]) -
     assert server.requests == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        *((["generate", "a", flag], flag) for flag in ("--logprobs", "--token-timings", "--omit-text", "--deltas")),
+        *((["generate", "a", f"{flag}=1"], flag)
+          for flag in ("--top-logprobs", "--prompt-logprobs", "--logprob-token-ids")),
+        (["generate", "a", "b", "--deltas", "--json"], "--deltas"),
+        (["generate", "a", "--concurrency", "2"], "--concurrency"),
+        (["generate", "a", "--format", "text"], "--format"),
+        (["generate", "a", "--resume"], "--resume"),
+        *((["generate", "--token-ids", "1", *more], "--token-ids") for more in (["--chat"], ["--system", "x"])),
+        (["attach", "a", "--deltas"], "--deltas"),
+        *((["tokenize", "1", "--decode", more], "--decode") for more in ("--count", "--chat")),
+        *(([*command, "--on-model-change", "restart"], "--on-model-change")
+          for command in (["score", "a", "b"], ["embed", "a"], ["stats"], ["health"], ["model"], ["submit", "a"],
+                          ["attach", "a"], ["result", "a"], ["cancel", "a"], ["tokenize", "a"], ["top"])),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_option_without_effect_is_refused(cli: Any, server: Any, arguments: list[str], flag: str) -> None:
+    result = cli(*arguments)
+    assert (result.exit_code, result.stdout) == (ExitCode.USAGE, "")
+    assert flag in result.stderr
+    assert server.requests == []
+
+
+def test_json_options_are_taken_with_json_and_with_several_prompts(cli: Any, server: Any) -> None:
+    for more in (["--json"], ["b"]):
+        assert cli("generate", "a", "--logprobs", *more).exit_code == 0
+    assert [request.output.logprobs for request in server.requests] == [True] * 3
+
+
 def test_os_error_is_a_message(cli: Any) -> None:
     result = cli("generate", "--file", "/nonexistent/file")
     assert result.stderr == "error: /nonexistent/file: No such file or directory\n"
 
 
-def test_unreachable_server_has_a_hint(tmp_path: Path, cli: Any) -> None:
-    result = cli("generate", "x", "--target", f"unix:{tmp_path}/nobody", *QUICK)
-    assert result.exit_code == 114
-    assert "lineclear serve" in result.stderr
+def unreachable(cause: str) -> errors.Unreachable:
+    return errors.Unreachable(f"no answer from x:1: {cause}")
 
 
 @pytest.mark.parametrize(
-    ("said", "hint"),
+    ("error", "hint"),
     [
-        ("Tls handshake failed: OPENSSL_internal:WRONG_VERSION_NUMBER", "without TLS"),
-        ("Tls handshake failed: OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: self signed", "--tls-ca"),
-        ("Failed to create security handshaker.", "--tls-ca"),
-        ("Socket closed", "--tls"),
-        ("Connection refused", "lineclear serve"),
+        (unreachable("Tls handshake failed: OPENSSL_internal:WRONG_VERSION_NUMBER"), "without TLS"),
+        (
+            unreachable("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: self signed"),
+            "--tls-ca",
+        ),
+        (unreachable("Failed to create security handshaker."), "--tls-ca"),
+        (unreachable("Socket closed"), "--tls"),
+        (unreachable("Connection refused"), "lineclear serve"),
+        (errors.Unsupported("not offered at this address: admin methods are at --admin-listen"), "--admin-listen ADDR"),
+        (errors.Unsupported("another"), None),
     ],
 )
-def test_tls_mismatch_has_a_hint(said: str, hint: str) -> None:
-    assert hint in (exit_status.hint(errors.Unreachable(f"no answer from x:1: {said}")) or "")
+def test_error_has_a_hint(error: LineclearError, hint: str | None) -> None:
+    found = exit_status.hint(error)
+    assert found is None if hint is None else hint in (found or "")
 
 
 # -- the other commands

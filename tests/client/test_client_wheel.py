@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client.test_minimal_install import BLOCKER
 from support.sources import REPOSITORY
 from support.time_limits import PATIENCE_SECONDS
 
@@ -63,16 +62,42 @@ def test_wheel_has_the_client_and_nothing_of_a_server(wheel: Path) -> None:
     assert licence.read_text() == (REPOSITORY / "LICENSE").read_text()
 
 
-def test_wheel_works_by_itself(wheel: Path) -> None:
-    program = BLOCKER + (
-        "sys.path[:] = [sys.argv[1], *(p for p in sys.path if not p.startswith(sys.argv[2]) or 'site-packages' in p)]\n"
-        "from lineclear.client import Client, LocalServer, ServerStartError, local_server\n"
-        "from lineclear.client.testing import FakeTransport\n"
-        "assert local_server.__file__.startswith(sys.argv[1])\n"
-        "print(Client(transport=FakeTransport('hello')).generate('x').text)\n"
-    )
+# Finds the wheel and not the checkout, and refuses every import except the standard library, gRPC (which needs
+# typing_extensions), protobuf, google.rpc and the packages of lineclear that the client may import.
+PROGRAM = """
+import asyncio, sys
+wheel, checkout = sys.argv[1:]
+sys.path[:] = [wheel, *(p for p in sys.path if not p.startswith(checkout) or "site-packages" in p)]
+class Blocker:
+    rooms = {"client", "errors", "exit_codes", "extras", "api_limits", "status_codec", "v1"}
+    def find_spec(self, name, path=None, target=None):
+        top, _, rest = name.partition(".")
+        if top == "lineclear":
+            allowed = not rest or rest.partition(".")[0] in self.rooms
+        else:
+            allowed = top in sys.stdlib_module_names or top in ("grpc", "google", "typing_extensions")
+            allowed = allowed and not name.startswith("google.api")
+        if not allowed:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+from lineclear.client import AsyncClient, Client, LocalServer, Sampling, local_server
+from lineclear.client.testing import FakeTransport
+from lineclear.errors import Unreachable
+assert local_server.__file__.startswith(wheel)
+fake = FakeTransport("hello world")
+print(Client(transport=fake).generate("x", Sampling(top_k=1)).text)
+print(len(Client(transport=fake).generate_batch(["a", "b"], progress=True)))
+print(asyncio.run(AsyncClient(transport=fake).generate("x")).text)
+try:
+    Client("unix:/nonexistent/socket", max_attempts=1).generate("x")
+except Unreachable as error:
+    print(error.code)
+"""
+
+
+def test_wheel_works_with_grpc_and_protobuf_alone(wheel: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-I", "-c", program, str(wheel), str(REPOSITORY)],
+        [sys.executable, "-I", "-c", PROGRAM, str(wheel), str(REPOSITORY)],
         capture_output=True, text=True, timeout=PATIENCE_SECONDS, env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
-    assert done.stdout.split() == ["hello"], done.stderr
+    assert done.stdout.splitlines() == ["hello world", "2", "hello world", "UNAVAILABLE"], done.stderr

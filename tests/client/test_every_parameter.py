@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.sources import REPOSITORY
 
 from lineclear.client import AdminClient, AsyncAdminClient, AsyncClient, Client, Sampling, Submitted
-from lineclear.client.batch_window import WindowParams
 from lineclear.client.call_settings import ConfigArguments
 from lineclear.client.prompt_calls import EmbedParams, ScoreParams
 from lineclear.client.requests import Params
 from lineclear.client.retry import RetryPolicy
 from lineclear.client.testing import Answer, FakeTransport
-from lineclear.errors import InvalidRequest, LineclearError, ModelChanged, QueueFull
+from lineclear.errors import LineclearError, ModelChanged, QueueFull
 from lineclear.v1 import inference_pb2 as pb
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -92,16 +90,12 @@ def stable(lines: list[str]) -> list[str]:
     return [re.sub(r"[0-9a-f]{32}|0x[0-9a-f]+|\d+\.\d{3,}", "*", line) for line in lines]
 
 
-def results(found: Any) -> Any:
-    return list(found)
-
-
 GENERATING: dict[str, Callable[..., Any]] = {
     "stream": lambda client, prompt, **given: client.stream(prompt, **given).read_all(),
     "generate": lambda client, prompt, **given: client.generate(prompt, **given),
     "submit": lambda client, prompt, **given: client.submit(prompt, **given).result(),
-    "iter_batch": lambda client, prompt, **given: results(client.iter_batch([prompt], concurrency=1, **given)),
-    "as_completed": lambda client, prompt, **given: results(client.as_completed([prompt], concurrency=1, **given)),
+    "iter_batch": lambda client, prompt, **given: list(client.iter_batch([prompt], concurrency=1, **given)),
+    "as_completed": lambda client, prompt, **given: list(client.as_completed([prompt], concurrency=1, **given)),
     "generate_batch": lambda client, prompt, **given: client.generate_batch([prompt], concurrency=1, **given),
 }
 
@@ -165,9 +159,9 @@ def submitted(run: Callable[[Submitted], Any]) -> Callable[[Client], Any]:
     return with_one
 
 
-def method_of(name: str, *arguments: Any, then: Callable[[Any], Any] = repr) -> Callable[..., Any]:
-    """Return a pair: the call without and with an argument."""
-    return lambda **given: lambda owner: then(getattr(owner, name)(*arguments, **given))
+def method_of(method: str, /, then: Callable[[Any], Any] = repr, **defaults: Any) -> Callable[..., Any]:
+    """Return a call with `defaults`, which takes further arguments and then the object that has the method."""
+    return lambda **given: lambda owner: then(getattr(owner, method)(**(defaults | given)))
 
 
 def read(found: Any) -> Any:
@@ -177,19 +171,25 @@ def read(found: Any) -> Any:
 TIMEOUT = {"timeout_seconds": 5.0}
 CASES: dict[type, dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
     Client: {
-        "score": (method_of("score", "a b", [" c"]), {"top_logprobs": 2, "prompt": "b", "continuations": [" d"]}),
+        "score": (
+            method_of("score", prompt="a b", continuations=[" c"]),
+            {"top_logprobs": 2, "prompt": "b", "continuations": [" d"]},
+        ),
         "embed": (
-            method_of("embed", ["a"]),
+            method_of("embed", inputs=["a"]),
             {"pooling": "mean", "normalize": False, "dimensions": 2, "inputs": ["b"]},
         ),
-        "tokenize": (method_of("tokenize", "a"), {"prompt": "b", **TIMEOUT}),
-        "detokenize": (method_of("detokenize", [65]), {"token_ids": [66], "keep_special_tokens": True, **TIMEOUT}),
+        "tokenize": (method_of("tokenize", prompt="a"), {"prompt": "b", **TIMEOUT}),
+        "detokenize": (
+            method_of("detokenize", token_ids=[65]),
+            {"token_ids": [66], "keep_special_tokens": True, **TIMEOUT},
+        ),
         "model": (method_of("model"), TIMEOUT),
         "stats": (method_of("stats"), TIMEOUT),
         "health": (method_of("health"), {"service": "readiness", **TIMEOUT}),
-        "cancel": (method_of("cancel", "mine"), {"request_id": "other", "index": 1, **TIMEOUT}),
+        "cancel": (method_of("cancel", request_id="mine"), {"request_id": "other", "index": 1, **TIMEOUT}),
         "submitted": (
-            method_of("submitted", "mine", then=lambda one: one.cancel()),
+            method_of("submitted", then=lambda one: one.cancel(), request_id="mine"),
             {"request_id": "other", "metadata": {"a": "b"}},
         ),
     },
@@ -201,26 +201,19 @@ CASES: dict[type, dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
     },
     AdminClient: {
         "restart_workers": (method_of("restart_workers"), TIMEOUT),
-        "set_log_level": (method_of("set_log_level", "info"), {"level": "error"}),
-        "update_scheduling": (method_of("update_scheduling"), {"changes": {"max_queue_size": 3}}),
-        "load_adapter": (method_of("load_adapter", "a", "b"), {"name": "c", "path": "d", **TIMEOUT}),
-        "unload_adapter": (method_of("unload_adapter", "a"), {"name": "b"}),
+        "set_log_level": (method_of("set_log_level", level="info"), {"level": "error"}),
+        "update_scheduling": (method_of("update_scheduling"), {"max_queue_size": 3}),
+        "load_adapter": (method_of("load_adapter", name="a", path="b"), {"name": "c", "path": "d", **TIMEOUT}),
+        "unload_adapter": (method_of("unload_adapter", name="a"), {"name": "b"}),
         "watch_steps": (
             method_of("watch_steps", then=list),
             {"history": 3, "min_interval_seconds": 1.0, "include_state": True, "include_block_map": True},
         ),
     },
 }
-ELSEWHERE: dict[tuple[str, str], str] = {
-    ("Submitted", "on_queued"): "test_queue_notice.py",
-    **{(method, name): "test_batch.py" for method in ("iter_batch", "as_completed", "generate_batch")
-       for name in ("concurrency", "window", "return_exceptions", "progress")},
-    **{("Client", name): "test_clients.py" for name in ("target", "credentials")},
-    ("Client", "options"): "test_channel.py",
-    ("Client", "transport"): "test_testing.py",
-    ("Client", "sessions"): "test_refused_sessions.py",
-}  # fmt: skip
-"""Arguments whose effect needs more than a recorded call, and the file that tests them."""
+ELSEWHERE = {("Submitted", "on_queued"), *(("Client", name) for name in ("target", "credentials", "options"))}
+ELSEWHERE |= {("Client", "transport"), ("Client", "sessions")}
+"""Arguments whose effect needs more than a recorded call. Tests of queue notices, channels and sessions have them."""
 
 
 def arguments() -> Iterator[tuple[type, str, str]]:
@@ -229,66 +222,36 @@ def arguments() -> Iterator[tuple[type, str, str]]:
             if name.startswith("_") or name in GENERATING:
                 continue
             for parameter in list(inspect.signature(function).parameters)[1:]:
-                if parameter != "params":
-                    yield owner, name, parameter
+                if parameter != "params" and (owner.__name__, parameter) not in ELSEWHERE:
+                    yield owner, name, "max_queue_size" if parameter == "changes" else parameter
 
 
 @pytest.mark.parametrize(("owner", "method", "argument"), list(arguments()))
 def test_every_argument_has_an_effect(owner: type, method: str, argument: str) -> None:
-    if file := ELSEWHERE.get((owner.__name__, argument)):
-        assert argument in (REPOSITORY / "tests/client" / file).read_text()
-        return
     call, values = CASES[owner][method]
     wrap: Callable[..., Any] = {AdminClient: admin, Submitted: submitted}.get(owner, lambda run: run)
-    is_first = argument in list(inspect.signature(getattr(owner, method)).parameters)[1:] and argument not in (
-        inspect.getfullargspec(getattr(owner, method)).kwonlyargs
-    )
-    given = values[argument] if argument == "changes" else {argument: values[argument]}
-    if is_first and argument != "changes" and "then" not in method:
-        changed = made(wrap(lambda target: positional(call, target, owner, method, argument, values[argument])))
-    else:
-        changed = made(wrap(call(**given)))
+    changed = made(wrap(call(**{argument: values[argument]})))
+    assert "TypeError" not in changed[0]
     assert stable(made(wrap(call()))) != stable(changed)
-
-
-def positional(call: Callable[..., Any], target: Any, owner: type, method: str, argument: str, value: Any) -> Any:
-    """Call with another value of a positional argument."""
-    names = list(inspect.signature(getattr(owner, method)).parameters)[1:]
-    found = inspect.getclosurevars(call).nonlocals
-    filled = list(found["arguments"])
-    index = names.index(argument)
-    filled[index : index + 1] = [value]
-    return found["then"](getattr(target, method)(*filled))
-
-
-@pytest.mark.parametrize("method", ["iter_batch", "as_completed", "generate_batch"])
-def test_arguments_of_batches_are_tested(method: str) -> None:
-    own = WindowParams.__annotations__.keys() - Params.__annotations__.keys()
-    for name in {*list(inspect.signature(getattr(Client, method)).parameters)[3:-1], *own}:
-        assert name in (REPOSITORY / "tests/client" / ELSEWHERE[method, name]).read_text()
 
 
 SETTINGS: dict[str, Any] = {
     "token": "secret", "metadata": {"a": "b"}, "timeout_seconds": 5.0, "sampling": Sampling(top_k=3),
-    "max_attempts": 1, "retry": RetryPolicy(max_resumes=0), "on_model_change": "restart",
+    "max_attempts": 1, "on_model_change": "restart",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [*list(inspect.signature(Client.__init__).parameters)[1:-1], *ConfigArguments.__annotations__]
-)
-def test_every_setting_of_a_client_has_an_effect(name: str) -> None:
-    if file := ELSEWHERE.get(("Client", name)):
-        assert name in (REPOSITORY / "tests/client" / file).read_text()
-        return
+def settings() -> Iterator[str]:
+    for name in [*list(inspect.signature(Client.__init__).parameters)[1:-1], *ConfigArguments.__annotations__]:
+        if ("Client", name) not in ELSEWHERE:
+            yield name
 
+
+@pytest.mark.parametrize("name", settings())
+def test_every_setting_of_a_client_has_an_effect(name: str) -> None:
     def run(**given: Any) -> list[str]:
         replies = [Answer(pieces=("a",), error=ModelChanged("another model"))] if name == "on_model_change" else []
         transport = FakeTransport([*replies, QueueFull("full", retry_after_seconds=0.0), "a b"])
-        if name == "retry":
-            transport = FakeTransport([Answer(pieces=("a",), error=InvalidRequest("x")), "a b"])
-            given.setdefault("retry", None)
-            return [str(client_retry(given["retry"]))]
         with Client(transport=transport, **given) as client:
             try:
                 text = client.generate("a b").text
@@ -296,12 +259,8 @@ def test_every_setting_of_a_client_has_an_effect(name: str) -> None:
                 text = str(error)
             return [text, *(str((c.message, round(c.timeout_seconds or 0), c.metadata)) for c in transport.calls)]
 
-    assert stable(run()) != stable(run(**{name: SETTINGS[name]}))
-
-
-def client_retry(policy: RetryPolicy | None) -> RetryPolicy:
-    with Client(transport=FakeTransport(), retry=policy) as client:
-        return client._config.retry
+    value = RetryPolicy(max_attempts=1) if name == "retry" else SETTINGS[name]
+    assert stable(run()) != stable(run(**{name: value}))
 
 
 def test_both_kinds_of_clients_have_the_same_arguments() -> None:

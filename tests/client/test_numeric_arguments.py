@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import typing
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +13,6 @@ import pytest
 
 from lineclear.client import AdminClient, Client, Request, RetryPolicy, Sampling
 from lineclear.client.call_settings import client_config
-from lineclear.client.progress import display
 from lineclear.client.testing import FakeTransport
 from lineclear.errors import InvalidRequest
 
@@ -39,10 +36,7 @@ CALLS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "score": (Client.score, calling(lambda client, **given: client.score("a", ["b"], **given))),
     "embed": (Client.embed, calling(lambda client, **given: client.embed(["b"], **given))),
     "cancel": (Client.cancel, calling(lambda client, **given: client.cancel("b", **given))),
-    "attach": (
-        Client.submit,
-        calling(lambda client, **given: client.submit("b").attach(**given).read_all()),
-    ),
+    "attach": (Client.submit, calling(lambda client, **given: client.submit("b").attach(**given).read_all())),
     "watch_steps": (AdminClient.watch_steps, calling(lambda client, **given: watched(client, **given))),
 }
 EXTRA = {
@@ -78,7 +72,11 @@ UNBOUNDED = {"Client", "RetryPolicy", "iter_batch", "as_completed", "generate_ba
 OTHERS = {typing.get_args(typing.get_type_hints(Request)["timeout_seconds"])[1]}
 
 
-@pytest.mark.parametrize(("call", "name", "kind"), list(numeric()))
+NUMERIC = list(numeric())
+assert len(NUMERIC) > 50
+
+
+@pytest.mark.parametrize(("call", "name", "kind"), NUMERIC)
 def test_numeric_argument_is_checked(call: str, name: str, kind: type) -> None:
     run = CALLS[call][1]
     bad: list[Any] = [True, False, "3", b"3", [1], 1j, np.bool_(True), np.array([1, 2])]
@@ -89,10 +87,6 @@ def test_numeric_argument_is_checked(call: str, name: str, kind: type) -> None:
         with pytest.raises((ValueError, InvalidRequest), match=name):
             run(**{name: value})
     run(**{name: np.int64(2) if kind is int else np.float32(2.0)})
-
-
-def test_there_are_numeric_arguments() -> None:
-    assert len(list(numeric())) > 50
 
 
 @pytest.mark.parametrize("name", ["logprobs", "echo", "omit_text", "ignore_eos", "include_stop_string"])
@@ -127,36 +121,9 @@ def test_token_ids_of_any_sequence_of_integers(ids: Any) -> None:
 
 @pytest.mark.parametrize(
     "ids",
-    [
-        np.array([1.5]),
-        np.array(
-            [
-                [1],
-                [
-                    2,
-                ],
-            ]
-        ),
-        {1, 2},
-        {1: 2},
-        iter([1]),
-        b"12",
-        5,
-        None,
-    ],
+    [np.array([1.5]), np.array([[1], [2]]), {1, 2}, {1: 2}, iter([1]), b"12", 5, None],
+    ids=lambda ids: type(ids).__name__,
 )
 def test_what_is_no_sequence_of_integers_is_refused(ids: Any) -> None:
     with pytest.raises(InvalidRequest):
         Request(prompt=ids).to_proto()
-
-
-def test_progress_without_rich_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.warns(UserWarning, match=r"package rich; run: pip install .*\[cli\]"):
-        display(True).close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        display(None)
-        display(False)
-        display(print)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import threading
 from collections.abc import Callable
@@ -12,15 +11,16 @@ from typing import Any
 
 import pytest
 from client.command import lines, process
+from client.conftest import finished, started, tokens
 from google.rpc.code_pb2 import Code
 from support.time_limits import PATIENCE_SECONDS
-from support.toy_service import answer, toy_service
 
 from lineclear.cli import batch_run
 from lineclear.cli.prompt_file import PromptFile
 from lineclear.client import Request
 
-PROMPTS = [f"prompt {n}" for n in range(200)]
+PROMPTS = [f"prompt {n} {'of many letters ' * 40}".strip() for n in range(110)]
+"""More than the 64 KiB that a pipe holds."""
 
 
 def through_stdin(server: Any, name: str, text: str) -> Any:
@@ -38,50 +38,27 @@ def through_fifo(server: Any, name: str, text: str) -> Any:
     return done
 
 
-def through_substitution(server: Any, name: str, text: str) -> Any:
-    """Run the command with `text` in a pipe that is its file descriptor `name`, as the shell's <(command)."""
-    reader, writer = os.pipe()
-    sender = threading.Thread(target=lambda: os.fdopen(writer, "w").write(text))
-    sender.start()
-    done = process(server, "generate", "--file", f"/dev/fd/{reader}", pass_fds=(reader,))
-    os.close(reader)
-    sender.join(PATIENCE_SECONDS)
-    return done
-
-
 @pytest.mark.parametrize(
     ("run", "name"),
-    [
-        (through_stdin, "-"),
-        (through_stdin, "/dev/stdin"),
-        (through_fifo, "fifo"),
-        (through_substitution, "fd"),
-    ],
-    ids=["stdin", "dev-stdin", "fifo", "process-substitution"],
+    [(through_stdin, "-"), (through_stdin, "/dev/stdin"), (through_fifo, "fifo")],
+    ids=["stdin", "dev-stdin", "fifo"],
 )
 def test_every_prompt_of_a_pipe_gets_its_own_answer(
     server: Any, tmp_path: Path, run: Callable[..., Any], name: str
 ) -> None:
-    path = str(tmp_path / name) if name == "fifo" else name
-    done = run(server, path, "".join(f"{prompt}\n" for prompt in PROMPTS))
+    server.play([started(), tokens(0, 1, text="an answer"), finished(1)])
+    text = "".join(f"{prompt}\n" for prompt in PROMPTS)
+    assert len(text) > 1 << 16
+    done = run(server, str(tmp_path / name) if name == "fifo" else name, text)
+    assert done.returncode == 0, done.stderr
     found = [(line["index"], line["prompt"], line["text"]) for line in lines(done.stdout)]
-    assert found == [(index, prompt, prompt) for index, prompt in enumerate(PROMPTS)]
-    assert done.returncode == 0, done.stderr
+    assert found == [(index, prompt, "an answer") for index, prompt in enumerate(PROMPTS)]
+    assert sorted(request.text for request in server.requests) == sorted(PROMPTS)
 
 
-def test_large_pipe_has_a_result_for_each_prompt(tmp_path: Path) -> None:
-    prompts = [json.dumps({"id": n, "prompt": [5, 7], "seed": n}) for n in range(5000)]
-    with toy_service(tmp_path, "--max-queue-size", "5000", num_blocks=2048) as service:
-        flags = ["-n", "1", "--omit-text"]
-        done = process(service, "generate", "--file", "-", *flags, input="\n".join(prompts))
-    assert done.returncode == 0, done.stderr
-    found = [(line["id"], line["token_ids"]) for line in lines(done.stdout)]
-    assert found == [(n, answer([5, 7], 1, seed=n)) for n in range(5000)]
-
-
-def test_invalid_line_of_a_pipe_is_reported_first(server: Any) -> None:
-    done = process(server, "generate", "--file", "-", input='{"prompt": "fine"}\n{"prompt": 5}\n')
-    assert (done.returncode, done.stdout, server.requests) == (2, "", [])
+def test_invalid_line_of_a_pipe_is_reported_first(server: Any, cli: Any) -> None:
+    done = cli("generate", "--file", "-", input='{"prompt": "fine"}\n{"prompt": 5}\n')
+    assert (done.exit_code, done.stdout, server.requests) == (2, "", [])
     assert "standard input, line 2" in " ".join(done.stderr.split())
 
 

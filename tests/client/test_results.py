@@ -1,4 +1,4 @@
-"""The dataclasses of responses have every field of the schema."""
+"""Answers from the pieces that a server sends, and dataclasses with every field of the schema."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from lineclear.client import message_classes, results
+from lineclear.client.answer_assembler import AnswerAssembler
+from lineclear.client.results import FinishReason, Started, TokenLogprobs, TopLogprob, Usage
+from lineclear.errors import DataLoss
 from lineclear.v1 import inference_pb2 as pb
 
 MIRRORED: list[tuple[type[Any], Any]] = [
@@ -39,18 +42,6 @@ def test_unknown_finish_reason_is_unspecified() -> None:
     assert results.delta_from_proto(message).finish_reason is results.FinishReason.UNSPECIFIED
 
 
-def test_durations_become_seconds_and_lists_tuples() -> None:
-    timings = pb.Timings(preemptions=2)
-    timings.queue_time.FromMicroseconds(1_250_000)
-    assert results.from_proto(results.Timings, timings) == results.Timings(queue_time_seconds=1.25, preemptions=2)
-    model = results.from_proto(
-        message_classes.Model, pb.GetModelResponse(eos_token_ids=[1, 2], limits=pb.Limits(num_blocks=3))
-    )
-    assert (model.eos_token_ids, model.limits.num_blocks) == ((1, 2), 3)
-    stats = results.from_proto(message_classes.Stats, pb.GetStatsResponse(step_seconds=pb.Quantiles(p99=2.0)))
-    assert stats.step_seconds.p99 == 2.0
-
-
 def generation(completion_tokens: int, decode_seconds: float, e2e_seconds: float, resumes: int = 0) -> Any:
     return results.Generation(
         text="", token_ids=(), finish_reason=results.FinishReason.LENGTH, matched_stop=None,
@@ -60,23 +51,64 @@ def generation(completion_tokens: int, decode_seconds: float, e2e_seconds: float
 
 
 @pytest.mark.parametrize(
-    ("completion_tokens", "decode_seconds", "e2e_seconds", "resumes", "rate"),
+    ("figures", "rate"),
     [
-        (5, 2.0, 9.0, 0, 2.0),
-        (1, 0.0, 0.5, 0, 2.0),
-        (0, 0.0, 1.0, 0, None),
-        (5, 2.0, 9.0, 1, None),
-        (2, 0.0, 1.0, 0, None),
+        ((5, 2.0, 9.0), 2.0),
+        ((1, 0.0, 0.5), 2.0),
+        ((0, 0.0, 1.0), None),
+        ((5, 2.0, 9.0, 1), None),
+        ((2, 0.0, 1.0), None),
     ],
 )
-def test_tokens_per_second(
-    completion_tokens: int, decode_seconds: float, e2e_seconds: float, resumes: int, rate: float | None
-) -> None:
-    answer = generation(completion_tokens, decode_seconds, e2e_seconds, resumes)
-    assert answer.tokens_per_second == rate
-    assert answer.to_dict()["tokens_per_second"] == rate
-
-
-def test_generation_has_the_id_of_its_request() -> None:
-    answer = generation(1, 0.0, 1.0)
+def test_tokens_per_second(figures: tuple[Any, ...], rate: float | None) -> None:
+    answer = generation(*figures)
+    assert answer.tokens_per_second == answer.to_dict()["tokens_per_second"] == rate
     assert answer.request_id == answer.to_dict()["request_id"] == "r"
+
+
+# --- answers from their pieces ---
+
+
+def test_responses_make_the_answer() -> None:
+    assembly = AnswerAssembler()
+    assert assembly.add(pb.GenerateResponse(started=pb.Started(request_id="r", seed=4))).started == Started("r", seed=4)
+    logprobs = [pb.TokenLogprobs(logprob=-1.5, top_logprobs=[pb.TopLogprob(token_id=5, logprob=-0.5)])]
+    assembly.add(pb.GenerateResponse(token_ids=[5], text="a", logprobs=logprobs, token_times_us=[1500]))
+    delta = assembly.add(
+        pb.GenerateResponse(
+            first_index=1,
+            text="b",
+            finished=pb.Finished(
+                finish_reason=pb.FINISH_REASON_STOP_STRING, matched_stop_string="!", usage=pb.Usage(completion_tokens=1)
+            ),
+        )
+    )
+    assembly.close()
+    result = assembly.generation()
+    assert delta.finish_reason is result.finish_reason is FinishReason.STOP_STRING
+    assert (result.text, result.token_ids, result.matched_stop) == ("ab", (5,), "!")
+    assert result.logprobs == (TokenLogprobs(-1.5, (TopLogprob(5, -0.5),)),)
+    assert result.token_times_seconds == (0.0015,)
+    assert (result.usage, result.started.seed) == (Usage(completion_tokens=1), 4)
+
+
+def test_a_matched_token_is_its_id_even_when_that_is_zero() -> None:
+    assembly = AnswerAssembler()
+    assembly.add(pb.GenerateResponse(finished=pb.Finished(finish_reason=pb.FINISH_REASON_STOP_EOS, matched_token_id=0)))
+    assert assembly.generation().matched_stop == 0
+
+
+@pytest.mark.parametrize(("count", "index"), [(2, 0), (2, 1), (2, 3), (0, 1)])
+def test_a_gap_or_a_repetition_is_data_loss(count: int, index: int) -> None:
+    assembly = AnswerAssembler()
+    assembly.add(pb.GenerateResponse(token_ids=range(count)))
+    with pytest.raises(DataLoss) as caught:
+        assembly.add(pb.GenerateResponse(first_index=index, token_ids=[3]))
+    assert caught.value.metadata == {"expected_index": str(count), "received_index": str(index)}
+
+
+def test_missing_logprobs_are_data_loss() -> None:
+    with pytest.raises(DataLoss, match="2 tokens and 1 token times"):
+        AnswerAssembler().add(pb.GenerateResponse(token_ids=[1, 2], token_times_us=[5]))
+    with pytest.raises(DataLoss, match="1 tokens and 2 logprobs"):
+        AnswerAssembler().add(pb.GenerateResponse(token_ids=[1], logprobs=[pb.TokenLogprobs(), pb.TokenLogprobs()]))

@@ -21,14 +21,13 @@ from lineclear.v1 import inference_pb2 as pb
 def ask(request: pytest.FixtureRequest) -> Any:
     """A call of `generate` through either client."""
 
+    async def generated(client: AsyncClient, prompt: Any, **params: Any) -> Any:
+        return await client.generate(prompt, **params)
+
     def generate(fake: FakeTransport, prompt: Any, *, max_attempts: int = 3, **params: Any) -> Any:
         if request.param == "sync":
             return Client(transport=fake, max_attempts=max_attempts).generate(prompt, **params)
-
-        async def run() -> Any:
-            return await AsyncClient(transport=fake, max_attempts=max_attempts).generate(prompt, **params)
-
-        return asyncio.run(run())
+        return asyncio.run(generated(AsyncClient(transport=fake, max_attempts=max_attempts), prompt, **params))
 
     return generate
 
@@ -73,6 +72,7 @@ def test_errors_before_and_during_an_answer(ask: Any) -> None:
 def test_requests_are_recorded(ask: Any) -> None:
     fake = FakeTransport("ok")
     ask(fake, "x", max_tokens=5, metadata={"Tenant": "a"}, timeout_seconds=9)
+    assert fake.cancelled == 0
     (call,) = fake.requests
     assert call.message == pb.GenerateRequest(text="x", sampling={"max_tokens": 5})
     assert call.metadata == (("tenant", "a"),)
@@ -101,24 +101,17 @@ def test_cancelling_wakes_a_delay_and_is_counted_once() -> None:
         threading.Timer(0.02, stream.cancel).start()
         with pytest.raises(Cancelled):
             next(stream)
-
-    async def run() -> None:
-        slow = FakeTransport(Answer("slow", delay_seconds=3600.0))
-        async with AsyncClient(transport=slow) as client, client.stream("x") as stream:
-            await anext(stream)
-            asyncio.get_running_loop().call_later(0.02, stream.cancel)
-            with pytest.raises(Cancelled):
-                await anext(stream)
-        assert slow.cancelled == 1
-
-    asyncio.run(run())
     assert (fake.cancelled, fake.closed) == (1, True)
 
 
-def test_a_finished_call_is_not_a_cancelled_one(ask: Any) -> None:
-    fake = FakeTransport("done")
-    ask(fake, "x")
-    assert fake.cancelled == 0
+async def test_cancelling_wakes_an_async_delay() -> None:
+    fake = FakeTransport(Answer("slow", delay_seconds=3600.0))
+    async with AsyncClient(transport=fake) as client, client.stream("x") as stream:
+        await anext(stream)
+        asyncio.get_running_loop().call_later(0.02, stream.cancel)
+        with pytest.raises(Cancelled):
+            await anext(stream)
+    assert fake.cancelled == 1
 
 
 def test_unary_calls() -> None:
@@ -136,14 +129,11 @@ def test_unary_calls() -> None:
         client.generate("x")
 
 
-def test_aclosing_a_batch_cancels_the_rest() -> None:
+async def test_aclosing_a_batch_cancels_the_rest() -> None:
     fake = FakeTransport(lambda request: "now" if request.text == "0" else Answer("much later", delay_seconds=3600.0))
-
-    async def run() -> None:
-        async with AsyncClient(transport=fake) as client:
-            each = client.iter_batch(map(str, range(10**9)), concurrency=4, window=6)
-            async with contextlib.aclosing(each) as outcomes:
-                assert (await anext(outcomes)).text == "now"  # type: ignore[union-attr]
-            assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(run())
+    async with AsyncClient(transport=fake) as client:
+        before = asyncio.all_tasks()
+        each = client.iter_batch(map(str, range(10**9)), concurrency=4, window=6)
+        async with contextlib.aclosing(each) as outcomes:
+            assert (await anext(outcomes)).text == "now"  # type: ignore[union-attr]
+        assert asyncio.all_tasks() == before

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client.conftest import finished, started, tokens
 
 from lineclear.client import AsyncClient, ChatMessage, Client, FinishReason, Request, ToolCall, ToolCallDelta
 from lineclear.client.answer_assembler import AnswerAssembler
@@ -23,26 +24,36 @@ CALL = ToolCall("call00001", "weather", '{"city": "Zürich"}')
 QUESTION = ChatMessage("user", "Weather?")
 
 
-def test_tools_and_choice_are_sent() -> None:
-    class Lookup:
-        """Stands for a pydantic model."""
+class Lookup:
+    """Stands for a pydantic model."""
 
-        @staticmethod
-        def model_json_schema() -> dict[str, Any]:
-            return {"type": "object", "description": "Look up", "properties": {}}
+    @staticmethod
+    def model_json_schema() -> dict[str, Any]:
+        return {"type": "object", "description": "Look up", "properties": {}}
 
-    tools = [WEATHER, {"name": "now"}, Lookup]
-    chat = Request.of([QUESTION], tools=tools, tool_choice="none").to_proto().chat
+
+def test_tools_are_sent() -> None:
+    chat = Request.of([QUESTION], tools=[WEATHER, {"name": "now"}, Lookup]).to_proto().chat
     assert [tool.name for tool in chat.tools] == ["weather", "now", "Lookup"]
     assert json.loads(chat.tools[0].parameters) == {"type": "object"}
     assert not chat.tools[1].HasField("parameters")
-    assert (chat.tools[2].description, json.loads(chat.tools[2].parameters)) == (
-        "Look up",
-        {"type": "object", "properties": {}},
-    )
-    assert chat.tool_choice.mode == pb.TOOL_CHOICE_MODE_NONE
-    named = Request.of([QUESTION], tools=tools, tool_choice=WEATHER).to_proto().chat.tool_choice
-    assert named.function == "weather"
+    assert chat.tools[2].description == "Look up"
+    assert json.loads(chat.tools[2].parameters) == {"type": "object", "properties": {}}
+    assert not chat.HasField("parallel_tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("choice", "sent"),
+    [
+        ("none", pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_NONE)),
+        ("required", pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)),
+        (WEATHER, pb.ToolChoice(function="weather")),
+        ({"function": {"name": "weather"}}, pb.ToolChoice(function="weather")),
+    ],
+)
+def test_choice_is_sent(choice: Any, sent: pb.ToolChoice) -> None:
+    chat = Request.of([QUESTION], tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False).to_proto().chat
+    assert (chat.tool_choice, chat.HasField("parallel_tool_calls"), chat.parallel_tool_calls) == (sent, True, False)
 
 
 def test_messages_carry_calls_and_results() -> None:
@@ -123,32 +134,20 @@ def test_call_that_begins_twice_is_data_loss() -> None:
         assembler.add(first)
 
 
-def test_choice_and_parallel_calls_are_sent() -> None:
-    for choice, expected in (("required", "mode"), ({"function": {"name": "weather"}}, "function")):
-        asked = Request.of([QUESTION], tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
-        chat = asked.to_proto().chat
-        assert chat.tool_choice.WhichOneof("choice") == expected
-        assert chat.HasField("parallel_tool_calls")
-        assert not chat.parallel_tool_calls
-    assert not Request.of([QUESTION], tools=[WEATHER]).to_proto().chat.HasField("parallel_tool_calls")
-
-
 # --- command line ----------------------------------------------------------------------------------------------------
 
 
 def calls_weather(request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
     """Answer a user with two calls, and results with text."""
-    yield pb.GenerateResponse(started=pb.Started(request_id="r"))
+    yield started()
     if request.chat.messages[-1].role == "tool":
-        yield pb.GenerateResponse(first_index=0, token_ids=[1], text="Sunny.")
-        yield pb.GenerateResponse(first_index=1, finished=pb.Finished(finish_reason=pb.FINISH_REASON_STOP_EOS))
+        yield tokens(0, 1, text="Sunny.")
+        yield finished(1)
         return
-    calls = [
-        pb.ToolCallDelta(index=index, id=f"call{index}", name="weather", arguments=json.dumps({"city": city}))
-        for index, city in enumerate(("Zürich", "Bern"))
-    ]
-    yield pb.GenerateResponse(first_index=0, token_ids=[1], tool_calls=calls)
-    yield pb.GenerateResponse(first_index=1, finished=pb.Finished(finish_reason=pb.FINISH_REASON_TOOL_CALLS))
+    cities = [json.dumps({"city": city}) for city in ("Zürich", "Bern")]
+    calls = [pb.ToolCallDelta(index=n, id=f"call{n}", name="weather", arguments=city) for n, city in enumerate(cities)]
+    yield tokens(0, 1, tool_calls=calls)
+    yield finished(1, finish_reason=pb.FINISH_REASON_TOOL_CALLS)
 
 
 LINES = [

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import re
 import signal
-import subprocess
 import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -16,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client.command import COMMAND, spawn
+from client.command import spawn
 from client.terminal import Terminal
-from support.engine_harness import ENVIRONMENT
-from support.service import wait_for
+from support.service import is_idle, wait_for
 from support.time_limits import PATIENCE_SECONDS
 from support.toy_service import ToyService
 
@@ -36,31 +33,42 @@ SVG = "{http://www.w3.org/2000/svg}"
 class Watched(ToyService):
     """A toy service with three slots and an admin address."""
 
-    def __init__(self, folder: Path, **toy: Any) -> None:
+    def __init__(self, folder: Path) -> None:
         self.admin = f"unix:{folder}/admin.sock"
-        super().__init__(folder, "--admin-listen", self.admin, "--max-batch-size", "3", **{**SLOW, **toy})
+        super().__init__(folder, "--admin-listen", self.admin, "--max-batch-size", "3", **SLOW)
+
+    def start_if_killed(self) -> None:
+        if self._process is None:
+            self.start()
 
 
-@pytest.fixture(name="service")
-def start_service(tmp_path: Path) -> Iterator[Watched]:
-    service = Watched(tmp_path)
-    try:
-        service.start()
-        yield service
-    finally:
-        service.kill()
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """The service of all tests here. A test may kill it."""
+    service = Watched(tmp_path_factory.mktemp("watched"))
+    yield service
+    service.kill()
+
+
+@pytest.fixture
+def service(shared: Watched) -> Watched:
+    """The running service, without a request."""
+    shared.start_if_killed()
+    with Client(shared.admin) as admin:
+        wait_for(lambda: is_idle(admin.stats()), "no request of another test is left")
+    return shared
 
 
 @pytest.fixture(name="load")
-def keep_busy(service: Watched) -> Iterator[list[threading.Thread]]:
+def keep_busy(service: Watched) -> Iterator[None]:
     """Five endless requests for three slots, until the test ends."""
-    with Client(service.target, max_attempts=1) as client:
+    with Client(service.target, max_attempts=1) as client, Client(service.admin) as admin:
         streams = [client.stream([*PROMPT, n], **ENDLESS) for n in range(5)]
         threads = [threading.Thread(target=_read, args=(stream,)) for stream in streams]
         for thread in threads:
             thread.start()
-        wait_for_waiting(service.admin, 2)
-        yield threads
+        wait_for(lambda: admin.stats().gauges.num_requests_waiting == 2, "two requests wait")
+        yield
         for stream in streams:
             stream.cancel()
         for thread in threads:
@@ -71,18 +79,6 @@ def _read(stream: Any) -> None:
     with contextlib.suppress(LineclearError), stream:  # cancelled by the fixture, or cut off by the test
         for _ in stream:
             pass
-
-
-def wait_for_waiting(admin: str, count: int) -> None:
-    with Client(admin, max_attempts=1) as client:
-        wait_for(lambda: client.stats().gauges.num_requests_waiting == count, f"{count} requests wait")
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
-        env={**os.environ, **ENVIRONMENT, "COLUMNS": "110"},
-    )  # fmt: skip
 
 
 def generate(service: Watched, *prompts: list[int], max_tokens: int = 4) -> None:
@@ -97,20 +93,20 @@ def slots(screen: list[str]) -> list[str]:
     return [line for line in screen if re.match(r"  slot +\d", line)]
 
 
-def test_top_shows_queue_slots_and_blocks(service: Watched, load: Any) -> None:
+@pytest.mark.usefixtures("load")
+def test_top_shows_queue_slots_and_blocks(service: Watched) -> None:
     with Terminal("top", "--target", service.admin, "--interval", "0.1") as terminal:
         screen = terminal.read_until(lambda screen: len(slots(screen)) == 3)
         text = "\n".join(screen)
         assert "queue 2 waiting" in text
         assert "slots 3 of 3 in use" in text
-        assert all(re.search(r"\[\d\] ▒*█*·+ \d+/1500 tokens, prompt 6", line) for line in slots(screen)), text
+        assert all(re.search(r"\[\d+\] ▒*█*·+ \d+/1500 tokens, prompt 6", line) for line in slots(screen)), text
         assert "KV blocks 90 of 64 tokens" in text
         used = int(re.search(r"█ (\d+) in use", text)[1])  # type: ignore[index]
         map_line = screen[next(n for n, line in enumerate(screen) if "KV blocks" in line) + 1].strip()
         assert len(map_line) == 90
         assert map_line.count("█") == used > 0
-        rate = terminal.read_until(lambda screen: re.search(r"tokens/s [1-9]", "\n".join(screen)))
-        assert rate
+        terminal.read_until(lambda screen: re.search(r"tokens/s [1-9]", "\n".join(screen)))
         progress = re.search(r"(\d+)/1500", slots(screen)[0])
         assert progress is not None
         terminal.read_until(lambda screen: slots(screen) and f"{progress[1]}/1500" not in slots(screen)[0])  # it moves
@@ -118,7 +114,8 @@ def test_top_shows_queue_slots_and_blocks(service: Watched, load: Any) -> None:
         assert terminal.is_restored
 
 
-def test_top_fits_the_terminal_after_a_resize(service: Watched, load: Any) -> None:
+@pytest.mark.usefixtures("load")
+def test_top_fits_the_terminal_after_a_resize(service: Watched) -> None:
     with Terminal("top", "--target", service.admin, "--interval", "10", columns=120, rows=40) as terminal:
         terminal.read_until(slots)
         terminal.resize(44, 9)
@@ -138,26 +135,10 @@ def test_top_fits_the_terminal_after_a_resize(service: Watched, load: Any) -> No
         assert terminal.is_restored
 
 
-def test_top_waits_for_a_server_that_is_away(tmp_path: Path) -> None:
-    service = Watched(tmp_path)
-    with Terminal("top", "--target", service.admin, "--interval", "0.1", columns=250) as terminal:
-        terminal.read_until(lambda screen: any(f"waiting for {service.admin}" in line for line in screen))
-        try:
-            service.start()
-            terminal.read_until(lambda screen: any("slots 0 of 3" in line for line in screen))
-            service.kill()
-            terminal.read_until(lambda screen: any("waiting for" in line for line in screen))
-            service.start()
-            terminal.read_until(lambda screen: not any("waiting for" in line for line in screen))
-        finally:
-            service.kill()
-        assert terminal.end(signal.SIGINT) == 130
-        assert terminal.is_restored
-
-
-def test_top_prints_once_into_a_pipe(service: Watched, load: Any) -> None:
-    done = run("top", "--target", service.admin)
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.usefixtures("load")
+def test_top_prints_once_into_a_pipe(service: Watched, cli: Any) -> None:
+    done = cli("top", "--target", service.admin)
+    assert (done.exit_code, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert len(slots(done.stdout.splitlines())) == 3
     assert "queue 2 waiting" in done.stdout
@@ -165,24 +146,72 @@ def test_top_prints_once_into_a_pipe(service: Watched, load: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["top", "explain", "trace"])
-def test_data_address_has_no_admin_methods(service: Watched, name: str, tmp_path: Path) -> None:
+def test_data_address_has_no_admin_methods(service: Watched, cli: Any, name: str, tmp_path: Path) -> None:
     rest = ["--output", str(tmp_path / "t.json")] if name == "trace" else []
-    done = run(name, "--target", service.target, *rest)
-    assert done.returncode > 100
+    done = cli(name, "--target", service.target, *rest)
+    assert done.exit_code > 100
     assert done.stderr.count("\n") <= 3
     assert "admin" in done.stderr
+
+
+# --- explain ---
+
+
+def records(service: Watched) -> list[pb.StepRecord]:
+    """Return the steps that the server keeps."""
+    with Client(service.admin) as client:
+        return [*next(AdminClient(client).watch_steps(history=1000)).steps]
+
+
+def test_explain_shows_the_last_step(service: Watched, cli: Any) -> None:
+    generate(service, PROMPT)
+    (*_, last) = records(service)
+    done = cli("explain", "--target", service.admin)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"Step {last.step} of worker 0")
+    assert "1 queries of 1 requests in one packed row, no padding" in done.stdout
+    assert re.search(r"^0 +0  \[\d+\] +decode +7 +0 +1  a token$", done.stdout, re.M), done.stdout
+    assert re.search(r"decode +pos 7 +▒{7}█$", done.stdout, re.M)
+    found = json.loads(cli("explain", "--json", "--target", service.admin).stdout)
+    assert (found["rows"]["kind"], found["num_slots"]) == (["ROW_KIND_DECODE"], 3)
+
+
+def test_explain_shows_a_prompt_with_its_mask(service: Watched, cli: Any, tmp_path: Path) -> None:
+    prompt = [11, *PROMPT]  # which no other test leaves in the cache
+    generate(service, prompt)
+    first = next(record for record in records(service) if sum(record.rows.num_tokens) == len(prompt))
+    image = tmp_path / "mask.svg"
+    done = cli("explain", str(first.step), "--target", service.admin, "--svg", str(image))
+    assert re.search(r"^0-5 +0  \[\d+\] +prefill +0-5 +0 +1  a token$", done.stdout, re.M), done.stdout
+    assert [re.sub("[^█▒·]", "", line) for line in done.stdout.splitlines() if " pos " in line] == [
+        "█·····", "██····", "███···", "████··", "█████·", "██████"
+    ]  # fmt: skip
+    squares = [rect for rect in ET.parse(image).getroot().iter(f"{SVG}rect") if rect.get("width") == "13"]
+    assert len(squares) == 36
+
+
+def test_explain_names_the_steps_that_are_kept(service: Watched, cli: Any) -> None:
+    generate(service, PROMPT)
+    steps = [record.step for record in records(service)]
+    for arguments, says in (
+        (("--worker", "7"), "no step of worker 7 is kept; there are steps of worker 0"),
+        (("4000000",), f"there are steps {min(steps)} to {max(steps)}"),
+    ):
+        done = cli("explain", *arguments, "--target", service.admin)
+        assert done.exit_code == 1
+        assert says in done.stderr
 
 
 # --- trace ---
 
 
-def test_trace_has_a_slice_for_each_row(service: Watched, load: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("load")
+def test_trace_has_a_slice_for_each_row(service: Watched, cli: Any, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
-    done = run("trace", "--target", service.admin, "--seconds", "1", "--output", str(file))
-    assert (done.returncode, done.stderr) == (0, "")
+    done = cli("trace", "--target", service.admin, "--seconds", "1", "--output", str(file))
+    assert (done.exit_code, done.stderr) == (0, "")
     steps = int(re.match(r"(\d+) steps of 1 worker", done.stdout)[1])  # type: ignore[index]
-    events = json.loads(file.read_text())
-    slices = [event for event in events if event["ph"] == "X"]
+    slices = [event for event in json.loads(file.read_text()) if event["ph"] == "X"]
     assert sum(event["tid"] == 0 for event in slices) == steps > 5
     assert {event["tid"] for event in slices} == {0, 1, 2, 3}
     for tid in range(4):
@@ -190,10 +219,9 @@ def test_trace_has_a_slice_for_each_row(service: Watched, load: Any, tmp_path: P
         assert all(a + d <= b for (a, d), (b, _) in itertools.pairwise(lane)), "slices of a slot overlap"
 
 
+@pytest.mark.usefixtures("load")
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM, None])
-def test_trace_is_kept_when_it_ends(
-    service: Watched, load: Any, tmp_path: Path, ended_by: signal.Signals | None
-) -> None:
+def test_trace_is_kept_when_it_ends(service: Watched, tmp_path: Path, ended_by: signal.Signals | None) -> None:
     """By Ctrl-C, by SIGTERM as of `timeout 60 lineclear trace ...`, or because the server stops."""
     file = tmp_path / "trace.json"
     process = spawn("trace", "--target", service.admin, "--output", str(file))
@@ -209,86 +237,44 @@ def test_trace_is_kept_when_it_ends(
     assert sum(event["ph"] == "X" and event["tid"] == 0 for event in json.loads(file.read_text())) == steps
 
 
-def test_timeline_of_the_history(service: Watched, tmp_path: Path) -> None:
+def test_timeline_of_the_history(service: Watched, cli: Any, tmp_path: Path) -> None:
     generate(service, [*PROMPT, 1], [*PROMPT, 2], max_tokens=6)
     file = tmp_path / "timeline.svg"
-    done = run("trace", "--target", service.admin, "--history", "1000", "--seconds", "0.5", "--output", str(file))
-    assert done.returncode == 0, done.stderr
+    done = cli("trace", "--target", service.admin, "--history", "1000", "--seconds", "0.5", "--output", str(file))
+    assert done.exit_code == 0, done.stderr
     marks = [rect.get("class") for rect in ET.parse(file).getroot().iter(f"{SVG}rect")]
     assert {"prefill", "decode", "end", "idle"} <= set(marks)
 
 
-def test_idle_server_is_said_to_be_idle(service: Watched, tmp_path: Path) -> None:
-    for name in ("trace.json", "trace.svg"):
-        done = run("trace", "--target", service.admin, "--seconds", "0.3", "--output", str(tmp_path / name))
-        assert done.returncode == 1
-        assert "the server is idle" in done.stderr
+def test_trace_without_a_step_replaces_no_file(service: Watched, cli: Any, tmp_path: Path) -> None:
+    absent = f"unix:{tmp_path}/none.sock"
+    (tmp_path / "trace.json").write_text("[1]")
+    for target, name, code, says in (
+        (service.admin, "trace.json", 1, "the server is idle"),
+        (service.admin, "trace.svg", 1, "the server is idle"),
+        (absent, "trace.json", 114, absent),
+        (absent, "no/trace.json", 2, "there is no folder"),
+        (absent, "trace.png", 2, "ends with .json or .svg"),
+    ):
+        done = cli("trace", "--target", target, "--seconds", "0.1", "--output", str(tmp_path / name))
+        assert (done.exit_code, says in "".join(done.stderr.split("\n"))) == (code, True), done.stderr
+    assert (tmp_path / "trace.json").read_text() == "[1]"
 
 
-def test_file_of_an_earlier_trace_is_kept_without_a_step(tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    file.write_text("[1]")
-    done = run("trace", "--target", f"unix:{tmp_path}/none.sock", "--output", str(file))
-    assert done.returncode == 114
-    assert file.read_text() == "[1]"
-    done = run("trace", "--target", f"unix:{tmp_path}/none.sock", "--output", str(tmp_path / "no" / "trace.json"))
-    assert done.returncode == 2
-    assert "there is no folder" in done.stderr
-    done = run("trace", "--target", f"unix:{tmp_path}/none.sock", "--output", str(tmp_path / "trace.png"))
-    assert done.returncode == 2
-    assert "ends with .json or .svg" in done.stderr
+def test_top_waits_for_a_server_that_is_away(shared: Watched, cli: Any) -> None:
+    def shows(text: str) -> Any:
+        return lambda screen: any(text in line for line in screen)
 
-
-# --- explain ---
-
-
-def records(service: Watched) -> list[pb.StepRecord]:
-    """Return the steps that the server keeps."""
-    with Client(service.admin) as client:
-        return [*next(AdminClient(client).watch_steps(history=1000)).steps]
-
-
-def test_explain_shows_the_last_step(service: Watched) -> None:
-    generate(service, PROMPT, max_tokens=4)
-    (*_, last) = records(service)
-    done = run("explain", "--target", service.admin)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"Step {last.step} of worker 0")
-    assert "1 queries of 1 requests in one packed row, no padding" in done.stdout
-    assert re.search(r"^0 +0  \[\d+\] +decode +7 +0 +1  a token$", done.stdout, re.M), done.stdout
-    assert re.search(r"decode +pos 7 +▒{7}█$", done.stdout, re.M)
-
-
-def test_explain_shows_a_prompt_with_its_mask(service: Watched, tmp_path: Path) -> None:
-    generate(service, PROMPT, max_tokens=4)
-    first = next(record for record in records(service) if sum(record.rows.num_tokens) == len(PROMPT))
-    image = tmp_path / "mask.svg"
-    done = run("explain", str(first.step), "--target", service.admin, "--svg", str(image))
-    assert re.search(r"^0-4 +0  \[\d+\] +prefill +0-4 +0 +1  a token$", done.stdout, re.M), done.stdout
-    assert [re.sub("[^█▒·]", "", line) for line in done.stdout.splitlines() if " pos " in line] == [
-        "█····", "██···", "███··", "████·", "█████"
-    ]  # fmt: skip
-    squares = [rect for rect in ET.parse(image).getroot().iter(f"{SVG}rect") if rect.get("width") == "13"]
-    assert len(squares) == 25
-
-
-def test_explain_as_json(service: Watched) -> None:
-    generate(service, PROMPT, max_tokens=2)
-    done = run("explain", "--json", "--target", service.admin)
-    found = json.loads(done.stdout)
-    assert found["rows"]["kind"] == ["ROW_KIND_DECODE"]
-    assert found["num_slots"] == 3
-
-
-def test_explain_names_the_steps_that_are_kept(service: Watched) -> None:
-    done = run("explain", "--target", service.admin)
-    assert done.returncode == 1
-    assert "no step yet" in done.stderr
-    generate(service, PROMPT, max_tokens=2)
-    steps = [record.step for record in records(service)]
-    done = run("explain", "--worker", "7", "--target", service.admin)
-    assert done.returncode == 1
-    assert "no step of worker 7 is kept; there are steps of worker 0" in done.stderr
-    done = run("explain", "4000000", "--target", service.admin)
-    assert done.returncode == 1
-    assert f"there are steps {min(steps)} to {max(steps)}" in done.stderr
+    shared.kill()
+    with Terminal("top", "--target", shared.admin, "--interval", "0.1", columns=250) as terminal:
+        terminal.read_until(shows(f"waiting for {shared.admin}"))
+        shared.start()
+        terminal.read_until(shows("slots 0 of 3"))
+        of_new_server = cli("explain", "--target", shared.admin)
+        assert (of_new_server.exit_code, "no step yet" in of_new_server.stderr) == (1, True)
+        shared.kill()
+        terminal.read_until(shows("waiting for"))
+        shared.start()
+        terminal.read_until(lambda screen: not shows("waiting for")(screen))
+        assert terminal.end(signal.SIGINT) == 130
+        assert terminal.is_restored

@@ -14,13 +14,8 @@ DEMO = Path(__file__).parents[2] / "demo"
 MODEL = DEMO / "model"
 
 EXPECTED_FILES = {
-    "README.md",
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
+    *("README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json"),
 }
 
 
@@ -109,9 +104,6 @@ def test_tiny_model_shares_the_tokenizer(tokenizer: Any) -> None:
 
 
 def test_chat_template_marks_every_message(tokenizer: Any) -> None:
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hello"},
-    ]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert rendered == "<|begin|><|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>"

@@ -1,7 +1,9 @@
-"""`make demo`: three ways of batching the same prompts, and the pictures of the README."""
+"""`make demo`: three ways of batching the same prompts, and the pictures of the README. Here with the tiny model."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import subprocess
@@ -29,7 +31,7 @@ def run_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Return what the demo printed, and the folder with its pictures."""
     images = tmp_path_factory.mktemp("images")
     done = subprocess.run(
-        [sys.executable, "demo/run.py", "--images", str(images)],
+        [sys.executable, "demo/run.py", "--model", "demo/model-tiny", "--images", str(images)],
         cwd=REPOSITORY, env=WITHOUT_LINECLEAR, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS,
         check=False,
     )  # fmt: skip
@@ -42,11 +44,8 @@ def section(text: str, begin: str, end: str) -> str:
     return text.partition(begin)[2].partition(end)[0]
 
 
-def test_all_ways_give_the_same_tokens(demo: tuple[str, Path]) -> None:
+def test_table_compares_three_ways_with_the_same_tokens(demo: tuple[str, Path]) -> None:
     assert "The 3 outputs are equal, token for token." in demo[0]
-
-
-def test_table_compares_three_ways(demo: tuple[str, Path]) -> None:
     table = section(demo[0], "611 output tokens\n", "The 3 outputs").splitlines()
     rows = {line[:40].strip(): line[40:].split() for line in table[1:] if line.strip()}
     assert list(rows) == [
@@ -95,32 +94,34 @@ def test_timeline_has_padded_waves_above_continuous_batching(demo: tuple[str, Pa
     titles = ["".join(group.itertext()) for group in (padded, continuous)]
     assert "padded waves" in titles[0]
     assert "Continuous batching" in titles[1]
-    ET.parse(demo[1] / "mask.svg")
 
 
 @pytest.mark.parametrize("name", ["timeline.svg", "mask.svg"])
 def test_readme_shows_the_pictures_of_the_demo(demo: tuple[str, Path], name: str) -> None:
-    """The committed pictures have the form of today's: the same elements in the legend and the titles."""
-    committed = ET.parse(REPOSITORY / "docs" / "images" / name).getroot()
-    made = ET.parse(demo[1] / name).getroot()
-    styles = [next(root.iter(f"{SVG}style")).text for root in (committed, made)]
-    assert styles[0] == styles[1], "run: make demo ARGS='--images docs/images'"
+    """The committed pictures have the style of today's."""
+    pictures = (REPOSITORY / "docs" / "images" / name, demo[1] / name)
+    committed, made = (next(ET.parse(path).getroot().iter(f"{SVG}style")).text for path in pictures)
+    assert committed == made, "run: make demo ARGS='--images docs/images'"
 
 
 def is_serving(client: Client) -> bool:
-    try:
+    with contextlib.suppress(LineclearError):
         return client.health() is HealthStatus.SERVING
-    except LineclearError:
-        return False
+    return False
 
 
 def test_closing_commands_run_as_they_are_printed(demo: tuple[str, Path]) -> None:
-    """Only the port is another, which may be in use here."""
+    """Only the port is another, which may be in use here, and the worker is a toy, which starts at once."""
     lines = section(demo[0], "Where to go next\n", "$").splitlines()
     serve, top, page = (re.split(r"  +", line.strip())[0] for line in lines)
     assert (REPOSITORY / page).is_file()
     port, listen = free_ports(2)
-    environment = WITHOUT_LINECLEAR | {"LINECLEAR_LISTEN": f"127.0.0.1:{listen}"}
+    environment = WITHOUT_LINECLEAR | {
+        "LINECLEAR_LISTEN": f"127.0.0.1:{listen}",
+        "LINECLEAR_WORKER_COMMAND": f"{sys.executable} -m support.toy_worker_command",
+        "TOY_OPTIONS": json.dumps({"vocab_size": 4096}),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     at_port = [command.replace("50052", str(port)) for command in (serve, top)]
     assert at_port[0] != serve
     server = subprocess.Popen(["/bin/sh", "-c", f"exec {at_port[0]}"], cwd=REPOSITORY, env=environment)
@@ -131,8 +132,7 @@ def test_closing_commands_run_as_they_are_printed(demo: tuple[str, Path]) -> Non
             ["/bin/sh", "-c", at_port[1]], cwd=REPOSITORY, env=environment, capture_output=True, text=True,
             timeout=PATIENCE_SECONDS, check=False,
         )  # fmt: skip
-        assert shown.returncode == 0, shown.stderr
-        assert "slots" in shown.stdout
+        assert (shown.returncode, "slots" in shown.stdout) == (0, True), shown.stderr
     finally:
         server.terminate()
         assert server.wait(PATIENCE_SECONDS) == 0

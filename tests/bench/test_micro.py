@@ -1,16 +1,21 @@
-"""The micro-benchmarks run, at sizes that take no time; their values are not judged here."""
+"""The micro-benchmarks run, at sizes that take no time, and reach their goals where they count work."""
 
 from __future__ import annotations
 
+import argparse
+import random
 from collections.abc import Iterable
 
 import pytest
 
-from bench import micro_core, micro_wire
+from bench import micro_core, micro_counts, micro_wire
 from bench.figures import Figure, scaled, seconds_per_call, table
 from bench.limits import Costs, makespan
+from bench.micro_attention import BLOCK_SIZE, CHUNK, _pool, prompt
 from bench.micro_core import decoding, queueing
+from bench.micro_counts import LONGEST_ANSWERS, equal_prompts, slot_use
 from bench.micro_wire import decodes
+from bench.overload import cadence_figures, parser, refusal_figures
 from bench.workloads import PREFIX_TOKENS, make
 from lineclear.wire.codec import decode, encode
 
@@ -32,13 +37,11 @@ def values(figures: Iterable[Figure]) -> dict[str, float]:
 def test_verdicts(value: float | None, more_is_better: bool, verdict: str) -> None:
     figure = Figure("a", "b", value, "us", 2.0, more_is_better)
     assert figure.verdict == verdict
-    assert verdict in table([figure])
+    assert f"| {'no figure' if value is None else figure.shown} | {verdict} |" in table([figure])
 
 
 def test_missing_value_is_not_zero() -> None:
-    assert "| no figure | NOT MEASURED (<= 2) |" in table([Figure("a", "b", None, "s", 2.0)])
-    assert scaled(None, 1e3) is None
-    assert scaled(0.5, 1e3) == 500.0
+    assert (scaled(None, 1e3), scaled(0.5, 1e3)) == (None, 500.0)
 
 
 def test_clock_counts_calls() -> None:
@@ -55,11 +58,7 @@ def test_clock_counts_calls() -> None:
 def test_core_at_a_few_sequences() -> None:
     found = values(decoding(3))
     assert found.keys() == {"core: plan, 3 decodes", "core: apply, 3 decodes", "core: plan and apply, 3 decodes"}
-
-
-def test_queue_of_a_few_thousand() -> None:
-    found = values(queueing(2500))
-    assert len(found) == 6
+    assert len(values(queueing(1300))) == 6
 
 
 def test_wire_benchmark_decodes_one_token_per_row() -> None:
@@ -102,3 +101,69 @@ def test_costs_are_interpolated() -> None:
     assert costs.step(4, 0, 0) == pytest.approx(4.0)
     assert costs.step(36, 1, 5) == pytest.approx(8.0 + 0.5 + 1.0)
     assert costs.step(128, 0, 0) == pytest.approx(16.0)
+
+
+# --- counted figures of the core ---
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_slots_have_a_row_in_nearly_every_step(depth: int) -> None:
+    assert slot_use(min(LONGEST_ANSWERS), depth) >= 0.97
+
+
+@pytest.mark.parametrize("budget", [100, 300])
+def test_equal_prompts_are_computed_once(budget: int) -> None:
+    assert equal_prompts(budget) <= 512 + 8 * 16
+
+
+def test_every_goal_is_met() -> None:
+    missed = [figure for figure in micro_counts.figures(argparse.Namespace()) if figure.verdict.startswith("MISSED")]
+    assert not missed
+
+
+# --- shapes that attention is timed on ---
+
+
+@pytest.mark.parametrize("context", [0, 64, 256, 2048])
+def test_prompt_fits_the_pool_at_every_context(context: int) -> None:
+    (chunk,) = prompt(random.Random(0), context).chunks
+    assert (chunk.start, chunk.num_queries) == (context, CHUNK)
+    assert len(set(chunk.blocks.tolist())) == -(-(context + CHUNK) // BLOCK_SIZE) <= _pool(2, context)
+
+
+# --- the overload driver, from given times without a service ---
+
+
+def the_one(figures: list[Figure], name: str) -> Figure:
+    return next(figure for figure in figures if name in figure.name)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "p50", "verdict"),
+    [
+        ([], None, "NOT MEASURED (<= 0.02)"),
+        ([0.002] * 50 + [0.004], 0.002, "met (<= 0.02)"),
+        ([0.002] * 50 + [5.0], 0.002, "MISSED (<= 0.02)"),
+    ],
+)
+def test_prober_reports_refusal_times(seconds: list[float], p50: float | None, verdict: str) -> None:
+    found = refusal_figures("10x", seconds)
+    assert the_one(found, "refusals").value == len(seconds)
+    assert (the_one(found, "p50").value, the_one(found, "p99").verdict) == (p50, verdict)
+
+
+def test_cadence_counts_its_gaps() -> None:
+    found = cadence_figures("beside", [0.05] * 400, [0.05] * 100 + [0.2] * 100)
+    assert [figure.value for figure in found if figure.unit == "gaps"] == [400, 200]
+    assert the_one(found, "against").value == pytest.approx(4.0)
+    assert the_one(found, "against").verdict == "MISSED (<= 1.1)"
+
+
+@pytest.mark.parametrize(("alone", "beside"), [([], [0.05]), ([0.05], []), ([], [])])
+def test_empty_cadence_has_no_ratio(alone: list[float], beside: list[float]) -> None:
+    assert the_one(cadence_figures("beside", alone, beside), "against").verdict == "NOT MEASURED (<= 1.1)"
+
+
+def test_streams_are_read_for_their_own_time() -> None:
+    assert parser().parse_args(["--model", "m", "--seconds", "5"]).reading_seconds == 30
+    assert parser().parse_args(["--model", "m", "--reading-seconds", "2"]).reading_seconds == 2
