@@ -247,7 +247,7 @@ def settings() -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize("name", settings())
+@pytest.mark.parametrize("name", [*settings()])
 def test_every_setting_of_a_client_has_an_effect(name: str) -> None:
     def run(**given: Any) -> list[str]:
         replies = [Answer(pieces=("a",), error=ModelChanged("another model"))] if name == "on_model_change" else []

@@ -116,12 +116,10 @@ class CoreHarness(Recorded):
         self.record(self.core.worker_joined(self.runner.hello(self.epoch), self.now))
 
     def lose(self, loss: WorkerLoss = WorkerLoss.CLEAN) -> None:
-        """Lose the worker."""
         self.flights.clear()
         self.record(self.core.worker_lost(self.epoch, self.now, loss))
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request."""
         self.record(self.core.cancel(request_id, None, self.now))
 
     def plan(self) -> StepPlan | None:
@@ -171,5 +169,4 @@ class CoreHarness(Recorded):
 
     @property
     def counters(self) -> Any:
-        """The core's counters."""
         return self.core.snapshot().counters

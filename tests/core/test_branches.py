@@ -7,45 +7,24 @@ from dataclasses import replace
 import pytest
 from core.harness import CoreHarness, answer
 
-from lineclear.errors import NoTokenAllowed, ServerDraining
+from lineclear.errors import NoTokenAllowed
 from lineclear.scheduler.core.events import Failed, Finished
 
 
+@pytest.mark.parametrize("is_switched", [False, True])
 @pytest.mark.parametrize("policy", ["fifo", "priority", "shortest", "deadline", "prefill_first"])
-def test_next_step_of_a_search_starts_before_later_requests(policy: str) -> None:
-    harness = CoreHarness(worker_num_slots=1, scheduling_policy=policy, priority_aging_seconds=0.01)
+def test_next_step_of_a_search_starts_before_later_requests(policy: str, is_switched: bool) -> None:
+    first_policy = "fair" if is_switched else policy
+    harness = CoreHarness(worker_num_slots=1, scheduling_policy=first_policy, priority_aging_seconds=0.01)
     harness.submit("running", 4, 2)
     harness.step()
     harness.now = 5.0
     harness.submit("later", 4, 1)
     harness.now = 6.0
     harness.submit("next step", 4, 1, is_sibling=True, queued_since=0.0)
+    harness.core.switch(replace(harness.core.limits, scheduling_policy=policy), harness.now)
     harness.run()
     assert harness.started() == ["running", "next step", "later"]
-
-
-def test_next_step_of_a_search_keeps_its_place_when_the_order_changes() -> None:
-    harness = CoreHarness(worker_num_slots=1, priority_aging_seconds=1.0)
-    harness.submit("running", 4, 2)
-    harness.step()
-    harness.now = 5.0
-    harness.submit("later", 4, 1)
-    harness.now = 6.0
-    harness.submit("next step", 4, 1, is_sibling=True, queued_since=0.0)
-    harness.core.switch(replace(harness.core.limits, scheduling_policy="priority"), harness.now)
-    harness.run()
-    assert harness.started() == ["running", "next step", "later"]
-
-
-def test_draining_core_takes_the_next_step_of_a_search_only() -> None:
-    harness = CoreHarness()
-    harness.submit("first step", 4, 1)
-    harness.core.drain(harness.now)
-    with pytest.raises(ServerDraining):
-        harness.submit("new", 4, 1)
-    request = harness.submit("next step", 4, 1, is_sibling=True, queued_since=0.0)
-    harness.run()
-    assert harness.outputs("next step") == answer(request)
 
 
 def test_step_of_a_search_computes_one_position_for_each_beam() -> None:

@@ -124,15 +124,6 @@ def test_prompts_are_served_where_the_model_errs() -> None:
     assert sum(row.num_tokens for row in plan.chunks) >= _STREAMS
 
 
-def test_step_without_streams_takes_all_tokens() -> None:
-    harness = Cadence(streams=0)
-    for number in range(20):
-        harness.submit(f"embedding{number}", 100, **_EMBEDDING)
-    plan = harness.plan()
-    assert plan is not None
-    assert plan.num_tokens == 512
-
-
 def test_drafts_do_not_take_the_time_of_prompts_and_of_other_streams() -> None:
     harness = Cadence(streams=4, adaptive_drafts=False)
     for number in range(8):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from core.harness import CoreHarness, answer
+from core.harness import CoreHarness
 
-from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 
 
@@ -21,24 +20,6 @@ def test_next_step_is_planned_before_token_is_known() -> None:
     harness = CoreHarness(pipeline_depth=3)
     harness.submit("a", 4, max_tokens=5)
     assert [harness.rows(harness.plan()) for _ in range(4)] == [[(0, 0, 4)], [(0, 4, 5)], [(0, 5, 6)], []]
-
-
-def test_no_row_past_max_tokens() -> None:
-    harness = CoreHarness(pipeline_depth=3)
-    request = harness.submit("a", 4, max_tokens=2)
-    harness.run()
-    assert sum(len(plan.rows) for plan in harness.plans) == 2
-    assert harness.outputs("a") == answer(request)
-    assert harness.counters.wasted_samples == 0
-
-
-def test_max_tokens_1_takes_one_step_and_no_output_block() -> None:
-    harness = CoreHarness(worker_num_blocks=1)
-    harness.submit("a", 4, max_tokens=1)
-    harness.run()
-    assert [harness.rows(plan) for plan in harness.plans] == [[(0, 0, 4)]]
-    end = harness.finished("a")
-    assert (end.reason, end.stats.completion_tokens) == (FinishReason.LENGTH, 1)
 
 
 @pytest.mark.parametrize(("target", "prompt_tokens"), [(0.05, pytest.approx(49, abs=6)), (1e-9, 8)])
@@ -89,35 +70,28 @@ def taught(max_prefill_slowdown: float = 2.0) -> CoreHarness:
     return harness
 
 
-@pytest.mark.parametrize(("stretch", "prompt_tokens"), [(2.0, 17), (4.0, 51), (100.0, 183)])
-def test_chunk_size_follows_max_prefill_slowdown(stretch: float, prompt_tokens: int) -> None:
-    # Seven decodes alone take 17 ms; the inter-token target of 200 ms bounds it all.
+@pytest.mark.parametrize(
+    ("stretch", "decodes", "prompts", "prompt_tokens"),
+    [(2.0, 7, 1, 17), (4.0, 7, 1, 51), (100.0, 7, 1, 183), (2.0, 1, 6, 66)],
+)
+def test_chunk_size_follows_max_prefill_slowdown(
+    stretch: float, decodes: int, prompts: int, prompt_tokens: int
+) -> None:
+    # One decode alone takes 11 ms, seven take 17 ms. A step may take 2 times as long, 7 times with six prompts.
+    # The inter-token target of 200 ms bounds it all.
     harness = taught(stretch)
-    for number in range(7):
+    for number in range(decodes):
         harness.submit(f"old{number}", 4, max_tokens=100)
     harness.step()
     harness.step()
-    harness.submit("long", 400, max_tokens=1)
-    assert [end - start for _, start, end in harness.rows(harness.step())] == [
-        *[1] * 7,
-        pytest.approx(prompt_tokens, abs=4),
-    ]
+    for number in range(prompts):
+        harness.submit(f"new{number}", 400 // prompts, max_tokens=1)
+    sizes = [end - start for _, start, end in harness.rows(harness.step())]
+    assert sizes[:decodes] == [1] * decodes
+    assert sum(sizes[decodes:]) == pytest.approx(prompt_tokens, abs=4)
 
 
-def test_more_waiting_requests_allow_longer_steps() -> None:
-    # One request runs and six wait: a step may take seven times as long as its decode alone, 11 ms.
-    harness = taught()
-    harness.submit("old", 4, max_tokens=100)
-    harness.step()
-    harness.step()
-    for number in range(6):
-        harness.submit(f"new{number}", 50, max_tokens=1)
-    assert sum(end - start for _, start, end in harness.rows(harness.step())) == pytest.approx(67, abs=4)
-
-
-def test_prompt_too_deep_for_this_step_joins_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prompt_too_deep_for_this_step_joins_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     # The step has time for five more tokens at position 0, and for none after 800 positions.
     def fitting(model: StepTimeModel, s: float, t: float, kv: float, n: float, context: float, **_: bool) -> float:
         return 5.0 if context < 100 else 0.0

@@ -90,35 +90,3 @@ def test_shared_tainted_block_is_zeroed_after_last_release() -> None:
     plan = harness.step()
     assert plan is not None
     assert {0, 1} <= set(plan.zero_blocks)
-
-
-def test_pending_blocks_are_zeroed_until_rows_are_finite() -> None:
-    bad: list[bool] = [False]
-    harness = CoreHarness(worker_num_blocks=4, pipeline_depth=2, max_batch_size=1, is_bad=lambda context: bad[0])
-    for attempt, dirty in enumerate((False, True)):
-        harness.submit(f"a{attempt}", 5, max_tokens=8)
-        harness.plan()
-        (begun,) = harness.plans[-1].chunks
-        harness.apply()
-        harness.plan()
-        harness.cancel(f"a{attempt}")  # while its second step is in flight
-        bad[0] = dirty
-        harness.apply()
-        bad[0] = False
-        harness.submit(f"b{attempt}", [5 * i for i in range(14)], max_tokens=1)  # takes all four blocks
-        plan = harness.plan()
-        assert plan is not None
-        assert set(plan.zero_blocks) == ({begun.new_blocks[1]} if dirty else set())
-        harness.run()
-
-
-def test_block_with_rows_in_flight_is_zeroed_on_reuse() -> None:
-    harness = CoreHarness(worker_num_blocks=4, pipeline_depth=2, max_batch_size=1)
-    harness.submit("a", 5, max_tokens=8)
-    harness.plan()
-    harness.cancel("a")
-    harness.submit("b", [5 * i for i in range(14)], max_tokens=1)
-    plan = harness.plan()
-    assert plan is not None
-    assert sorted(plan.zero_blocks) == [0, 1]
-    harness.run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from core.harness import CoreHarness, answer
 
 from lineclear.errors import DeviceOutOfMemory, PoisonRequest
@@ -50,12 +49,6 @@ def test_poison_costs_three_workers_and_no_other_answer() -> None:
         assert harness.outputs(request.request_id) == answer(request)
 
 
-def test_request_alone_gets_a_second_chance() -> None:
-    harness = CoreHarness()
-    harness.submit("poison", 5)
-    assert run_with_poison(harness, "poison") == 2
-
-
 def test_request_survives_three_kills_in_a_row() -> None:
     harness = CoreHarness()
     request = harness.submit("a", 5, max_tokens=6)
@@ -72,29 +65,6 @@ def test_fourth_kill_is_proof() -> None:
     assert run_with_poison(harness, "a", WorkerLoss.KILLED) == 4
 
 
-def test_clean_loss_proves_nothing() -> None:
-    harness = CoreHarness()
-    request = harness.submit("a", 5)
-    for _ in range(10):
-        assert harness.plan() is not None
-        crash(harness, WorkerLoss.CLEAN)
-    harness.run()
-    assert harness.outputs("a") == answer(request)
-
-
-def test_crashes_with_progress_isolate_no_request() -> None:
-    harness = CoreHarness()
-    requests = [harness.submit(f"r{i}", 4, max_tokens=30) for i in range(3)]
-    for _ in range(6):
-        for _ in range(4):
-            harness.step()
-        assert len(harness.rows(harness.plan())) == 3
-        crash(harness)
-    harness.run()
-    for request in requests:
-        assert harness.outputs(request.request_id) == answer(request)
-
-
 def test_suspects_run_one_at_a_time() -> None:
     harness = CoreHarness()
     for i in range(3):
@@ -106,19 +76,6 @@ def test_suspects_run_one_at_a_time() -> None:
     sizes = [len(harness.rows(harness.step())) for _ in range(10)]
     assert sizes == [1] * 9 + [3]
     assert harness.counters.preemptions == 0
-
-
-def test_suspect_preempts_cleared_requests() -> None:
-    harness = CoreHarness(worker_num_blocks=6, max_batch_size=3)
-    requests = [harness.submit(f"r{i}", 7, max_tokens=14) for i in range(3)]
-    harness.plan()
-    crash(harness)
-    harness.plan()
-    crash(harness)
-    harness.run()
-    assert harness.counters.preemptions > 0
-    for request in requests:
-        assert harness.outputs(request.request_id) == answer(request)
 
 
 def test_out_of_memory_request_is_found_and_budget_recovers() -> None:
@@ -143,19 +100,3 @@ def test_out_of_memory_request_is_found_and_budget_recovers() -> None:
     harness.run()
     for request in innocents:
         assert harness.outputs(request.request_id) == answer(request)
-
-
-@pytest.mark.parametrize("ends", ["cancel", "finish"])
-def test_ended_suspect_is_removed(ends: str) -> None:
-    harness = CoreHarness()
-    harness.submit("a", 5)
-    harness.submit("b", 5)
-    for _ in range(2):
-        harness.plan()
-        crash(harness)
-    if ends == "cancel":
-        harness.cancel("a")
-    else:
-        harness.record(harness.core.finish_at_stop_string("a", 0, harness.now))
-    assert [s.request.request_id for s in harness.core.state.poison] == ["b"]
-    harness.run()

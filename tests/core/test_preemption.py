@@ -1,37 +1,10 @@
-"""Too few blocks: preemption, pinning and overtaking. Blocks have 4 positions by default."""
+"""Too few blocks: requests that do not fit are overtaken or preempted. Blocks have 4 positions by default."""
 
 from __future__ import annotations
 
 from core.harness import CoreHarness, answer
 
 from lineclear.scheduler.core.events import Preempted
-
-
-def test_newest_policy_preempts_youngest() -> None:
-    harness = CoreHarness(worker_num_blocks=12, worker_block_size=1, prefix_cache=False, preemption_policy="newest")
-    harness.submit("oldest", 2, max_tokens=8)
-    harness.submit("small", 1, max_tokens=6)
-    harness.submit("large", 4, max_tokens=6)
-    harness.run()
-    assert next(e.request_id for e in harness.events if isinstance(e, Preempted)) == "large"
-
-
-def test_often_preempted_request_is_pinned() -> None:
-    harness = CoreHarness(worker_num_blocks=12, worker_block_size=1, prefix_cache=False, max_preemptions=1)
-    for number in range(6):
-        harness.submit(f"r{number}", 2, max_tokens=8)
-    harness.run()
-    counts = [harness.end(f"r{number}").stats.preemptions for number in range(6)]
-    assert max(counts) == 1
-    assert counts[0] == 0
-
-
-def test_max_preemptions_0_never_preempts() -> None:
-    harness = CoreHarness(worker_num_blocks=12, worker_block_size=1, prefix_cache=False, max_preemptions=0)
-    for number in range(6):
-        harness.submit(f"r{number}", 2, max_tokens=8)
-    harness.run()
-    assert harness.counters.preemptions == 0
 
 
 def test_request_as_large_as_the_pool_runs_alone() -> None:
@@ -54,16 +27,6 @@ def test_large_head_is_overtaken_a_bounded_number_of_times() -> None:
     assert order[:4] == ["running", "small0", "small1", "large"]
 
 
-def test_max_queue_overtakes_0_keeps_strict_order() -> None:
-    harness = CoreHarness(worker_num_blocks=10, max_queue_overtakes=0, max_batch_size=3)
-    harness.submit("running", 20, max_tokens=12)
-    harness.step()
-    harness.submit("large", 24, max_tokens=1)
-    harness.submit("small", 1, max_tokens=1)
-    harness.run()
-    assert harness.started() == ["running", "large", "small"]
-
-
 def test_rows_of_earlier_admission_do_not_count() -> None:
     harness = CoreHarness(worker_num_blocks=14, worker_block_size=1, pipeline_depth=3, target_batch_tokens=4)
     harness.submit("old", 1, max_tokens=12)
@@ -84,3 +47,24 @@ def test_rows_of_earlier_admission_do_not_count() -> None:
     harness.apply()
     harness.cancel("young")
     assert harness.core.snapshot().blocks_cached == cached
+
+
+def test_position_of_lost_sample_counts_as_recomputed() -> None:
+    harness = CoreHarness(worker_num_blocks=8, worker_block_size=1, pipeline_depth=2, target_batch_tokens=4)
+    harness.submit("old", 1, max_tokens=8)
+    young = harness.submit("young", 4, max_tokens=3)
+    assert harness.rows(harness.step()) == [(0, 0, 1), (1, 0, 3)]
+    assert harness.rows(harness.step()) == [(0, 1, 2), (1, 3, 4)]
+    assert harness.outputs("young") == answer(young)[:1]  # five tokens are known, of which four are computed
+    # All eight blocks are used, so the next step preempts "young" with its second sample in flight.
+    assert harness.rows(harness.plan()) == [(0, 2, 3), (1, 4, 5)]
+    assert harness.rows(harness.plan()) == [(0, 3, 4)]
+    assert [e.request_id for e in harness.events if isinstance(e, Preempted)] == ["young"]
+    harness.lose()
+    harness.cancel("old")
+    harness.join()
+    # A step takes four tokens. The fifth position looks like a decode, but it was in a plan before.
+    assert [harness.rows(harness.step()) for _ in range(3)] == [[(0, 0, 4)], [(0, 4, 5)], [(0, 5, 6)]]
+    assert harness.outputs("young") == answer(young)
+    assert harness.end("young").stats.recomputed_tokens == 5
+    assert harness.counters.recomputed_tokens == 5

@@ -25,18 +25,6 @@ def test_resume_at_every_index_gives_the_rest_of_the_answer(prefix_cache: bool) 
     assert harness.counters.generation_tokens == sum(len(whole) - have for have in range(len(whole)))
 
 
-def test_resumed_answer_survives_worker_loss() -> None:
-    whole = answer(make_request("a", 5, 12))
-    harness = CoreHarness(pipeline_depth=2)
-    harness.submit("a", make_request("a", 5).prompt, 12, output=tuple(whole[:4]))
-    for _ in range(3):
-        harness.step()
-    harness.lose()
-    harness.join()
-    harness.run()
-    assert harness.outputs("a") == whole[4:]
-
-
 def test_min_and_stop_tokens_count_from_answer_start() -> None:
     whole = answer(make_request("a", 6, 30, eos=50))
     stop = whole[9]

@@ -1,4 +1,4 @@
-"""The scheduler's work as counted calls: the same with 100 and with 100,000 waiting requests."""
+"""The scheduler's work as counted calls: the same with 100 and with 10,000 waiting requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.work import count_calls
 from lineclear.scheduler.core import invariants
 from lineclear.wire.messages import Logprobs
 
-LARGE = 100_000
+LARGE = 10_000
 
 
 def loaded_harness(count: int, **sizes: object) -> CoreHarness:

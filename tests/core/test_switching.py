@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from core.harness import CoreHarness, answer, make_request
 
-from lineclear.errors import QueueFull
 from lineclear.scheduler.core.dump import dump_core, load_core
-from lineclear.scheduler.core.policies import QUEUE_ORDERS, STRATEGIES
 from lineclear.scheduler.flight_recorder.recorder import to_json_types
 
 
@@ -57,67 +55,6 @@ def test_other_weights_hold_for_requests_that_wait_and_that_arrive() -> None:
     while len(harness.started()) < 15:
         harness.step()
     assert Counter(name[0] for name in harness.started()) == {"a": 12, "b": 3}
-
-
-@pytest.mark.parametrize("order", sorted(QUEUE_ORDERS))
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
-def test_answers_do_not_depend_on_switches(order: str, strategy: str) -> None:
-    harness = CoreHarness(max_batch_size=2, worker_num_blocks=24)
-    requests = [harness.submit(f"r{number}", 3 + number, 9, tenant=f"t{number % 3}") for number in range(9)]
-    for _ in range(5):
-        harness.step()
-    switch(harness, scheduling_policy=order, batching_strategy=strategy)
-    harness.core.drain(harness.now)  # fixed_size would wait for full batches
-    harness.run()
-    assert [harness.outputs(request.request_id) for request in requests] == [answer(request) for request in requests]
-
-
-def test_running_requests_beyond_fewer_slots_continue() -> None:
-    harness = CoreHarness(max_batch_size=4)
-    for number in range(8):
-        harness.submit(f"r{number}", 4, 6)
-    harness.step()
-    switch(harness, max_batch_size=2)
-    sizes = []
-    while harness.core.num_live:
-        harness.step()
-        sizes.append(harness.core.snapshot().num_requests_running)
-    assert sizes[0] == 4
-    assert max(sizes[sizes.index(2) :]) == 2
-    assert harness.started() == [f"r{number}" for number in range(8)]
-    assert harness.counters.preemptions == 0
-
-
-def test_more_slots_are_used_at_the_next_step() -> None:
-    harness = CoreHarness(max_batch_size=1, target_inter_token_latency_seconds=0.0)
-    for number in range(8):
-        harness.submit(f"r{number}", 4, 6)
-    harness.step()
-    switch(harness, max_batch_size=100)
-    harness.step()
-    assert harness.core.snapshot().num_requests_running == 8  # the worker's slots
-
-
-def test_full_queue_of_a_smaller_limit_drains() -> None:
-    harness = CoreHarness(max_batch_size=1)
-    for number in range(5):
-        harness.submit(f"r{number}", 4, 2)
-    switch(harness, max_queue_size=2)
-    with pytest.raises(QueueFull):
-        harness.submit("more", 4, 2)
-    while len(harness.started()) < 4:
-        harness.step()
-    harness.submit("later", 4, 2)
-    harness.run()
-    assert len(harness.started()) == 6
-
-
-def test_requests_that_wait_for_a_fixed_batch_start_after_the_switch() -> None:
-    harness = CoreHarness(batching_strategy="fixed_size", max_batch_size=4)
-    harness.submit("a", 4, 2)
-    assert harness.step() is None
-    switch(harness, batching_strategy="continuous")
-    assert harness.step() is not None
 
 
 def test_limits_that_are_fixed_cannot_change() -> None:

@@ -41,7 +41,6 @@ class WorkersHarness(Recorded):
         return self.last_epoch
 
     def lose(self, epoch: int, loss: WorkerLoss = WorkerLoss.CRASHED) -> list[Event]:
-        """Lose a worker."""
         del self.runners[epoch], self.flights[epoch]
         return self.record(self.core.worker_lost(epoch, self.now, loss))
 

@@ -71,9 +71,7 @@ class CheckedScheduler:
             outcome = error
             self.counts[type(error).__name__] += 1
             self.transcript.append((now, "rejected", type(error)))
-        if self.oracle:
-            self.oracle.on_submit(request, now, outcome)
-            self.check()
+        self._follow(lambda oracle: oracle.on_submit(request, now, outcome))
         return outcome if isinstance(outcome, LineclearError) else None
 
     def submit_together(self, requests: Sequence[Request], now: float) -> LineclearError | None:
@@ -88,23 +86,17 @@ class CheckedScheduler:
         return None
 
     def cancel(self, request_id: str, error: LineclearError | None, now: float) -> None:
-        """Cancel a request."""
         events = self.core.cancel(request_id, error, now)
         self._record("cancel", events, now)
-        if self.oracle:
-            self.oracle.on_cancel(request_id, Cancelled if error is None else type(error), now, events)
-            self.check()
+        kind = Cancelled if error is None else type(error)
+        self._follow(lambda oracle: oracle.on_cancel(request_id, kind, now, events))
 
     def finish(self, request_id: str, num_tokens: int, now: float) -> None:
-        """Finish a request after `num_tokens` tokens."""
         events = self.core.finish_at_stop_string(request_id, num_tokens, now)
         self._record("finish", events, now)
-        if self.oracle:
-            self.oracle.on_finish(request_id, num_tokens, now, events)
-            self.check()
+        self._follow(lambda oracle: oracle.on_finish(request_id, num_tokens, now, events))
 
     def expire(self, now: float) -> None:
-        """Expire requests."""
         events = self.core.expire(now)
         self._record("expire", events, now)
         if self.oracle:
@@ -122,22 +114,19 @@ class CheckedScheduler:
             plan = self.transfer(plan)
         self._record("plan", events, now)
         if self.oracle:
-            self.oracle.on_plan(epoch, plan, now, events)
+            self.oracle.plan_checks.on_plan(epoch, plan, now, events)
             if plan is not None or events:
                 self.check()
         return plan
 
     def apply(self, result: StepResult, now: float) -> None:
-        """Apply a result."""
         self.transcript.append((now, "result", result))
         events = self.core.apply(result, now)
         self.counts["drafted"] += sum(result.num_drafted)
         self.counts["accepted"] += len(result.tokens) - len(result.counts) if result.counts else 0
         self.last_result = result
         self._record("apply", events, now)
-        if self.oracle:
-            self.oracle.on_apply(result, now, events)
-            self.check()
+        self._follow(lambda oracle: oracle.result_checks.on_apply(result, now, events))
 
     def apply_invalid(self, result: StepResult, now: float) -> None:
         """Apply an invalid result, which must change nothing."""
@@ -149,49 +138,33 @@ class CheckedScheduler:
         else:
             raise InvariantViolated("I9", "an invalid result is refused")
         require(self.core.snapshot() == before, "I9", "a refused result changes nothing")
-        if self.oracle:
-            self.check()
+        self.check()
 
     def on_step_error(self, error: StepError, now: float) -> None:
-        """Report a step error."""
         events = self.core.on_step_error(error, now)
         self._record("on_step_error", events, now)
-        if self.oracle:
-            self.oracle.on_step_error(error, now, events)
-            self.check()
+        self._follow(lambda oracle: oracle.on_step_error(error, now, events))
 
     def join(self, hello: Hello, now: float) -> None:
-        """Join a worker."""
         events = self.core.worker_joined(hello, now)
         self._record("worker_joined", events, now)
-        if self.oracle:
-            self.oracle.on_worker_joined(hello, now, events)
-            self.check()
+        self._follow(lambda oracle: oracle.on_worker_joined(hello, now, events))
 
     def lose(self, epoch: int, loss: WorkerLoss, now: float) -> None:
-        """Lose a worker."""
         events = self.core.worker_lost(epoch, now, loss)
         self._record("worker_lost", events, now)
-        if self.oracle:
-            self.oracle.on_worker_lost(epoch, now, events, loss)
-            self.check()
+        self._follow(lambda oracle: oracle.on_worker_lost(epoch, now, events, loss))
 
     def stop_placing(self, epoch: int, now: float) -> None:
-        """Place no further requests on a worker."""
         self.core.stop_placing(epoch)
         self.transcript.append((now, "stop_placing", epoch))
-        if self.oracle:
-            self.oracle.on_stop_placing(epoch)
-            self.check()
+        self._follow(lambda oracle: oracle.on_stop_placing(epoch))
 
     def switch(self, limits: CoreLimits, now: float) -> None:
-        """Switch to other limits and policies."""
         self.transcript.append((now, "switch", limits))
         self.core.switch(limits, now)
         self.counts["switch"] += 1
-        if self.oracle:
-            self.oracle.on_switch(limits)
-            self.check()
+        self._follow(lambda oracle: oracle.on_switch(limits))
 
     def load_adapter(self, key: bytes, now: float) -> int | None:
         """Load an adapter and return its index; None if there is none left."""
@@ -201,38 +174,33 @@ class CheckedScheduler:
         except AdapterLimitReached:
             self.counts["AdapterLimitReached"] += 1
         self.transcript.append((now, "load_adapter", key, index))
-        if self.oracle:
-            self.oracle.on_load_adapter(key, index)
-            self.check()
+        self._follow(lambda oracle: oracle.state.adapters.on_load(key, index, oracle.state.live.values()))
         return index
 
     def unload_adapter(self, key: bytes, now: float) -> None:
-        """Unload an adapter."""
         num_uses = self.core.unload_adapter(key, now)
         self.counts["unloaded in use"] += num_uses > 0
         self.transcript.append((now, "unload_adapter", key, num_uses))
-        if self.oracle:
-            self.oracle.on_unload_adapter(key, num_uses)
-            self.check()
+        self._follow(lambda oracle: oracle.state.adapters.on_unload(key, num_uses, oracle.state.live.values()))
 
     def clear_prefix_cache(self) -> None:
-        """Empty the prefix cache."""
         self.core.clear_prefix_cache()
-        if self.oracle:
-            self.oracle.on_clear_prefix_cache()
-            self.check()
+        self._follow(lambda oracle: oracle.on_clear_prefix_cache())
 
     def drain(self, now: float) -> None:
-        """Drain the core."""
         self.core.drain(now)
         self.transcript.append((now, "drain"))
-        if self.oracle:
-            self.oracle.on_drain()
-            self.check()
+        self._follow(lambda oracle: oracle.on_drain())
 
     def transfer(self, message: Any) -> Any:
         """Return the message as the other process decodes it."""
         return decode(encode(message)) if self._codec else message
+
+    def _follow(self, call: Callable[[Oracle], object]) -> None:
+        """Have the oracle check a call, with `checked`."""
+        if self.oracle:
+            call(self.oracle)
+            self.check()
 
     def check(self) -> None:
         """Check the invariants and the snapshot, with `checked`."""

@@ -40,7 +40,6 @@ class ModelBlocks:
         self._reads: list[tuple[ModelSequence, int, set[Write]]] = []  # admissions that share unconfirmed blocks
 
     def clear_cache(self) -> None:
-        """Empty the prefix cache."""
         self.num_dropped += len(self._index)
         self._index.clear()
         self._key_of.clear()
@@ -50,12 +49,10 @@ class ModelBlocks:
 
     @property
     def num_used(self) -> int:
-        """Number of blocks with a user."""
         return sum(map(bool, self._users))
 
     @property
     def num_free(self) -> int:
-        """Number of blocks without a user."""
         return len(self._users) - self.num_used
 
     @property
@@ -64,7 +61,6 @@ class ModelBlocks:
         return sum(not self._users[block] for block in self._key_of)
 
     def num_unused(self, blocks: Sequence[int]) -> int:
-        """Return how many of `blocks` have no user."""
         return sum(not self._users[block] for block in blocks)
 
     def cached_prefix(self, sequence: ModelSequence) -> list[int]:
@@ -223,7 +219,6 @@ class ModelBlocks:
         self._reads = [entry for entry in self._reads if entry[2]]
 
     def release(self, sequence: ModelSequence) -> None:
-        """Release all blocks of a sequence, last block first."""
         if sequence.num_planned > sequence.num_computed and not sequence.tainted:
             writes = sequence, sequence.admission_count, sequence.planned_step
             for block in sequence.blocks[sequence.num_computed // self.size :]:

@@ -33,7 +33,6 @@ class Work:
             self.scored += row.num_tokens if row.output is RowOutput.SCORE else 0
 
     def seconds(self, model: StepTimeModel) -> float:
-        """Return the predicted time."""
         base, per_token, per_kv = model.coefficients
         return base + per_token * self.tokens + per_kv * self.kv_tokens + model.seconds_per_scored * self.scored
 

@@ -28,7 +28,6 @@ class ModelPlacement:
         self._open: set[int] = set()  # workers that requests may join; the core asks once a plan, at its first choice
 
     def observe(self, snapshots: Iterable[WorkerSnapshot]) -> None:
-        """Note the workers' step-time models before a plan."""
         self._snapshots = {snapshot.epoch: snapshot for snapshot in snapshots}
 
     def begin_plan(self, now: float) -> None:

@@ -60,7 +60,6 @@ class ModelQueue:
         return self._key(request, now, run_seconds), self._num_arrivals
 
     def preview(self, request: Request, now: float, run_seconds: float) -> tuple[float, int]:
-        """Return the key that the request would get if it was admitted."""
         if self._limits.scheduling_policy != "fair":
             return self._key(request, now, run_seconds), self._num_arrivals + 1
         start = max(self._charged[request.tenant], self._clock)
@@ -122,7 +121,6 @@ class ModelQueue:
         return self._limits.policy.share_weights.get(tenant, 1.0)
 
     def push(self, sequence: ModelSequence) -> None:
-        """Add a request that waits to start."""
         self._waiting[sequence] = _Waiting(sequence.queue_key[0] - self._clock, self._settled_before.copy())
 
     def on_start(self, sequence: ModelSequence, waiting: Collection[ModelSequence], *, isolated: bool) -> None:

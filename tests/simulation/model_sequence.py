@@ -60,7 +60,6 @@ class ModelSequence:
 
     @property
     def number(self) -> int:
-        """Order of arrival."""
         return self.queue_key[1]
 
     def defer(self) -> None:
@@ -81,12 +80,10 @@ class ModelSequence:
 
     @property
     def max_tokens(self) -> int:
-        """Most output tokens."""
         return self.request.max_tokens
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Prompt and confirmed output."""
         return (*self.request.prompt, *self.answer[: self.num_outputs])
 
     @property
@@ -131,7 +128,6 @@ class ModelSequence:
         return min(self.num_known, self.max_len - 1) - self.num_planned
 
     def stats(self, now: float, completion_tokens: int | None = None) -> RequestStats:
-        """Return the statistics that the core must report at the end."""
         return RequestStats(
             arrival=self.arrival,
             prompt_tokens=len(self.request.prompt),

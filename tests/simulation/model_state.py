@@ -41,14 +41,12 @@ class ModelState:
         self.refusing = False  # a request was rejected since the last one joined
 
     def add(self, sequence: ModelSequence) -> None:
-        """Queue an admitted request."""
         self.live[sequence.request.request_id] = sequence
         self._by_seed.setdefault(sequence.request.sampling.seed, []).append(sequence)
         self.fresh[sequence] = None
         self.queue.push(sequence)
 
     def remove(self, sequence: ModelSequence) -> None:
-        """End a request."""
         require(sequence.is_live, "I10", "a request ends once")
         sequence.is_live = False
         del self.live[sequence.request.request_id]
@@ -165,5 +163,4 @@ class ModelState:
 
 
 def must_isolate(sequence: ModelSequence) -> bool:
-    """Return whether a sequence may only run alone."""
     return sequence.crash_count >= 2

@@ -35,13 +35,7 @@ class Worker:
     """A toy worker with queues of plans and results in flight."""
 
     def __init__(
-        self,
-        epoch: int,
-        capacity: Capacity,
-        vocab_size: int,
-        model: str,
-        bad_per_mille: int,
-        late_per_mille: int,
+        self, epoch: int, capacity: Capacity, vocab_size: int, model: str, bad_per_mille: int, late_per_mille: int
     ) -> None:
         self.runner = TaintingRunner(
             num_blocks=capacity.num_blocks,

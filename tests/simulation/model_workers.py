@@ -40,20 +40,16 @@ class Budget:
         self._halvings = self._small_steps = 0
 
     def tokens(self, hello: Hello) -> int:
-        """Return the budget of the next step."""
         return max(1, min(self.limits.target_batch_tokens, hello.max_step_tokens) >> self._halvings)
 
     def halve(self) -> None:
-        """Halve the budget after an out-of-memory step of several requests."""
         self._halvings += 1
         self._small_steps = _RECOVERY_STEPS
 
     def restore(self) -> None:
-        """Restore the budget after an out-of-memory step of one request."""
         self._halvings = self._small_steps = 0
 
     def count_step(self) -> None:
-        """Count a planned step."""
         if self._small_steps:
             self._small_steps -= 1
             if self._small_steps == 0 and self._halvings:
@@ -86,12 +82,10 @@ class ModelWorker:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the worker."""
         return self.hello.epoch
 
     @property
     def is_full(self) -> bool:
-        """Whether no further plan may be in flight."""
         return len(self.inflight) >= self.limits.pipeline_depth
 
     def stop_running(self, sequence: ModelSequence, computed: int) -> None:

@@ -31,20 +31,12 @@ from lineclear.errors import (
     QueueFull,
     ServerDraining,
 )
-from lineclear.scheduler.core.events import (
-    Admitted,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    WorkerJoined,
-    WorkerLost,
-)
+from lineclear.scheduler.core.events import Admitted, Event, Failed, Finished, FinishReason, WorkerJoined, WorkerLost
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.core.stats import CoreSnapshot, Counters
-from lineclear.wire.messages import Hello, StepError, StepErrorKind, StepPlan, StepResult
+from lineclear.wire.messages import Hello, StepError, StepErrorKind
 
 _COUNTERS = [field.name for field in fields(Counters)]
 
@@ -61,7 +53,6 @@ class Oracle:
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def on_submit(self, request: Request, now: float, outcome: list[Event] | LineclearError) -> None:
-        """Check the outcome of `submit`."""
         error = self._expected_error(request)
         run_seconds = self.state.wait.pace.run_seconds(request)
         since = now if request.queued_since is None else request.queued_since
@@ -114,13 +105,11 @@ class Oracle:
             sequence.siblings = siblings
 
     def on_switch(self, limits: CoreLimits) -> None:
-        """Follow other limits and policies."""
         before, self.limits = self.limits, limits
         self.state.switch(before, limits)
         self.state.queue.switch(limits, list(self.state.live.values()), self.state.wait.pace.run_seconds)
 
     def on_cancel(self, request_id: str, error: type[LineclearError], now: float, events: list[Event]) -> None:
-        """Check the events of `cancel`."""
         sequence = self.state.live.get(request_id)
         if sequence is None:
             return require(events == [], "I10", "nothing happens to an unknown request")
@@ -129,7 +118,6 @@ class Oracle:
         return require_same(events, [(Failed, request_id, error, sequence.stats(now))])
 
     def on_finish(self, request_id: str, num_tokens: int, now: float, events: list[Event]) -> None:
-        """Check the events of `finish`."""
         sequence = self.state.live.get(request_id)
         if sequence is None:
             return require(events == [], "I10", "nothing happens to an unknown request")
@@ -140,7 +128,6 @@ class Oracle:
         return require_same(events, [Finished(request_id, FinishReason.STOP_STRING, None, stats)])
 
     def on_expire(self, now: float, events: list[Event]) -> None:
-        """Check the events of `expire`."""
         due = [s for s in self.state.live.values() if s.request.deadline is not None and s.request.deadline <= now]
         wanted = []
         for sequence in sorted(due, key=lambda s: (s.request.deadline, s.queue_key[1])):
@@ -150,7 +137,6 @@ class Oracle:
         require_same(events, wanted)
 
     def on_worker_lost(self, epoch: int, now: float, events: list[Event], loss: WorkerLoss) -> None:
-        """Check the events of `worker_lost`."""
         worker = self.state.workers.get(epoch)
         if worker is None:
             return require(events == [], "I10", "nothing happens for an unknown worker")
@@ -167,7 +153,6 @@ class Oracle:
         return require_same(events, wanted)
 
     def on_worker_joined(self, hello: Hello, now: float, events: list[Event]) -> None:
-        """Check the events of `worker_joined`."""
         wanted: list[object] = [WorkerJoined(hello.epoch)]
         self.state.join(hello)
         for sequence in list(self.state.live.values()):
@@ -181,7 +166,6 @@ class Oracle:
         require_same(events, wanted)
 
     def on_step_error(self, error: StepError, now: float, events: list[Event]) -> None:
-        """Check the events of `on_step_error`."""
         wanted: list[object] = []
         worker = self.state.workers[error.epoch]
         if worker.inflight and error.kind is StepErrorKind.OUT_OF_MEMORY:
@@ -198,34 +182,15 @@ class Oracle:
         require_same(events, wanted)
 
     def on_drain(self) -> None:
-        """Note a call of `drain`."""
         self.state.draining = True
 
-    def on_load_adapter(self, key: bytes, index: int | None) -> None:
-        """Check the answer of `load_adapter`; None: it was refused."""
-        self.state.adapters.on_load(key, index, self.state.live.values())
-
-    def on_unload_adapter(self, key: bytes, num_uses: int) -> None:
-        """Check the answer of `unload_adapter`."""
-        self.state.adapters.on_unload(key, num_uses, self.state.live.values())
-
     def on_clear_prefix_cache(self) -> None:
-        """Note a call of `clear_prefix_cache`."""
         for worker in self.state.workers.values():
             worker.blocks.clear_cache()
 
     def on_stop_placing(self, epoch: int) -> None:
-        """Note a call of `stop_placing`."""
         if epoch in self.state.workers:
             self.state.workers[epoch].is_stopping = True
-
-    def on_plan(self, epoch: int, plan: StepPlan | None, now: float, events: list[Event]) -> None:
-        """Check a plan, or None, and its events."""
-        self.plan_checks.on_plan(epoch, plan, now, events)
-
-    def on_apply(self, result: StepResult, now: float, events: list[Event]) -> None:
-        """Check the events of `apply`."""
-        self.result_checks.on_apply(result, now, events)
 
     # --- after every call -------------------------------------------------------------------------------------------
 

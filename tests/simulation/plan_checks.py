@@ -12,7 +12,6 @@ from simulation.invariant_error import require
 from simulation.model_blocks import Write
 from simulation.model_placement import ModelPlacement
 from simulation.model_sequence import ModelSequence
-from simulation.model_siblings import check_sharing
 from simulation.model_state import ModelState, must_isolate
 from simulation.model_workers import ModelStep, ModelWorker
 
@@ -295,7 +294,7 @@ class PlanChecks:
         own_prompt = not sequence.request.is_sibling or not sequence.request.max_tokens
         self.state.counters.prefix_cache_queries += own_prompt * len(init.tokens)
         self.state.counters.prefix_cache_hits += own_prompt * sequence.num_planned
-        check_sharing(sequence, self.worker)
+        _check_sharing(sequence, self.worker)
         if sequence.started_at is None:
             sequence.started_at, sequence.cached_tokens = now, sequence.num_planned
             self.state.counters.prompt_tokens += own_prompt * init.prompt_len
@@ -325,11 +324,7 @@ class PlanChecks:
     ) -> None:
         size, end = self.worker.blocks.size, row.start + row.num_tokens
         require(row.start == sequence.num_planned and row.num_tokens > 0, "I6", "positions follow one another")
-        require(
-            end <= min(sequence.num_known, sequence.max_len - 1),
-            "I6",
-            "only known positions below max_len",
-        )
+        require(end <= min(sequence.num_known, sequence.max_len - 1), "I6", "only known positions below max_len")
         outputs = {sequence.output_of(position) for position in range(row.start, end)}
         if len(outputs) == 2 and row.output is not RowOutput.SCORE:
             outputs.discard(RowOutput.NONE)  # a sample and the vector of the last token: at the end of a row
@@ -339,12 +334,7 @@ class PlanChecks:
         needed = min(sequence.num_known, sequence.max_len - 1)
         is_first = sequence.num_planned // size * size == sequence.num_shared and new_end >= needed
         for index, block in enumerate(row.new_blocks):
-            self.worker.blocks.take(
-                block,
-                sequence,
-                zeroed,
-                is_copied=is_copied and index == 0,
-            )
+            self.worker.blocks.take(block, sequence, zeroed, is_copied=is_copied and index == 0)
         self.grown |= {sequence} if row.new_blocks else set()
         end_of_drafts = end + row.num_drafts
         if row.num_drafts:
@@ -395,12 +385,7 @@ class PlanChecks:
             require(is_needed or has_headroom, "I5", "drafts leave headroom for running sequences")
 
     def _check_age_order(
-        self,
-        slots: set[int],
-        ready: list[ModelSequence],
-        partial: list[ModelSequence],
-        budget: int,
-        num_decodes: int,
+        self, slots: set[int], ready: list[ModelSequence], partial: list[ModelSequence], budget: int, num_decodes: int
     ) -> None:
         """Check that decodes go first, oldest first, then the oldest prompt; with `prefill_first` only the latter."""
         if self.state.limits.scheduling_policy != "prefill_first":
@@ -443,3 +428,20 @@ class PlanChecks:
         if head is None or head.in_flight or not worker.has_room(head, num_released):
             return
         require(self.placement.may_leave(head, worker, now), "I13", "a worker with room takes the head of the queue")
+
+
+def _check_sharing(sequence: ModelSequence, worker: ModelWorker) -> None:
+    """Check a request that takes a slot beside a sibling whose prompt is planned: it computes at most a block of it.
+
+    So n outputs that fit together compute at most the prompt and n blocks. Blocks that were evicted, cleared or proved
+    to be bad since then may be missing. A request that reports scores of its prompt computes them.
+    """
+    num_dropped, sequence.num_dropped = worker.blocks.num_dropped, worker.blocks.num_dropped
+    prompt_len = len(sequence.request.prompt)
+    if not worker.limits.prefix_cache or sequence.num_cacheable < prompt_len - 1:
+        return
+    for other in sequence.siblings:
+        is_beside = other is not sequence and other.is_running and other.epoch == worker.epoch
+        if is_beside and other.num_planned >= prompt_len - 1 and other.num_dropped == num_dropped:
+            is_short = prompt_len - sequence.num_planned <= worker.blocks.size
+            require(is_short, "I27", "a sibling computes at most a block of the prompt")

@@ -1,224 +1,191 @@
-"""Bugs to plant in blocks, slots and the prefix cache. See `mutations` for operators and patterns."""
+"""Bugs to plant in blocks, slots, the prefix cache, and the positions of a sequence. See `mutations`."""
 
 from __future__ import annotations
 
-from simulation.mutations import Bug, always, boundary, drop, never, off_by_one, replace, twice, without
+from simulation.mutations import Bugs, always, drop, never, off_by_one, replace, twice, without
 
-from lineclear.scheduler.core import result_applier
+from lineclear.scheduler.core import child_blocks, running_batch
 from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool
 from lineclear.scheduler.core.decode_batch import DecodeBatch
-from lineclear.scheduler.core.planner import StepPlanner
-from lineclear.scheduler.core.result_applier import ResultApplier
 from lineclear.scheduler.core.running_batch import RunningBatch
+from lineclear.scheduler.core.sequence import Request, Sequence
 
-_BLOCKS = (
-    Bug("blocks are not released", RunningBatch.free, drop("self.pool.release(sequence.blocks)")),
-    Bug("blocks are released twice", RunningBatch.free, twice("self.pool.release(sequence.blocks)")),
-    Bug("a shared block is not counted", BlockPool.share, drop("self._references[block] += 1")),
-    Bug("a shared block stays evictable", BlockPool.share, drop("self._cached.pop(block, None)")),
-    Bug("an evicted block stays published", BlockPool.take, drop("self._unpublish(block)")),
-    Bug(
-        "the newest block is evicted",
-        BlockPool.take,
-        replace("_1.popitem(last=False)", "_1.popitem()"),
-    ),
-    Bug(
-        "cached blocks go before empty ones",
-        BlockPool.take,
-        replace("self._empty", "self._empty and not self._cached", role="test"),
-    ),
-    Bug("the head of a prefix is evicted first", BlockPool.release, replace("reversed(blocks)", "blocks")),
-    Bug(
-        "a slot is not released",
-        RunningBatch._remove_from_slot,
-        drop("heapq.heappush(self.unused_slots, sequence.slot)"),
-    ),
-    Bug(
-        "a single decode takes its block one position late",
-        StepPlanner._plan_decodes_one_by_one,
-        boundary("sequence.num_planned < len(sequence.blocks) * size"),
-    ),
-    Bug(
-        "a single decode takes its block one position early",
-        StepPlanner._plan_decodes_one_by_one,
-        off_by_one("sequence.num_planned"),
-    ),
-    Bug(
-        "the decode batch gets no further block",
-        DecodeBatch.needing_block,
-        never("s.decode_offset + _ == len(s.blocks) * size"),
-    ),
-    Bug(
-        "the decode batch gets a block that is there already",
-        DecodeBatch.needing_block,
-        always("s.decode_offset + _ == len(s.blocks) * size"),
-    ),
-    Bug(
-        "the decode batch takes blocks that are not free",
-        StepPlanner._plan_decodes,
-        without("num_blocks > batch.pool.num_free"),
-    ),
-)
-
-_SLOTS = (
-    Bug("slots are handed on with the result", StepPlanner._release_slots, drop("self._batch.release_slot(sequence)")),
-    Bug("a decode keeps its slot", StepPlanner._plan_decode_batch, drop("self._finishing += decode_batch.finishing()")),
-    Bug(
-        "a chunk keeps its slot",
-        StepPlanner._add,
-        never("sequence.num_planned == sequence.max_len - 1"),
-    ),
-    Bug(
-        "a slot is handed on one row early",
-        StepPlanner._add,
-        replace("sequence.num_planned == sequence.max_len - 1", "sequence.num_planned >= sequence.max_len - 2"),
-    ),
-    Bug(
-        "the blocks of a last row are freed with the slot",
-        RunningBatch.release_slot,
-        replace(
-            "self.finishing[sequence] = None",
-            "self.pool.release(sequence.blocks) or self.finishing.__setitem__(sequence, None)",
+BLOCK_BUGS: Bugs = {
+    BlockHasher.__call__: {
+        "a block key leaves out the salt": replace("cache_salt", 'b""', times=3),
+        "a block key leaves out the block before": always("parent is None"),
+    },
+    BlockPool.take: {
+        "an evicted block stays published": drop("self._unpublish(block)"),
+        "the newest block is evicted": replace("_1.popitem(last=False)", "_1.popitem()"),
+        "cached blocks go before empty ones": replace("self._empty", "self._empty and not self._cached", role="test"),
+        "a pending block is handed out without zeros": without("block in self._pending"),
+        "cached blocks are evicted before partial ones": replace(
+            "self._partial or self._cached", "self._cached or self._partial"
         ),
-    ),
-    Bug(
-        "a lost worker takes the sequences with their last row in flight",
-        RunningBatch.remove_all,
-        replace("(*self.running, *self.finishing)", "self.running"),
-    ),
-    Bug(
-        "a slot is handed on twice",
-        RunningBatch._remove_from_slot,
-        twice("heapq.heappush(self.unused_slots, sequence.slot)"),
-    ),
-    Bug(
-        "an ended request stays among the last rows",
-        RunningBatch.free,
-        drop("del self.finishing[sequence]"),
-    ),
-    Bug(
-        "a random slot",
-        RunningBatch.admit,
-        replace(
+    },
+    BlockPool.share: {
+        "a shared block is not counted": drop("self._references[block] += 1"),
+        "a shared block stays evictable": drop("self._cached.pop(block, None)"),
+    },
+    BlockPool.release: {
+        "the head of a prefix is evicted first": replace("reversed(blocks)", "blocks"),
+        "a released block stays in the prefix cache with its row in flight": never("block in self._unconfirmed"),
+        "partial blocks are not kept": never("block in self._parts", role="test"),
+    },
+    BlockPool._taint: {
+        "a tainted block is not zeroed": drop("self._tainted.add(block)"),
+        "a tainted block stays in the prefix cache": drop("self._unpublish(block)"),
+    },
+    BlockPool.release_pending: {
+        "a shared block is free when its writer is removed": replace(
+            "self._references[block] -= 1", "self._references[block] = 0"
+        )
+    },
+    BlockPool.resolve_pending: {
+        "a block is never confirmed": drop("del self._unconfirmed[block]"),
+        "pending writes that were non-finite are forgotten": never("tainted", role="test"),
+    },
+    BlockPool.note_writes: {
+        "positions of the plan being made are copied": replace(
+            "self._planned.append(_1)", "self._children.add(block, parent, tokens)"
+        ),
+        "a partly filled block counts as confirmed when planned": drop("self._unconfirmed[block] = writes"),
+    },
+    BlockPool.end_plan: {"a block of few positions is partial": replace("len(t) >= least", "True")},
+    BlockPool._unpublish: {"an evicted or tainted block is copied": drop("self._children.discard(block)")},
+    BlockPool.clear_cache: {
+        "an emptied prefix cache keeps unused blocks": drop("self._cached.clear()"),
+        "partial blocks outlive the cleared cache": drop("self._parts.clear()"),
+        "a cleared prefix cache is copied from": drop("self._children = ChildBlocks(_, _)"),
+    },
+    child_blocks._neighbours: {
+        "the block that shares fewer positions is copied": replace(
+            "children[max(0, index - 1) : index + 1]", "children[: index + 1][-1:]"
+        )
+    },
+    child_blocks._num_common: {
+        "one position too many is copied": off_by_one("(8 * length - differing.bit_length()) // (8 * TOKEN_BYTES)")
+    },
+    RunningBatch.num_free_slots: {"fewer slots are not kept to": replace("max(0, _)", "len(self.unused_slots)")},
+    RunningBatch.admit: {
+        "a random slot": replace(
             "heapq.heappop(self.unused_slots)",
             "self.unused_slots.pop(__import__('random').randrange(len(self.unused_slots)))",
         ),
-        is_random=True,
-    ),
-)
-
-_PREFIX_CACHE = (
-    Bug(
-        "the last prompt token is a hit",
-        RunningBatch.cached_prefix,
-        replace("sequence.num_skippable", "len(sequence.tokens)"),
-    ),
-    Bug("a block key leaves out the salt", BlockHasher.__call__, replace("cache_salt", 'b""'), times=3),
-    Bug("a block key leaves out the block before", BlockHasher.__call__, always("parent is None")),
-    Bug(
-        "a block that is not full is published",
-        RunningBatch.publish,
-        replace("range(_1, _2)", "range(_1, -(-sequence.num_computed // size))"),
-    ),
-    Bug(
-        "blocks are published when planned",
-        RunningBatch.publish,
-        replace("sequence.num_computed", "min(sequence.num_planned, len(sequence.tokens))"),
-        times=3,
-    ),
-    Bug("full blocks of a decode step are not published", DecodeBatch.completing_block, replace("list(_)", "[]")),
-    Bug("the prefix cache never hits", RunningBatch.cached_prefix, never("self._prefix_cache")),
-    Bug(
-        "block keys outlive the block size",
-        RunningBatch._leading_blocks,
-        replace("self.pool.block_size", "0"),
-    ),
-    Bug("an emptied prefix cache keeps unused blocks", BlockPool.clear_cache, drop("self._cached.clear()")),
-)
-
-_SHARED_WHEN_PLANNED = (
-    Bug(
-        "prompt blocks are published with the result",
-        StepPlanner._add,
-        drop("self._batch.publish_planned(sequence, self._step, is_prompt=is_prompt)"),
-    ),
-    Bug(
-        "blocks are published before they are planned",
-        RunningBatch.publish_planned,
-        replace("min(sequence.num_planned, num_known)", "num_known"),
-    ),
-    Bug(
-        "a block whose last token is in flight is published",
-        RunningBatch.publish_planned,
-        replace("min(sequence.num_planned, num_known)", "sequence.num_planned"),
-    ),
-    Bug(
-        "sequences that share a block of a bad row go on",
-        ResultApplier._restart_readers,
-        replace("worker.batch.add_readers(bad)", "()"),
-    ),
-    Bug(
-        "sharing a block that is not confirmed is not noted",
-        RunningBatch.admit,
-        drop("writes.readers[sequence] = sequence.admission_count"),
-    ),
-    Bug(
-        "blocks of sequences that are computed again are not tainted",
-        RunningBatch.add_readers,
-        drop("bad |= found"),
-    ),
-    Bug("void samples are delivered", ResultApplier._restart_readers, drop("sequence.num_void = sequence.in_flight")),
-    Bug("a void sample stays known", ResultApplier._append_tokens, drop("sequence.num_known -= 1")),
-    Bug(
-        "a released block stays in the prefix cache with its row in flight",
-        BlockPool.release,
-        never("block in self._unconfirmed"),
-    ),
-    Bug("a block is never confirmed", BlockPool.resolve_pending, drop("del self._unconfirmed[block]")),
-    Bug(
-        "a shared block is free when its writer is removed",
-        BlockPool.release_pending,
-        replace("self._references[block] -= 1", "self._references[block] = 0"),
-    ),
-    Bug(
-        "positions with void samples count as computed",
-        ResultApplier._restart_readers,
-        drop("sequence.max_computed_before = _"),
-    ),
-    Bug(
-        "the block that a row in flight fills is not pending",
-        RunningBatch.free,
-        replace("sequence.num_computed // self.pool.block_size", "-(-sequence.num_computed // self.pool.block_size)"),
-    ),
-)
-
-_NON_FINITE_VALUES = (
-    Bug(
-        "a bad row is delivered",
-        result_applier._bad_rows,
-        replace("result.bad_rows", "frozenset()"),
-        times=2,
-    ),
-    Bug("a tainted block is not zeroed", BlockPool._taint, drop("self._tainted.add(block)")),
-    Bug("a tainted block stays in the prefix cache", BlockPool._taint, drop("self._unpublish(block)")),
-    Bug(
-        "a token out of the vocabulary is delivered",
-        result_applier._bad_rows,
-        always("0 <= min(tokens) <= max(tokens) < vocab_size"),
-    ),
-    Bug(
-        "a negative token is delivered",
-        result_applier._bad_rows,
-        replace("not 0 <= token < vocab_size", "token >= vocab_size"),
-    ),
-    Bug(
-        "blocks with rows in flight are not pending",
-        RunningBatch.free,
-        never("sequence.num_planned > sequence.num_computed"),
-    ),
-    Bug("pending writes that were non-finite are forgotten", BlockPool.resolve_pending, never("tainted", role="test")),
-    Bug("pending writes are never resolved", RunningBatch.resolve_pending, never("_.last_step <= step", role="test")),
-    Bug("a pending block is handed out without zeros", BlockPool.take, without("block in self._pending")),
-)
-
-BLOCK_BUGS = (*_BLOCKS, *_SLOTS, *_PREFIX_CACHE, *_SHARED_WHEN_PLANNED, *_NON_FINITE_VALUES)
+        "sharing a block that is not confirmed is not noted": drop(
+            "writes.readers[sequence] = sequence.admission_count"
+        ),
+        "a copy of a block that is not confirmed is not noted": replace("[*shared, donor.block]", "shared"),
+        "copied positions are computed again": replace("donor.num_positions", "0"),
+    },
+    RunningBatch.free: {
+        "blocks are not released": drop("self.pool.release(sequence.blocks)"),
+        "blocks are released twice": twice("self.pool.release(sequence.blocks)"),
+        "an ended request stays among the last rows": drop("del self.finishing[sequence]"),
+        "the block that a row in flight fills is not pending": replace(
+            "sequence.num_computed // self.pool.block_size", "-(-sequence.num_computed // self.pool.block_size)"
+        ),
+        "blocks with rows in flight are not pending": never("sequence.num_planned > sequence.num_computed"),
+    },
+    RunningBatch.release_slot: {
+        "the blocks of a last row are freed with the slot": replace(
+            "self.finishing[sequence] = None",
+            "self.pool.release(sequence.blocks) or self.finishing.__setitem__(sequence, None)",
+        )
+    },
+    RunningBatch._remove_from_slot: {
+        "a slot is not released": drop("heapq.heappush(self.unused_slots, sequence.slot)"),
+        "a slot is handed on twice": twice("heapq.heappush(self.unused_slots, sequence.slot)"),
+    },
+    RunningBatch.add_readers: {
+        "blocks of sequences that are computed again are not tainted": drop("bad |= found"),
+        "a request that copied from a reader of a bad row goes on": replace("found.get(writes.sequence)", "None"),
+    },
+    RunningBatch.resolve_pending: {"pending writes are never resolved": never("_.last_step <= step", role="test")},
+    RunningBatch.remove_all: {
+        "a lost worker takes the sequences with their last row in flight": replace(
+            "(*self.running, *self.finishing)", "self.running"
+        )
+    },
+    RunningBatch.by_age: {"running sequences are not sorted by age": replace("sorted(...)", "list(self.running)")},
+    RunningBatch.num_held_positions: {"positions of last rows are not held": replace("self.finishing", "()")},
+    RunningBatch.cached_prefix: {
+        "the last prompt token is a hit": replace("sequence.num_skippable", "len(sequence.tokens)"),
+        "the prefix cache never hits": never("self._prefix_cache"),
+    },
+    RunningBatch.find_donor: {
+        "the position of the last token is copied": replace("sequence.num_skippable", "len(tokens)"),
+        "the block to copy from may follow another prefix": replace(
+            "self._keys(sequence)[len(shared)]", "self._keys(sequence)[0]"
+        ),
+    },
+    RunningBatch.headroom: {"admission leaves too little headroom": off_by_one("-(-len(self.running) // 4)", -1)},
+    RunningBatch.publish: {
+        "a block that is not full is published": replace(
+            "range(_1, _2)", "range(_1, -(-sequence.num_computed // size))"
+        ),
+        "blocks are published when planned": replace(
+            "sequence.num_computed", "min(sequence.num_planned, len(sequence.tokens))", times=3
+        ),
+    },
+    RunningBatch.publish_planned: {
+        "blocks are published before they are planned": replace("min(sequence.num_planned, num_known)", "num_known"),
+        "a block whose last token is in flight is published": replace(
+            "min(sequence.num_planned, num_known)", "sequence.num_planned"
+        ),
+        "a block whose last position may be deferred is published": replace(
+            "int(sequence.request.is_constrained)", "0"
+        ),
+        "the partly filled block of a prompt is not offered": replace("end % size", "0"),
+    },
+    RunningBatch._leading_blocks: {"block keys outlive the block size": replace("self.pool.block_size", "0")},
+    running_batch._reset_sequence: {
+        "a preempted sequence keeps its drafts": drop("sequence.num_drafts = 0"),
+        "a recovered request keeps its planned positions": replace("sequence.num_planned = _1 = _2 = 0", "_1 = _2 = 0"),
+    },
+    DecodeBatch.num_positions: {
+        "the keys and values of a decode step are not counted": without("self._sum_of_offsets")
+    },
+    DecodeBatch._add: {
+        "a joining sequence has no row": drop("self._cached_rows = None"),
+        "the tokens of a decode step are one index late": off_by_one("offset + 1 - sequence.prompt_len"),
+    },
+    DecodeBatch.leave: {
+        "a sequence rests after it left the decode batch": drop("self.resting.pop(sequence, None)"),
+        "a sequence that left the decode batch counts as a member": drop("sequence.in_decode_batch = False"),
+        "a sequence leaves the decode batch without sync": drop("self.sync(sequence)"),
+        "the cached rows outlive a member": drop("self._cached_rows = None"),
+    },
+    DecodeBatch.needing_block: {
+        "the decode batch gets no further block": never("s.decode_offset + _ == len(s.blocks) * size"),
+        "the decode batch gets a block that is there already": always("s.decode_offset + _ == len(s.blocks) * size"),
+    },
+    DecodeBatch.finishing: {"one decode step too many": replace("self._by_last_step.get(...)", "()")},
+    DecodeBatch.completing_block: {"full blocks of a decode step are not published": replace("list(_)", "[]")},
+    DecodeBatch.left_since: {
+        "a sequence that rejoined counts as one that stayed": without("sequence.decode_joined_at > decode_step"),
+        "changed members are taken for the current rows": always("rows is self._cached_rows"),
+    },
+    Request.cache_scope: {
+        "a prefix is shared across adapters": replace("self.cache_salt + self.adapter", "self.cache_salt")
+    },
+    Request.expected_len: {"an expected length is taken for the whole length": replace("len(self.prompt) + _1", "_1")},
+    Request.max_len: {"the last position of a vector is not computed": off_by_one("1", -1)},
+    Sequence.num_unplanned: {
+        "a sequence is planned behind a void sample": without("self.num_void"),
+        "a sequence is planned on while its drafts are in flight": never("self.num_drafts"),
+        "one position too many is planned": off_by_one("self.max_len - 1"),
+    },
+    Sequence.has_stopped: {"a stop token is missed at min_tokens + 1": off_by_one("self.request.sampling.min_tokens")},
+    Sequence.num_skippable: {
+        "a scored position is a cache hit": never("self.has_scores_left"),
+        "the mean leaves out cached positions": never("pooling.kind is PoolingKind.MEAN"),
+    },
+    Sequence.next_row: {
+        "a row scores the last prompt token, too": replace("min(end, last)", "end"),
+        "a row scores positions before the first": never("self.num_planned < self.num_scored"),
+        "reported positions are scored again": replace("self.num_scored", "0", times=2),
+        "the vector is that of the last position of each row": always("end == self.prompt_len"),
+    },
+}

@@ -34,7 +34,6 @@ class ResultChecks:
         self.state, self.vocab_size, self.bad_per_mille = state, vocab_size, bad_per_mille
 
     def on_apply(self, result: StepResult, now: float, events: list[Event]) -> None:
-        """Check the events of `apply`."""
         worker = self.state.workers[result.epoch]
         step = worker.inflight.popleft()
         require(result.step == step.step, "I9", "results in the order of plans")

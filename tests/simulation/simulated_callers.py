@@ -223,7 +223,6 @@ class Callers:
         return error is None
 
     def disconnect(self, now: float) -> None:
-        """Cancel all outputs of one request."""
         self._now = now
         if self._branches:
             self._cancel(self._rng.choice(self._branches))
@@ -260,7 +259,6 @@ class Callers:
 
     @property
     def has_calls(self) -> bool:
-        """Whether `run` has something to do."""
         return bool(self._events or self._calls)
 
     @property

@@ -170,11 +170,9 @@ class SimulatedRun:
         self.callers.branch(request, numbers, self.model, self.now)
 
     def _do_disconnect(self) -> None:
-        """Cancel all outputs of a request."""
         self.callers.disconnect(self.now)
 
     def _do_compile(self) -> None:
-        """Have a worker compile a grammar."""
         self.callers.compile()
 
     def _random_request_id(self) -> str:
@@ -287,7 +285,6 @@ class SimulatedRun:
             self._lose(worker, self.rng.choice(tuple(WorkerLoss)))
 
     def _do_replace(self) -> None:
-        """Replace a worker."""
         worker = self._some_worker()
         if worker is not None:
             self.scheduler.counts["replace"] += 1

@@ -38,11 +38,9 @@ class SimulatedStream:
 
     @property
     def has_output(self) -> bool:
-        """Whether output can be read."""
         return bool(self._chunks)
 
     def read_nowait(self) -> Any:
-        """Return the next output."""
         return self._chunks.popleft()
 
     def deliver(self, event: Any) -> None:
@@ -59,7 +57,6 @@ class SimulatedStream:
             self._add(error=event.error)
 
     def fail(self, error: LineclearError | None) -> None:
-        """Append an error."""
         self._add(error=error)
 
     def _add(self, **fields: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections import Counter
 from collections.abc import Iterable
@@ -10,11 +11,21 @@ from pathlib import Path
 from simulation.scenario_draw import draw
 from simulation.simulated_run import SimulatedRun, run_seed
 
+SEEDS_FILE = Path(__file__).with_name("planted_bug_seeds.json")
+NUM_SEEDS = 300
+"""Number of seeds that the tests run, unless told otherwise; `make simulation` runs 20,000."""
+
 
 def regressions() -> list[int]:
     """Return the seeds of regressions.txt."""
     text = Path(__file__).with_name("regressions.txt").read_text()
     return [int(line.split()[0]) for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def planted_bug_seeds() -> dict[str, int]:
+    """Return the seed that caught each planted bug in the last hunt, by title of the bug."""
+    seeds: dict[str, int] = json.loads(SEEDS_FILE.read_text())
+    return seeds
 
 
 def sweep(seeds: Iterable[int]) -> Counter[str]:

@@ -13,7 +13,7 @@ _DIGEST = """
 import sys
 sys.path.insert(0, "tests")
 from simulation.sweep import digest
-print(digest(range(1, 41)))
+print(digest(range(1, 21)))
 """
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 
 import pytest
 import simulation.checked_scheduler
 from simulation.scenario_draw import draw
 from simulation.simulated_run import SimulatedRun
+from simulation.sweep import regressions
 
 from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.dump import dump_core, load, load_core
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler, to_json_types
-from lineclear.scheduler.flight_recorder.replay import Divergence, NotARecording, replay
+from lineclear.scheduler.flight_recorder.replay import replay
 
 
 def record(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -32,10 +34,11 @@ def record(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [json.dumps(entry) for entry in run.scheduler.core.recording()]
 
 
-@pytest.mark.parametrize("first", range(0, 400, 50))
-def test_history_replays(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seeds", [*(range(first, first + 50) for first in range(0, 200, 50)), [*regressions(), 329]])
+def test_history_replays(seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In history 329, accepted drafts behind the end of an answer, which a recording lacks, once gave credit."""
     calls = 0
-    for seed in range(first, first + 50):
+    for seed in seeds:
         try:
             lines = record(seed, monkeypatch)
             calls += replay(map(json.loads, lines))
@@ -52,27 +55,3 @@ def check_loaded_core(lines: list[str]) -> None:
     load_core(core, core_state)
     assert json.dumps(to_json_types(dump_core(core))) == lines[1]
     invariants.check(core)
-
-
-def test_changed_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    dice = random.Random(0)
-    found = 0
-    for seed in range(30):
-        lines = record(seed, monkeypatch)
-        decided = [i for i, line in enumerate(lines[2:], 2) if json.loads(line)[0] == "plan" and json.loads(line)[4][0]]
-        if not decided:
-            continue
-        number = dice.choice(decided)
-        entry = json.loads(lines[number])
-        entry[4][0][1] += 1  # one decode more
-        lines[number] = json.dumps(entry)
-        with pytest.raises(Divergence, match=rf"call {number - 1}, plan"):
-            replay(map(json.loads, lines))
-        found += 1
-    assert found > 20
-
-
-@pytest.mark.parametrize("lines", [[], ["7"], ['{"format": "x"}'], ['{"format": "lineclear flight recording 8"}']])
-def test_other_input_is_refused(lines: list[str]) -> None:
-    with pytest.raises(NotARecording):
-        replay(map(json.loads, lines))
