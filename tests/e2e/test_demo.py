@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
+from e2e.transformers_answers import generated
 from support.demo import model
 from support.inprocess import InProcess
 from support.kernel_variants import LIBRARIES, needs_kernels
@@ -22,18 +22,12 @@ from lineclear.worker.model_runner import ModelRunner
 from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
 
-TEXTS = ["Once upon a time", "The signal", "A train", "There was a small station at the end of the line. Every morning"]
+TEXTS = ["Once upon a time", "The signal", "There was a small station at the end of the line. Every morning"]
 
 
 def runner_of(**settings: Any) -> ModelRunner:
     """Return a runner that has passed its self-test."""
-    fixed: dict[str, Any] = {
-        "model": str(DEMO_MODEL),
-        "socket_directory": "/d",
-        "device": "cpu",
-        "threads": 1,
-        "num_blocks": 64,
-    }
+    fixed = {"model": str(DEMO_MODEL), "socket_directory": "/d", "device": "cpu", "threads": 1, "num_blocks": 64}
     return make_runner(WorkerSettings(**fixed, **settings))
 
 
@@ -56,25 +50,17 @@ def eos() -> tuple[int, ...]:
 def requests(sampling: Sampling) -> list[Request]:
     tokenizer = model()[1]
     ends = frozenset(sampling.stop_ids)
-    return [Request(text, tuple(tokenizer(text).input_ids), sampling, 48, eos_ids=ends) for text in TEXTS]
+    return [Request(text, tuple(tokenizer(text).input_ids), sampling, 24, eos_ids=ends) for text in TEXTS]
 
 
 @cache
-def generated() -> dict[str, list[int]]:
-    """Return transformers' greedy answers."""
-    answers = {}
-    for request in requests(Sampling()):
-        ids = torch.tensor([request.prompt])
-        found = model()[0].generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, eos_token_id=list(eos())
-        )
-        answers[request.request_id] = found[0, ids.shape[1] :].tolist()
-    return answers
+def expected() -> dict[str, list[int]]:
+    return generated(model()[0], requests(Sampling()), eos_token_id=list(eos()))
 
 
-@pytest.mark.parametrize("limits", [CoreLimits(), CoreLimits(target_batch_tokens=5)], ids=["whole", "chunked"])
-def test_greedy_answers_equal_transformers(runner: ModelRunner, limits: CoreLimits) -> None:
-    assert InProcess(runner, limits).serve(requests(Sampling(stop_ids=eos()))) == generated()
+def test_greedy_answers_equal_transformers(runner: ModelRunner) -> None:
+    for limits in (CoreLimits(), CoreLimits(target_batch_tokens=5)):
+        assert InProcess(runner, limits).serve(requests(Sampling(stop_ids=eos()))) == expected()
 
 
 def test_seeded_answers_do_not_depend_on_the_batch(runner: ModelRunner) -> None:
@@ -82,15 +68,14 @@ def test_seeded_answers_do_not_depend_on_the_batch(runner: ModelRunner) -> None:
     together = InProcess(runner).serve(asked)
     for request in asked:
         assert InProcess(runner).serve([request])[request.request_id] == together[request.request_id]
-    assert together != generated()
+    assert together != expected()
 
 
-def test_bfloat16_passes_the_self_test(each_way: str) -> None:
-    assert runner_of(cpu_kernels=each_way).hello(1).dtype == "bfloat16"
+def test_bfloat16_passes_the_self_test(best_and_none: str) -> None:
+    assert runner_of(cpu_kernels=best_and_none).hello(1).dtype == "bfloat16"
 
 
 @needs_kernels
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_int8_passes_the_self_test(each_library: str, kv_cache_dtype: str) -> None:
-    runner = runner_of(cpu_kernels=each_library, quantization="int8", kv_cache_dtype=kv_cache_dtype)
-    assert runner.hello(1).dtype == "int8"
+def test_int8_passes_the_self_test(kv_cache_dtype: str) -> None:
+    assert runner_of(quantization="int8", kv_cache_dtype=kv_cache_dtype).hello(1).dtype == "int8"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -59,23 +59,13 @@ def close(found: Any, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(torch.tensor(found), wanted, rtol=0, atol=TOLERANCE)
 
 
-def living_worker(service: Service, killed: list[int]) -> int:
-    """Return the process id of a worker that was not killed; 0 if there is none."""
-    workers = service.client.stats().workers
-    return next((x.pid for x in workers if x.state == "joined" and x.pid not in killed), 0)
-
-
 def test_calls_over_worker_kills_equal_transformers() -> None:
     model()  # before the threads, which would load it at the same time
     with running("--num-workers", "2") as service, ThreadPoolExecutor(6) as pool:
-        calls: list[Future[None]] = []
         wait_for(lambda: len(service.client.stats().workers) == 2, "both workers")
-        killed: list[int] = []
-        for _ in range(2):
-            calls += [pool.submit(f, p, service) for p in PROMPTS for f in (check_scores, check_vectors, check_given)]
-            wait_for(lambda: service.client.stats().gauges.num_requests_running > 2, "running requests")
-            killed.append(signal_worker(lambda: living_worker(service, killed)))
+        calls = [pool.submit(f, p, service) for p in PROMPTS[:5] for f in (check_scores, check_vectors, check_given)]
+        wait_for(lambda: service.client.stats().gauges.num_requests_running > 2, "running requests")
+        signal_worker(lambda: service.worker_pid)
         for call in calls:
             call.result()
-        assert len(set(killed)) == 2
         wait_for(service.is_idle, "all blocks free")

@@ -33,7 +33,7 @@ EXACT, BFLOAT16 = 2e-5, 0.25
 
 def prompts() -> list[tuple[int, ...]]:
     rng = random.Random(3)
-    return [tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length)) for length in (2, 3, 17, 40, 90)]
+    return [tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length)) for length in (2, 17, 60)]
 
 
 def requests() -> list[Request]:
@@ -50,10 +50,10 @@ def requests() -> list[Request]:
     return found
 
 
-def serve(loaded: LoadedModel, asked: list[Request], **limits: Any) -> InProcess:
+def serve(loaded: LoadedModel, asked: list[Request], lost_after: int = 0, **limits: Any) -> InProcess:
     runner = ModelRunner(loaded, RunnerOptions(num_blocks=256, block_size=16, num_slots=16, max_step_tokens=512))
-    server = InProcess(runner, CoreLimits(**{"pipeline_depth": 2} | limits))
-    server.serve(asked)
+    server = InProcess(runner, CoreLimits(**limits))
+    server.serve(asked, lose_worker_after_steps=lost_after)
     return server
 
 
@@ -104,30 +104,24 @@ def test_each_family(family: str) -> None:
 
 
 @pytest.mark.usefixtures("best_and_none")
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("budget", [512, 24])
-def test_fused_decoder(family: str, dtype: torch.dtype, budget: int) -> None:
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("qwen3", torch.bfloat16)], ids=str)
+def test_fused_decoder(family: str, dtype: torch.dtype) -> None:
     loaded = build_fused(wrap_model(tiny_model(family, dtype=dtype, **WIDE)))
     assert loaded is not None
     exact = dtype is torch.float32
-    server = serve(loaded, requests(), target_batch_tokens=budget)
-    check(server, tiny_model(family, dtype=dtype, **WIDE), EXACT if exact else BFLOAT16, same_tokens=exact)
+    for budget in (512, 24):
+        server = serve(loaded, requests(), target_batch_tokens=budget)
+        check(server, tiny_model(family, dtype=dtype, **WIDE), EXACT if exact else BFLOAT16, same_tokens=exact)
 
 
-@pytest.mark.parametrize("lost_after", [2, 5, 9])
+@pytest.mark.parametrize("lost_after", [2, 5])
 def test_after_the_loss_of_the_worker(lost_after: int) -> None:
-    runner = ModelRunner(
-        wrap_model(tiny_model("llama")), RunnerOptions(num_blocks=256, num_slots=16, max_step_tokens=512)
-    )
-    server = InProcess(runner, CoreLimits(target_batch_tokens=24))
-    server.serve(requests(), lose_worker_after_steps=lost_after)
+    server = serve(wrap_model(tiny_model("llama")), requests(), lost_after, target_batch_tokens=24)
     check(server, tiny_model("llama"), EXACT)
 
 
 def test_answers_beside_scores_are_the_same() -> None:
-    loaded = wrap_model(tiny_model("llama"))
-    runner = ModelRunner(loaded, RunnerOptions(num_blocks=256, num_slots=16, max_step_tokens=512))
+    runner = ModelRunner(wrap_model(tiny_model("llama")), RunnerOptions(num_blocks=256, max_step_tokens=512))
     plain = [x for x in requests() if x.max_tokens == 20]
     alone, beside = InProcess(runner).serve(plain), InProcess(runner).serve(requests())
     assert {name: tokens for name, tokens in beside.items() if name in alone} == alone

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +14,10 @@ from typing import Any
 import pytest
 from support.demo import PROMPTS, SEEDED, all_at_once, greedy, model, reference
 from support.service import Service, running, wait_for
-from support.time_limits import PATIENCE_SECONDS
 
 from lineclear import errors
-from lineclear.client import Generation
+
+LENGTH = 40
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +28,13 @@ def service() -> Iterator[Service]:
 
 
 def test_concurrent_streams_equal_generate(service: Service) -> None:
-    answers = all_at_once(service.client, **greedy(24))
-    assert [a.token_ids for a in answers] == [reference(p, 24) for p in PROMPTS]
+    answers = all_at_once(service.client, **greedy(LENGTH))
+    assert [a.token_ids for a in answers] == [reference(p, LENGTH) for p in PROMPTS]
     assert {a.started.slot for a in answers} == {0, 1, 2}
 
 
 def test_deltas_concatenate_to_the_answer(service: Service) -> None:
-    with service.client.stream(PROMPTS[2], temperature=0.0, max_tokens=40, ignore_eos=True) as stream:
+    with service.client.stream(PROMPTS[2], temperature=0.0, max_tokens=LENGTH, ignore_eos=True) as stream:
         deltas = list(stream)
     assert "".join(d.text for d in deltas) == stream.result.text
     assert stream.result.text == model()[1].decode(stream.result.token_ids, skip_special_tokens=True)
@@ -44,28 +42,27 @@ def test_deltas_concatenate_to_the_answer(service: Service) -> None:
 
 
 def test_seeded_answers_do_not_depend_on_the_batch(service: Service) -> None:
-    alone = [service.client.generate(p, ignore_eos=True, max_tokens=24, **SEEDED).token_ids for p in PROMPTS]
-    together = [a.token_ids for a in all_at_once(service.client, max_tokens=24, **SEEDED)]
-    assert together == alone
-    assert alone != [reference(p, 24) for p in PROMPTS], "nothing was sampled"
+    alone = [service.client.generate(p, ignore_eos=True, max_tokens=16, **SEEDED).token_ids for p in PROMPTS]
+    assert [a.token_ids for a in all_at_once(service.client, max_tokens=16, **SEEDED)] == alone
+    assert alone != [reference(p, LENGTH)[:16] for p in PROMPTS], "nothing was sampled"
 
 
 def test_stop_string_ends_the_answer(service: Service) -> None:
-    answer = service.client.generate(PROMPTS[0], temperature=0.0, max_tokens=40, ignore_eos=True)
+    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True}
+    answer = service.client.generate(PROMPTS[0], **params)
     stop = answer.text[len(answer.text) // 2 :][:4]
-    stopped = service.client.generate(PROMPTS[0], temperature=0.0, max_tokens=40, ignore_eos=True, stop=stop)
+    stopped = service.client.generate(PROMPTS[0], stop=stop, **params)
     assert stopped.text == answer.text[: answer.text.index(stop)]
     assert stopped.matched_stop == stop
     assert stopped.token_ids == answer.token_ids[: len(stopped.token_ids)]
 
 
-@pytest.mark.parametrize("prompt", PROMPTS[:3])
-def test_own_end_of_sequence_equals_generate(service: Service, prompt: str) -> None:
-    eos = reference(prompt, 24)[10]
+def test_own_end_of_sequence_equals_generate(service: Service) -> None:
+    eos = reference(PROMPTS[0], LENGTH)[10]
     loaded, tokenizer = model()
-    inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = tokenizer(PROMPTS[0], return_tensors="pt")
     wanted = loaded.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=eos)[0]
-    answer = service.client.generate(prompt, temperature=0.0, max_tokens=24, eos_token_ids=[eos])
+    answer = service.client.generate(PROMPTS[0], temperature=0.0, max_tokens=24, eos_token_ids=[eos])
     assert list(answer.token_ids) == wanted[inputs["input_ids"].shape[1] :].tolist()
     assert (answer.finish_reason, answer.matched_stop) == ("stop_eos", eos)
 
@@ -96,35 +93,11 @@ def test_worker_has_no_network_sockets(service: Service) -> None:
         assert len(network_sockets(os.getpid())) >= 1
 
 
-def test_streams_survive_a_killed_worker(service: Service) -> None:
-    want = [reference(p, 60) for p in PROMPTS]
-    seeded = service.client.generate(PROMPTS[1], ignore_eos=True, max_tokens=60, **SEEDED).token_ids
-    incarnation = service.client.stats().worker.joins
-    seen = threading.Event()
-
-    def read(prompt: str, params: dict[str, Any]) -> Generation:
-        with service.client.stream(prompt, ignore_eos=True, **params) as stream:
-            for delta in stream:
-                if delta.first_index >= 10:
-                    seen.set()
-        return stream.result
-
-    with ThreadPoolExecutor(len(PROMPTS) + 1) as pool:
-        answers = [pool.submit(read, p, greedy(60)) for p in PROMPTS]
-        sampled = pool.submit(read, PROMPTS[1], {"max_tokens": 60, **SEEDED})
-        assert seen.wait(PATIENCE_SECONDS)
-        os.kill(service.worker_pid, signal.SIGKILL)
-        assert [a.result().token_ids for a in answers] == want
-        assert sampled.result().token_ids == seeded
-    assert max(a.result().timings.recoveries for a in answers) == 1
-    assert service.client.stats().worker.joins == incarnation + 1
-
-
 def test_cancelled_streams_release_everything(service: Service) -> None:
     rng = random.Random(1)
     tasks = service.client.stats().gauges.asyncio_tasks
-    wanted = {prompt: reference(prompt, 30) for prompt in PROMPTS}  # before the threads: loading is not thread-safe
-    plans = [(rng.choice(PROMPTS), rng.randint(1, 30), rng.random() < 0.2, rng.randint(0, 8)) for _ in range(64)]
+    wanted = {prompt: reference(prompt, LENGTH) for prompt in PROMPTS}  # before the threads: loading is not thread-safe
+    plans = [(rng.choice(PROMPTS), rng.randint(1, 30), rng.random() < 0.2, rng.randint(0, 8)) for _ in range(24)]
 
     def read_stream(plan: tuple[str, int, bool, int]) -> bool:
         prompt, max_tokens, hangs_up, after = plan
@@ -135,11 +108,11 @@ def test_cancelled_streams_release_everything(service: Service) -> None:
         assert stream.result.token_ids == wanted[prompt][:max_tokens]
         return True
 
-    with ThreadPoolExecutor(64) as pool:
+    with ThreadPoolExecutor(24) as pool:
         finished = sum(pool.map(read_stream, plans))
-    assert 32 <= finished < 64
-    wait_for(service.is_idle, "nothing left of 64 streams")
-    wait_for(lambda: service.client.stats().gauges.asyncio_tasks <= tasks, "no task left of 64 streams")
+    assert 12 <= finished < 24
+    wait_for(service.is_idle, "nothing left of 24 streams")
+    wait_for(lambda: service.client.stats().gauges.asyncio_tasks <= tasks, "no task left of 24 streams")
 
 
 def test_errors_have_codes_and_details(service: Service) -> None:
@@ -174,60 +147,20 @@ def test_deadlines_apply_while_queued_and_running(service: Service) -> None:
     wait_for(service.is_idle, "idle after a deadline while running")
 
 
-@pytest.mark.parametrize("depth", ["1", "2"])
-@pytest.mark.parametrize("strategy", ["fixed_size", "dynamic_timeout", "adaptive"])
+@pytest.mark.parametrize(("strategy", "depth"), [("fixed_size", "1"), ("dynamic_timeout", "2"), ("adaptive", "1")])
 def test_strategies_and_depths_do_not_change_tokens(strategy: str, depth: str) -> None:
-    flags = (
-        "--batching-strategy",
-        strategy,
-        "--pipeline-depth",
-        depth,
-        "--max-batch-size",
-        "4",
-        "--scheduling-policy",
-        "shortest",
-    )
-    with running(*flags) as service:
+    batching = ("--batching-strategy", strategy, "--pipeline-depth", depth, "--max-batch-size", "4")
+    with running(*batching, "--scheduling-policy", "shortest") as service:
         answers = all_at_once(service.client, **greedy(12))
-        assert [a.token_ids for a in answers] == [reference(p, 12) for p in PROMPTS]
+        assert [a.token_ids for a in answers] == [reference(p, LENGTH)[:12] for p in PROMPTS]
 
 
-def test_full_queue_is_reported() -> None:
-    with running("--max-batch-size", "1", "--max-queue-size", "1") as service, contextlib.ExitStack() as stack:
-        endless = {"max_tokens": 900, "ignore_eos": True}
-        next(stack.enter_context(service.client.stream("Hello", **endless)))  # it runs, so the queue is empty
-        stack.enter_context(service.client.stream("Hello", **endless))
-        wait_for(lambda: service.client.stats().gauges.num_requests_waiting == 1, "one running, one waiting")
-        with pytest.raises(errors.QueueFull) as caught:
-            service.client.generate("Hello")
-        assert caught.value.retry_after_seconds is not None
-        assert caught.value.metadata["limit"] == "1"
-
-
-def test_preemption_does_not_change_tokens() -> None:
-    with running("--max-batch-size", "8", worker=("--num-blocks", "24", "--block-size", "4")) as service:
-        answers = all_at_once(service.client, **greedy(40))
-        assert [a.token_ids for a in answers] == [reference(p, 40) for p in PROMPTS]
-        assert service.client.stats().counters.preemptions > 0
-
-
-def test_streams_complete_when_both_processes_stop() -> None:
-    with running("--drain-timeout-seconds", "60") as service, ThreadPoolExecutor(len(PROMPTS)) as pool:
-        want, worker = [reference(p, 200) for p in PROMPTS], service.worker_pid
-        begun = threading.Barrier(len(PROMPTS) + 1)
-
-        def read(prompt: str) -> Generation:
-            with service.client.stream(prompt, ignore_eos=True, **greedy(200)) as stream:
-                next(stream)
-                begun.wait(PATIENCE_SECONDS)
-                for _ in stream:
-                    pass
-            return stream.result
-
-        answers = [pool.submit(read, p) for p in PROMPTS]
-        begun.wait(PATIENCE_SECONDS)
-        os.kill(worker, signal.SIGTERM)
-        service.process.terminate()
-        assert [a.result().token_ids for a in answers] == want
-        assert max(a.result().timings.recoveries for a in answers) == 0
-        assert service.process.wait(PATIENCE_SECONDS) == 0
+def test_answers_without_kernels_equal_generate() -> None:
+    """As after an installation without a compiler. Prompts run in chunks, and too few blocks preempt some requests."""
+    flags = ("--max-batch-size", "6", "--target-batch-tokens", "16")
+    with running(*flags, worker=("--cpu-kernels", "none", "--num-blocks", "12")) as service:
+        answers = all_at_once(service.client, **greedy(LENGTH))
+        assert [a.token_ids for a in answers] == [reference(p, LENGTH) for p in PROMPTS]
+        stats = service.client.stats()
+        assert stats.worker.attention_backend == "torch_paged"
+        assert stats.counters.preemptions > 0

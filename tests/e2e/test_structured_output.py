@@ -1,4 +1,7 @@
-"""Structured output through scheduler and worker: valid, and the same tokens whatever is scheduled."""
+"""Structured output through scheduler and worker: valid, and the same tokens whatever is scheduled.
+
+A model of random weights chooses any allowed token, which is the hardest case.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from llguidance import LLMatcher
 from support.families import WIDE, tiny_model
 from support.inprocess import Failure, InProcess
 from support.mask_threads import LateThreads
+from support.schemas import schemas
 from support.service import DEMO_MODEL
 
 from lineclear.errors import NoTokenAllowed
@@ -20,6 +24,7 @@ from lineclear.scheduler.core.events import Finished
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.text.detokenizer import decode
+from lineclear.scheduler.text.grammar_process import grammar_of
 from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.wire.messages import Row, Sampling
 from lineclear.worker.constraints import ConstraintTable
@@ -57,7 +62,8 @@ def loaded() -> LoadedModel:
 
 
 def server(loaded: LoadedModel, num_blocks: int = 256, **limits: Any) -> InProcess:
-    runner = ModelRunner(loaded, RunnerOptions(num_blocks=num_blocks, block_size=4, num_slots=8, max_step_tokens=128))
+    sizes = {"num_blocks": num_blocks, "block_size": 4, "num_slots": 8, "max_step_tokens": 128}
+    runner = ModelRunner(loaded, RunnerOptions(**sizes))
     return InProcess(runner, CoreLimits(max_batch_size=8, target_batch_tokens=64, **limits))
 
 
@@ -71,7 +77,9 @@ def requests() -> list[Request]:
 
 
 def test_tokens_do_not_depend_on_scheduling(loaded: LoadedModel) -> None:
-    alone = {request.request_id: server(loaded).serve([request])[request.request_id] for request in requests()}
+    single, alone = server(loaded), dict[str, list[int]]()
+    for request in requests():
+        alone |= single.serve([request])
     for name, output in alone.items():
         if name.startswith("schema") and output[-1] == 2:
             jsonschema.validate(json.loads(decode(TOKENIZER, output[:-1], keep_special=False)), SCHEMA)
@@ -83,7 +91,7 @@ def test_tokens_do_not_depend_on_scheduling(loaded: LoadedModel) -> None:
     assert short.counters.preemptions > 0
 
 
-@pytest.mark.parametrize("limits", [{}, {"pipeline_depth": 1}, {"pipeline_depth": 3}], ids=str)
+@pytest.mark.parametrize("limits", [{"pipeline_depth": 1}, {"pipeline_depth": 3}], ids=str)
 def test_tokens_do_not_depend_on_late_masks(loaded: LoadedModel, limits: dict[str, Any]) -> None:
     """Rows whose mask is late are planned again. Half of the masks are late, up to three times."""
     expected = server(loaded).serve(requests())
@@ -98,36 +106,22 @@ def test_tokens_do_not_depend_on_late_masks(loaded: LoadedModel, limits: dict[st
 
 def test_resumed_answer_continues(loaded: LoadedModel) -> None:
     request = asked("a", GRAMMARS["schema"], 5)
-    whole = server(loaded).serve([request])["a"]
+    single = server(loaded)
+    whole = single.serve([request])["a"]
     for received in (1, 7, len(whole) - 1):
         resumed = replace(request, output=tuple(whole[:received]))
-        assert server(loaded).serve([resumed])["a"] == whole[received:]
+        assert single.serve([resumed])["a"] == whole[received:]
 
 
 @pytest.mark.parametrize(
     "sampling", [{"min_tokens": 20}, {"banned_ids": tuple(range(4096))}], ids=["min_tokens", "banned"]
 )
 def test_request_without_an_allowed_token_fails_alone(loaded: LoadedModel, sampling: dict[str, Any]) -> None:
-    with pytest.raises(Failure) as failure:
-        server(loaded).serve([asked("bad", LLMatcher.grammar_from_regex("yes"), 1, **sampling), *requests()])
-    assert isinstance(failure.value.args[0], NoTokenAllowed)
     both = server(loaded)
-    with pytest.raises(Failure):
+    with pytest.raises(Failure) as failure:
         both.serve([asked("bad", LLMatcher.grammar_from_regex("yes"), 1, **sampling), *requests()])
+    assert isinstance(failure.value.args[0], NoTokenAllowed)
     assert both.finished("schema0")
-
-
-def test_penalties_and_bias_keep_the_form(loaded: LoadedModel) -> None:
-    options: dict[str, Any] = {
-        "repetition_penalty": 1.5,
-        "frequency_penalty": 1.0,
-        "logit_bias": ((50, 40.0),),
-        "logprobs": 2,
-        "top_p": 0.9,
-    }
-    output = server(loaded).serve([asked("a", GRAMMARS["regex"], 3, **options)])["a"]
-    text = decode(TOKENIZER, [token for token in output if token != 2], keep_special=False)
-    assert set(text) <= set("abcdefx")
 
 
 class LastToken:
@@ -159,3 +153,22 @@ def test_drafts_beside_constrained_rows(loaded: LoadedModel) -> None:
     stats = {e.request_id: e.stats for e in both.events if isinstance(e, Finished)}
     assert all(stats[request.request_id].drafted_tokens > 0 for request in repeating)
     assert all(stats[x.request_id].drafted_tokens == 0 for x in constrained if x.sampling.grammar)
+
+
+@pytest.mark.parametrize("any_whitespace", [False, True])
+def test_finished_answers_are_valid(loaded: LoadedModel, any_whitespace: bool) -> None:
+    """By an independent validator, for every second of 300 schemas of many kinds."""
+    chosen = schemas()[any_whitespace::2]
+    asked = []
+    for number, schema in enumerate(chosen):
+        grammar = grammar_of("json_schema", json.dumps(schema), any_whitespace=any_whitespace)
+        assert not LLMatcher.validate_grammar(grammar).startswith("ERROR"), schema
+        sampling = Sampling(temperature=1.0, seed=number, stop_ids=(2,), grammar=grammar)
+        asked.append(Request(str(number), tuple(range(9, 20)), sampling, max_tokens=96, eos_ids=EOS))
+    runner = ModelRunner(loaded, RunnerOptions(num_blocks=1024, block_size=16, num_slots=32, max_step_tokens=256))
+    answers = InProcess(runner, CoreLimits(max_batch_size=32, target_batch_tokens=256)).serve(asked)
+    finished = [number for number in range(len(chosen)) if answers[str(number)][-1] in EOS]
+    for number in finished:
+        text = decode(TOKENIZER, answers[str(number)][:-1], keep_special=False)
+        jsonschema.validate(json.loads(text), chosen[number], cls=jsonschema.Draft202012Validator)
+    assert len(finished) > 100

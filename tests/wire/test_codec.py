@@ -70,7 +70,7 @@ def _to_single(message: Message) -> Message:
 
 
 @pytest.mark.parametrize("kind", BY_TYPE, ids=lambda kind: kind.__name__)
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_message_survives(kind: type, data: st.DataObject) -> None:
     message = data.draw(BY_TYPE[kind])
@@ -88,13 +88,10 @@ def test_logprob_of_an_invalid_token_may_be_nan() -> None:
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1])
-def test_a_frame_shorter_than_its_header_is_refused(size: int) -> None:
-    with pytest.raises(DecodeError, match="shorter"):
-        decode(encode(EXAMPLES[0])[:size])
-
-
-def test_foreign_bytes_are_refused() -> None:
+def test_a_frame_without_a_header_is_refused() -> None:
+    for size in (0, 1, HEADER_BYTES - 1):
+        with pytest.raises(DecodeError, match="shorter"):
+            decode(encode(EXAMPLES[0])[:size])
     with pytest.raises(DecodeError, match="not a lineclear frame"):
         decode(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
@@ -103,7 +100,7 @@ def test_foreign_bytes_are_refused() -> None:
 def test_a_flipped_bit_is_refused_wherever_it_is(example: Message) -> None:
     """Also in the header: the receiver would accept a result of another step, or an error as a result."""
     frame = encode(example)
-    for place in range(min(len(frame), 256) * 8):
+    for place in range(min(len(frame), 128) * 8):
         damaged = bytearray(frame)
         damaged[place // 8] ^= 1 << place % 8
         with pytest.raises(DecodeError):
@@ -189,7 +186,7 @@ def test_columns_that_disagree_are_refused(example: Message, payload: typing.Any
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_a_mutated_frame_is_refused_or_read_and_never_worse(example: Message) -> None:
-    """20,000 mutations over all kinds; three of four get a right checksum, or none would reach the payload.
+    """A thousand mutations of each kind; three of four get a right checksum, or none would reach the payload.
 
     What decodes must encode again: the decoder never makes a message that the types do not allow. No mutation costs
     more than the frame itself and the error.
@@ -198,7 +195,7 @@ def test_a_mutated_frame_is_refused_or_read_and_never_worse(example: Message) ->
     frame = encode(example)
     most = count_calls(lambda: decode(frame)) + 8
     refused = 0
-    for i in range(3000):
+    for i in range(1000):
         mutated = damaged_payload(frame, dice) if i % 4 else mutate(frame, dice)
         read: list[Message] = []
 
@@ -211,10 +208,10 @@ def test_a_mutated_frame_is_refused_or_read_and_never_worse(example: Message) ->
         for message in read:
             encode(message)
     assert refused > 0
-    assert refused < 3000
+    assert refused < 1000
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(payload=st.binary(max_size=200), example=st.sampled_from(EXAMPLES))
 def test_any_payload_is_refused_or_read(payload: bytes, example: Message) -> None:
     with contextlib.suppress(DecodeError):

@@ -111,21 +111,21 @@ def test_the_public_api_has_no_breaking_change(buf: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "rule"),
-    [
-        ("  uint64 handle = 1;", "  uint64 number = 1;", "FIELD_SAME_NAME"),
-        ("  uint32 first_index = 1;", "", "FIELD_NO_DELETE"),
-        ("  RESULT_STATE_FAILED = 4;", "", "ENUM_VALUE_NO_DELETE"),
-        ('option java_package = "com.lineclear.v1";', 'option java_package = "v1";', "FILE_SAME_JAVA_PACKAGE"),
-    ],
-)
-def test_a_breaking_change_is_found(buf: str, tmp_path: Path, old: str, new: str, rule: str) -> None:
+def test_breaking_changes_are_found(buf: str, tmp_path: Path) -> None:
     for root in ("protos", "common", "third_party"):
         shutil.copytree(REPOSITORY / root, tmp_path / root, ignore=shutil.ignore_patterns("*.py", "*.pyi"))
     shutil.copy(REPOSITORY / "buf.yaml", tmp_path)
-    changed = tmp_path / "protos/lineclear/v1/inference.proto"
-    assert old in changed.read_text()
-    changed.write_text(changed.read_text().replace(old, new, 1))
+    file = tmp_path / "protos/lineclear/v1/inference.proto"
+    text = file.read_text()
+    for old, new in (
+        ("  uint64 handle = 1;", "  uint64 number = 1;"),
+        ("  uint32 first_index = 1;", ""),
+        ("  RESULT_STATE_FAILED = 4;", ""),
+        ('option java_package = "com.lineclear.v1";', 'option java_package = "v1";'),
+    ):
+        assert old in text
+        text = text.replace(old, new, 1)
+    file.write_text(text)
     done = run_buf(buf, "breaking", "protos", "--against", str(BASELINE), "--error-format", "json", cwd=tmp_path)
-    assert rule in {json.loads(line)["type"] for line in done.stdout.splitlines()}
+    rules = {"FIELD_SAME_NAME", "FIELD_NO_DELETE", "ENUM_VALUE_NO_DELETE", "FILE_SAME_JAVA_PACKAGE"}
+    assert {json.loads(line)["type"] for line in done.stdout.splitlines()} >= rules

@@ -31,6 +31,7 @@ CASES = [
 ]
 """Every backend but the reference, with dtype and device."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 8e-3}
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -120,16 +121,16 @@ def poison(backend: AttentionBackend, num_blocks: int, fill: float) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype", "device"), CASES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(7))
 def test_backends_equal_the_reference(name: str, seed: int, dtype: torch.dtype, device: str) -> None:
     compare(name, Story(seed, dtype, torch.device(device), native=name == "native"))
 
 
 @pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_int8_backends_equal_the_reference(seed: int, dtype: torch.dtype) -> None:
-    compare("native", Story(seed, dtype, torch.device("cpu"), native=True, kv_dtype=torch.int8))
+    compare("native", Story(seed, dtype, CPU, native=True, kv_dtype=torch.int8))
 
 
 def compare(name: str, story: Story) -> None:
@@ -184,7 +185,7 @@ def test_cells_are_block_and_offset() -> None:
 
 @pytest.mark.parametrize("name", [pytest.param("native", marks=needs_kernels), "reference", "torch_paged"])
 def test_zeroed_blocks_are_zero_in_every_layer(name: str) -> None:
-    story = Story(3, torch.float32, torch.device("cpu"), native=name == "native")
+    story = Story(3, torch.float32, CPU, native=name == "native")
     backend = story.backend(BACKENDS[name], 5.0)
     backend.zero([1, 4])
     pools: list[Tensor] = [*backend._keys, *backend._values]  # type: ignore[attr-defined]
@@ -192,6 +193,15 @@ def test_zeroed_blocks_are_zero_in_every_layer(name: str) -> None:
         zeros = int((pool == 0).sum())
         padding = 1 if name == "torch_paged" else 0  # the block that stays zero
         assert zeros == (2 + padding) * story.block_size * layer.num_kv_heads * layer.head_dim
+
+
+@needs_kernels
+def test_zeroed_int8_blocks_have_zero_values() -> None:
+    backend = Story(3, torch.float32, CPU, native=True, kv_dtype=torch.int8).backend(BACKENDS["native"], float("nan"))
+    backend.zero([1, 4])
+    for scales in backend._scales:  # type: ignore[attr-defined]
+        assert scales[:, [1, 4]].eq(0).all()
+        assert scales[:, [0, 2, 3]].isnan().all()
 
 
 COPIED = [
@@ -204,12 +214,12 @@ COPIED = [
 
 
 @pytest.mark.parametrize(("name", "kv_dtype"), COPIED)
-@pytest.mark.parametrize("num_copied", [1, 7, 15])
+@pytest.mark.parametrize("num_copied", [1, 15])
 def test_copied_positions_are_read_like_the_source(name: str, kv_dtype: torch.dtype | None, num_copied: int) -> None:
     """Two sequences copy positions, one of them from the block that the other copy replaces. Other cells are NaN."""
     torch.manual_seed(num_copied)
-    layers, cpu = [LayerSpec(4, 2, 16, 0.25), LayerSpec(2, 2, 32, 0.2)], torch.device("cpu")
-    backend = BACKENDS[name](layers, 8, 16, torch.float32, cpu, kv_dtype)
+    layers = [LayerSpec(4, 2, 16, 0.25), LayerSpec(2, 2, 32, 0.2)]
+    backend = BACKENDS[name](layers, 8, 16, torch.float32, CPU, kv_dtype)
     poison(backend, 8, float("nan"))
     first, second = num_copied, max(1, num_copied - 3)
     # Sequence A has blocks 0 and 1, B has blocks 2 and 3. C copies from 1 to 3, D from 3 to 5, as both have ended.
@@ -220,7 +230,7 @@ def test_copied_positions_are_read_like_the_source(name: str, kv_dtype: torch.dt
     chunks = [Chunk(0, 1, 16 + first, np.array([0, 3])), Chunk(1, 1, 16 + second, np.array([2, 5]))]
     found = _attend(backend, rest, chunks)
 
-    expected = BACKENDS[name](layers, 8, 16, torch.float32, cpu, kv_dtype)
+    expected = BACKENDS[name](layers, 8, 16, torch.float32, CPU, kv_dtype)
     poison(expected, 8, float("nan"))
     kept = [*range(16 + first), *range(32, 48 + second)]
     cut = [tuple(x[kept] for x in qkv) for qkv in stored]
@@ -242,23 +252,17 @@ def _attend(backend: AttentionBackend, qkv: list[tuple[Tensor, ...]], chunks: li
     return [backend.attend(layer, *tensors) for layer, tensors in enumerate(qkv)]
 
 
-@needs_kernels
-def test_zeroed_int8_blocks_have_zero_values() -> None:
-    story = Story(3, torch.float32, torch.device("cpu"), native=True, kv_dtype=torch.int8)
-    backend = story.backend(BACKENDS["native"], float("nan"))
-    backend.zero([1, 4])
-    for scales in backend._scales:  # type: ignore[attr-defined]
-        assert scales[:, [1, 4]].eq(0).all()
-        assert scales[:, [0, 2, 3]].isnan().all()
+@pytest.mark.parametrize(("name", "reason"), [("auto", "need the native attention"), ("torch_paged", "own number fo")])
+def test_unsupported_int8_pools_are_refused(name: str, reason: str) -> None:
+    layers = [LayerSpec(2, 2, 24, 1.0)]
 
-
-@pytest.mark.parametrize("name", ["auto", "torch_paged"])
-def test_unsupported_int8_pools_are_refused(name: str) -> None:
-    layer, cpu = LayerSpec(2, 2, 24, 1.0), torch.device("cpu")
-    with pytest.raises(ValueError, match=r"need the native attention backend|own number format"):
-        BACKENDS[choose(name, [layer], 16, torch.float32, cpu, torch.int8)](
-            [layer], 4, 16, torch.float32, cpu, torch.int8
+    def made() -> AttentionBackend:
+        return BACKENDS[choose(name, layers, 16, torch.float32, CPU, torch.int8)](
+            layers, 4, 16, torch.float32, CPU, torch.int8
         )
+
+    with pytest.raises(ValueError, match=reason):
+        made()
 
 
 def test_block_bytes() -> None:
@@ -269,20 +273,20 @@ def test_block_bytes() -> None:
 
 def test_unknown_backend_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown attention backend 'fast'.*reference.*torch_paged"):
-        choose("fast", [LayerSpec(2, 2, 16, 1.0)], 16, torch.float32, torch.device("cpu"))
+        choose("fast", [LayerSpec(2, 2, 16, 1.0)], 16, torch.float32, CPU)
 
 
 def test_auto_chooses_native_within_its_limits(best_and_none: str) -> None:
-    layer, cpu = LayerSpec(2, 2, 16, 1.0), torch.device("cpu")
+    layer = LayerSpec(2, 2, 16, 1.0)
     best = "torch_paged" if best_and_none == NONE else "native"
-    assert choose("auto", [layer], 16, torch.float32, cpu) == best
-    assert choose("auto", [layer], 8, torch.float32, cpu) == "torch_paged"
-    assert choose("auto", [layer], 16, torch.float16, cpu) == "torch_paged"
-    assert choose("auto", [layer, LayerSpec(2, 2, 24, 1.0)], 16, torch.float32, cpu) == "torch_paged"
+    assert choose("auto", [layer], 16, torch.float32, CPU) == best
+    assert choose("auto", [layer], 8, torch.float32, CPU) == "torch_paged"
+    assert choose("auto", [layer], 16, torch.float16, CPU) == "torch_paged"
+    assert choose("auto", [layer, LayerSpec(2, 2, 24, 1.0)], 16, torch.float32, CPU) == "torch_paged"
     assert choose("auto", [layer], 16, torch.float32, torch.device("cuda")) == "torch_paged"
 
 
 @pytest.mark.parametrize("layers", [[LayerSpec(2, 2, 24, 1.0)], [LayerSpec(2, 2, 1024, 1.0)]])
 def test_native_outside_its_limits_says_why(layers: list[LayerSpec]) -> None:
     with pytest.raises(ValueError, match="head must be a multiple of 16 wide, at most 512"):
-        BACKENDS["native"](layers, 4, 16, torch.float32, torch.device("cpu"))
+        BACKENDS["native"](layers, 4, 16, torch.float32, CPU)

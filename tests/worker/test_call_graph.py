@@ -37,6 +37,7 @@ def test_replay_reads_current_dynamic_values() -> None:
     rows.value, indices.value = 1, second.data_ptr()
     graph.replay()
     assert out.tolist() == [[6, 7, 8], [3, 4, 5]]
+    CallGraph().replay()
 
 
 def test_python_and_native_calls_keep_their_order() -> None:
@@ -81,7 +82,3 @@ def test_address_refuses_unsuitable_arrays() -> None:
     for wrong in (table[:, 0], table.T):
         with pytest.raises(TypeError, match="contiguous"):
             address(wrong)
-
-
-def test_empty_graph_replays() -> None:
-    CallGraph().replay()

@@ -14,8 +14,8 @@ from support.inprocess import Failure, InProcess
 from lineclear.scheduler.core.events import Failed, Finished, FinishReason, TokensReady
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
-from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit, StepPlan, StepResult
-from lineclear.worker.drafts.verification import Drafter, Drafts, ReadTokens, verified
+from lineclear.wire.messages import Row, RowOutput, Sampling, SlotInit, StepPlan
+from lineclear.worker.drafts.verification import Drafter, Drafts, ReadTokens
 from lineclear.worker.model.loader import build_fused, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner_interface import StepFailed
@@ -97,11 +97,12 @@ def test_tokens_are_those_of_plain_decoding(depth: int) -> None:
     """Every kind of sampling in one batch, with rows that decode plainly beside them."""
     requests = [repeating(i, **sampling) for i, sampling in enumerate(KINDS.values())]
     others = [replace(repeating(50 + i, temperature=0.9, seed=i), max_drafts=0) for i in range(3)]
-    model = tiny_model("llama", **WIDE)
-    limits = replace(LIMITS, pipeline_depth=depth)
-    plain = InProcess(runner_of(model), limits)
+    fused = build_fused(wrap_model(tiny_model("llama", **WIDE)))
+    assert fused is not None
+    sizes, limits = RunnerOptions(num_blocks=64, num_slots=24), replace(LIMITS, pipeline_depth=depth)
+    plain = InProcess(ModelRunner(fused, sizes), limits)
     wanted = plain.serve(plainly([*requests, *others]))
-    drafted = InProcess(runner_of(model, drafter=KnownAnswers(requests, wanted)), limits)
+    drafted = InProcess(ModelRunner(fused, sizes, drafter=KnownAnswers(requests, wanted)), limits)
     assert drafted.serve([*requests, *others]) == wanted
     name = f"r{list(KINDS).index('logprobs')}"
     rounded = [
@@ -197,19 +198,6 @@ def test_position_behind_rejected_drafts_is_accepted_and_one_beyond_is_not() -> 
                 runner.launch(following)
 
 
-@pytest.mark.usefixtures("best_and_none")
-def test_fused_pass_verifies_drafts() -> None:
-    loaded = build_fused(wrap_model(tiny_model("llama", **WIDE)))
-    assert loaded is not None
-    requests = [repeating(i, temperature=0.6 * (i % 2), seed=i) for i in range(8)]
-    runner = ModelRunner(loaded, RunnerOptions(num_blocks=64, num_slots=8))
-    wanted = InProcess(runner, LIMITS).serve(plainly(requests))
-    drafter = KnownAnswers(requests, wanted)
-    drafted = InProcess(ModelRunner(loaded, RunnerOptions(num_blocks=64, num_slots=8), drafter=drafter), LIMITS)
-    assert drafted.serve(requests) == wanted
-    assert drafted.counters.spec_decode_num_accepted_tokens > 0
-
-
 def test_answer_that_runs_out_of_tokens_fails_as_without_drafts() -> None:
     """Three tokens are allowed, each once. The position behind them has a draft, too."""
     request = repeating(1, allowed_ids=(30, 31, 32), no_repeat_ngram_size=1)
@@ -223,24 +211,3 @@ def test_answer_that_runs_out_of_tokens_fails_as_without_drafts() -> None:
     assert ends == ends[:1] * 4
     assert ends[0] == (ends[0][0], ["NoTokenAllowed"])
     assert len(ends[0][0]) == 3
-
-
-@pytest.mark.parametrize(
-    ("tokens", "stuck", "counts", "stuck_rows"),
-    [
-        ((1, 2, 3, 4, 5), (), (1, 4), ()),
-        ((1, 2, 9, 4, 5), (), (1, 2), ()),
-        ((1, 2, 3, 4, 5), (3,), (1, 2), ()),
-        ((1, 2, 3, 4, 5), (1,), (1, 1), (1,)),
-        ((1, 2, 3, 4, 5), (0,), (1, 4), (0,)),
-    ],
-    ids=["all-right", "wrong-draft", "nothing-allowed-behind", "nothing-allowed", "another-row"],
-)
-def test_samples_behind_a_wrong_draft_or_a_stuck_one_are_dropped(
-    tokens: tuple[int, ...], stuck: tuple[int, ...], counts: tuple[int, ...], stuck_rows: tuple[int, ...]
-) -> None:
-    plan = StepPlan(1, 1, (Row(4, 9, 1, RowOutput.SAMPLE, (), 3),), decodes=Decodes((2,), (7,)))
-    result = verified(StepResult(1, 1, tokens, stuck_rows=frozenset(stuck)), plan, {4: [2, 3, 4]})
-    assert (result.counts, result.num_drafted) == (counts, (0, 3))
-    assert result.stuck_rows == frozenset(stuck_rows)
-    assert len(result.tokens) == sum(counts)

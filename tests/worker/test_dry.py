@@ -64,46 +64,41 @@ def by_llama_cpp(said: list[int], s: Sampling) -> dict[int, float]:
     }
 
 
-@settings(deadline=None, max_examples=400)
-@given(data=st.data())
-def test_penalty_equals_llama_cpp(data: st.DataObject) -> None:
-    history = [
-        (said, 1) for said in data.draw(st.lists(st.lists(tokens, min_size=1, max_size=40), min_size=1, max_size=5))
-    ]
-    parameters = [data.draw(samplings) for _ in history]
-    logits = random_logits(len(history), VOCABULARY)
-    found = run(logits, parameters, history)
-    for row, (said, _) in enumerate(history):
+def check(said: list[list[int]], parameters: list[Sampling]) -> None:
+    """Compare the probabilities of each text's next token."""
+    logits = random_logits(len(said), VOCABULARY)
+    found = run(logits, parameters, [(text, 1) for text in said])
+    for row, text in enumerate(said):
         wanted = logits[row].double()
-        for token, penalty in by_llama_cpp(said, parameters[row]).items():
+        for token, penalty in by_llama_cpp(text, parameters[row]).items():
             wanted[token] -= penalty
         probabilities = torch.softmax(wanted, dim=-1).float()
         torch.testing.assert_close(all_logprobs(found, row, VOCABULARY).exp(), probabilities, rtol=1e-4, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_penalty_equals_llama_cpp(data: st.DataObject) -> None:
+    said = data.draw(st.lists(st.lists(tokens, min_size=1, max_size=40), min_size=1, max_size=5))
+    check(said, [data.draw(samplings) for _ in said])
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 127, 128, 129, 130, 200, 400])
-@pytest.mark.parametrize("period", [1, 2, 63, 64, 65, 127, 128, 129])
-def test_long_repetitions_equal_llama_cpp(period: int, length: int) -> None:
-    rng = random.Random(1000 * period + length)
-    pattern = [rng.randrange(VOCABULARY) for _ in range(period)]
-    said = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(20))] + (pattern * length)[:length]
-    said[-1 - rng.randrange(len(said))] = rng.randrange(VOCABULARY)
-    breakers = ((), (tuple(said[:20]),), (tuple(said[-130:-110]), tuple(said[-140:-130])))[length % 3]
-    sampling = Sampling(
-        dry_multiplier=0.5,
-        dry_base=1.02,
-        dry_allowed_length=1,
-        dry_breaker_sequences=tuple(breaker for breaker in breakers if len(breaker) > 1),
-        logprobs=VOCABULARY,
-    )
-    logits = random_logits(2, VOCABULARY)
-    found = run(logits, [sampling] * 2, [(said, 1), (said + said[:7], 1)])
-    for row, text in enumerate((said, said + said[:7])):
-        wanted = logits[row].double()
-        for token, penalty in by_llama_cpp(text, sampling).items():
-            wanted[token] -= penalty
-        probabilities = torch.softmax(wanted, dim=-1).float()
-        torch.testing.assert_close(all_logprobs(found, row, VOCABULARY).exp(), probabilities, rtol=1e-4, atol=1e-6)
+def test_long_repetitions_equal_llama_cpp(length: int) -> None:
+    for period in (1, 2, 63, 64, 65, 127, 128, 129):
+        rng = random.Random(1000 * period + length)
+        pattern = [rng.randrange(VOCABULARY) for _ in range(period)]
+        said = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(20))] + (pattern * length)[:length]
+        said[-1 - rng.randrange(len(said))] = rng.randrange(VOCABULARY)
+        breakers = ((), (tuple(said[:20]),), (tuple(said[-130:-110]), tuple(said[-140:-130])))[length % 3]
+        sampling = Sampling(
+            dry_multiplier=0.5,
+            dry_base=1.02,
+            dry_allowed_length=1,
+            dry_breaker_sequences=tuple(breaker for breaker in breakers if len(breaker) > 1),
+            logprobs=VOCABULARY,
+        )
+        check([said, said + said[:7]], [sampling] * 2)
 
 
 @pytest.mark.parametrize("num_breakers", [0, 16])

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from lineclear.worker.host_info import allocator, huge_pages, usable_cores
 
@@ -22,40 +21,36 @@ def bound_to_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
 
 
-@pytest.mark.usefixtures("bound_to_eight")
-@pytest.mark.parametrize(
-    ("quota", "cores"),
-    [("max 100000\n", 8), ("200000 100000\n", 2), ("250000 100000\n", 3), ("5000 100000\n", 1), ("9900000 100000", 8)],
-)
-def test_cgroup_v2_quota_limits_cores(tmp_path: Path, quota: str, cores: int) -> None:
-    put(tmp_path, "sys/fs/cgroup/cpu.max", quota)
-    assert usable_cores(tmp_path) == cores
-
-
-@pytest.mark.usefixtures("bound_to_eight")
-@pytest.mark.parametrize(("quota", "cores"), [("-1\n", 8), ("150000\n", 2)])
-def test_cgroup_v1_quota_limits_cores(tmp_path: Path, quota: str, cores: int) -> None:
-    put(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", quota)
-    put(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
-    assert usable_cores(tmp_path) == cores
+V2, V1 = "cpu.max", "cpu/cpu.cfs_quota_us"
+LINECLEAR, POD = "0::/system.slice/lineclear.service\n", "5:memory:/m\n4:cpu,cpuacct:/pod/one\n0::/\n"
 
 
 @pytest.mark.usefixtures("bound_to_eight")
 @pytest.mark.parametrize(
-    ("groups", "name", "quota"),
+    ("groups", "name", "quota", "cores"),
     [
-        ("0::/system.slice/lineclear.service\n", "system.slice/lineclear.service/cpu.max", "300000 100000\n"),
-        ("0::/system.slice/lineclear.service\n", "system.slice/cpu.max", "300000 100000\n"),
-        ("5:memory:/m\n4:cpu,cpuacct:/pod/one\n0::/\n", "cpu/pod/one/cpu.cfs_quota_us", "300000\n"),
-        ("5:memory:/m\n4:cpu,cpuacct:/pod/one\n0::/\n", "cpu/pod/cpu.cfs_quota_us", "300000\n"),
+        ("", "none", "", 8),
+        ("", V2, "max 100000\n", 8),
+        ("", V2, "200000 100000\n", 2),
+        ("", V2, "250000 100000\n", 3),
+        ("", V2, "5000 100000\n", 1),
+        ("", V2, "9900000 100000", 8),
+        ("", V1, "-1\n", 8),
+        ("", V1, "150000\n", 2),
+        (LINECLEAR, "system.slice/lineclear.service/cpu.max", "300000 100000\n", 3),
+        (LINECLEAR, "system.slice/cpu.max", "300000 100000\n", 3),
+        (POD, "cpu/pod/one/cpu.cfs_quota_us", "300000\n", 3),
+        (POD, "cpu/pod/cpu.cfs_quota_us", "300000\n", 3),
     ],
 )
-def test_quota_below_the_mount_counts(tmp_path: Path, groups: str, name: str, quota: str) -> None:
-    put(tmp_path, "proc/self/cgroup", groups)
-    put(tmp_path, "sys/fs/cgroup/cpu.max", "max 100000\n")
+def test_quota_limits_cores(tmp_path: Path, groups: str, name: str, quota: str, cores: int) -> None:
+    """Of the control groups of both versions, also where only a group below the mount has one."""
+    if groups:
+        put(tmp_path, "proc/self/cgroup", groups)
+        put(tmp_path, "sys/fs/cgroup/cpu.max", "max 100000\n")
     put(tmp_path, f"sys/fs/cgroup/{name}", quota)
     put(tmp_path, f"sys/fs/cgroup/{Path(name).parent}/cpu.cfs_period_us", "100000\n")
-    assert usable_cores(tmp_path) == 3
+    assert usable_cores(tmp_path) == cores
 
 
 @pytest.mark.usefixtures("bound_to_eight")
@@ -64,11 +59,6 @@ def test_smallest_quota_counts(tmp_path: Path) -> None:
     for name, quota in (("", 600_000), ("outer/", 200_000), ("outer/inner/", 400_000)):
         put(tmp_path, f"sys/fs/cgroup/{name}cpu.max", f"{quota} 100000\n")
     assert usable_cores(tmp_path) == 2
-
-
-@pytest.mark.usefixtures("bound_to_eight")
-def test_affinity_counts_without_a_quota(tmp_path: Path) -> None:
-    assert usable_cores(tmp_path) == 8
 
 
 def test_allocator_is_the_loaded_one(tmp_path: Path) -> None:
@@ -81,13 +71,3 @@ def test_huge_pages_mode_is_read(tmp_path: Path) -> None:
     assert huge_pages(tmp_path) == "unknown"
     put(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
     assert huge_pages(tmp_path) == "madvise"
-
-
-FOUND: list[int] = []
-
-
-@pytest.mark.parametrize("turn", ["a worker starts", "the next test"])
-def test_tests_restore_the_number_of_threads(turn: str) -> None:
-    FOUND.append(torch.get_num_threads())
-    torch.set_num_threads(FOUND[0] + 1)
-    assert len(set(FOUND)) == 1, turn

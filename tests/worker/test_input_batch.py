@@ -154,31 +154,6 @@ def test_single_tokens_are_packed_first() -> None:
     assert packed.sample_positions == [4, 8, 4]
 
 
-def test_cached_blocks_start_the_block_table() -> None:
-    batch = InputBatch(CAPACITY, torch.device("cpu"))
-    packed = go(batch, plan(Row(1, 8, 3, True, (9,)), inits=(init(1, 11, (7, 6)),)))
-    assert packed.batch.chunks[0].blocks.tolist() == [7, 6, 9]
-    assert packed.positions.tolist() == [8, 9, 10]
-
-
-def test_row_starts_behind_copied_positions() -> None:
-    batch = InputBatch(CAPACITY, torch.device("cpu"))
-    packed = go(batch, plan(Row(1, 6, 5, True, (9, 8)), inits=(init(1, 11, (7,)),), copies=((3, 9, 2),)))
-    assert packed.batch.chunks[0].blocks.tolist() == [7, 9, 8]
-    assert packed.positions.tolist() == [6, 7, 8, 9, 10]
-    assert packed.batch.fresh_blocks.tolist() == [8], "the copied cells of block 9 are not zeroed"
-
-
-def test_tokens_have_the_cells_of_their_positions() -> None:
-    batch = InputBatch(CAPACITY, torch.device("cpu"))
-    go(batch, plan(Row(0, 0, 3, False, (8, 1)), inits=(init(0, 7),)))
-    packed = go(batch, plan(Row(0, 3, 4, True), Row(2, 0, 6, True, (5, 0)), inits=(init(2, 6),)))
-    # Of slot 2 positions 0 to 5 in blocks 5 and 0; of slot 0 positions 3 to 6 in blocks 8 and 1. A block has 4 cells.
-    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
-    assert packed.batch.cells.tolist() == [20, 21, 22, 23, 0, 1, 35, 4, 5, 6]
-    assert batch.flat_tokens.numpy()[packed.read_indices].tolist() == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
-
-
 def test_packing_a_prompt_has_no_python_loop_over_tokens() -> None:
     def lines(num_tokens: int) -> int:
         """How many lines of Python entering such a prompt runs."""

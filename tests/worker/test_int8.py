@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.families import WIDE, tiny_model
 from support.kernel_variants import LIBRARIES, needs_kernels
 from torch import Tensor, nn
+from worker.settings_runner import runner_with
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker.cpu.int8_linear import pack_int8, quantize
@@ -19,8 +19,6 @@ from lineclear.worker.kernels import native_library as kernels
 from lineclear.worker.model import loader
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import to_int8, wrap_model
-from lineclear.worker.runner_factory import make_runner
-from lineclear.worker.settings import WorkerSettings
 
 pytestmark = needs_kernels
 DTYPES = [torch.float32, torch.bfloat16]
@@ -61,7 +59,7 @@ def test_quantization_error_is_at_most_half_a_step() -> None:
 @pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outputs", [[64], [16, 100, 7], [211]])
-@pytest.mark.parametrize("rows", [0, 1, 4, 5, 6, 7, 13, 64])
+@pytest.mark.parametrize("rows", [0, 1, 5, 6, 7, 64])
 def test_products_equal_integer_arithmetic(dtype: torch.dtype, outputs: list[int], rows: int) -> None:
     layers = [linear(48, count, dtype, bias=i % 2 == 0) for i, count in enumerate(outputs)]
     x = (torch.randn(rows, 48) * torch.logspace(-2, 2, rows)[:, None]).to(dtype)
@@ -107,13 +105,6 @@ def test_zero_row_gives_the_bias() -> None:
     assert torch.equal(packed([layer])(torch.zeros(3, 48)), layer.bias.expand(3, -1))
 
 
-def test_packing_frees_the_matrices() -> None:
-    model = tiny_model("llama", **WIDE)
-    before = sum(p.numel() for p in model.parameters())
-    assert to_int8(wrap_model(model)).decoder is not None
-    assert sum(p.numel() for p in model.parameters()) < before / 2
-
-
 def test_other_families_are_refused() -> None:
     with pytest.raises(ModelRefused, match=r"a model built like Llama.*gpt2 in float32 on cpu.*quantization at none"):
         to_int8(wrap_model(tiny_model("gpt2")))
@@ -125,31 +116,13 @@ def test_large_error_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         to_int8(wrap_model(tiny_model("llama", **WIDE)))
 
 
-def test_quantization_setting_reaches_hello(tmp_path: Path) -> None:
+def test_settings_reach_hello(tmp_path: Path) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
-    flags: dict[str, Any] = {
-        "model": str(tmp_path),
-        "socket_directory": "/d",
-        "num_blocks": 8,
-        "device": "cpu",
-        "threads": 1,
-    }
-    assert make_runner(WorkerSettings(quantization="int8", **flags)).hello(1).dtype == "int8"
-    assert make_runner(WorkerSettings(**flags)).hello(1).dtype == "float32"
-    with pytest.raises(ConfigurationError, match="remove --no-fused-cpu-forward"):
-        make_runner(WorkerSettings(quantization="int8", fused_cpu_forward=False, **flags))
-
-
-def test_kv_cache_dtype_setting_reaches_hello(tmp_path: Path) -> None:
-    tiny_model("llama", **WIDE).save_pretrained(tmp_path)
-    flags: dict[str, Any] = {
-        "model": str(tmp_path),
-        "socket_directory": "/d",
-        "num_blocks": 8,
-        "device": "cpu",
-        "threads": 1,
-    }
-    hello = make_runner(WorkerSettings(kv_cache_dtype="int8", **flags)).hello(1)
+    assert runner_with(tmp_path).hello(1).dtype == "float32"
+    assert runner_with(tmp_path, quantization="int8").hello(1).dtype == "int8"
+    hello = runner_with(tmp_path, kv_cache_dtype="int8").hello(1)
     assert (hello.dtype, hello.attention_backend) == ("float32", "native, int8 KV")
+    with pytest.raises(ConfigurationError, match="remove --no-fused-cpu-forward"):
+        runner_with(tmp_path, quantization="int8", fused_cpu_forward=False)
     with pytest.raises(ModelRefused, match=r"torch_paged.*own number format"):
-        make_runner(WorkerSettings(kv_cache_dtype="int8", attention_backend="torch_paged", **flags))
+        runner_with(tmp_path, kv_cache_dtype="int8", attention_backend="torch_paged")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.families import WIDE, tiny_model
 from support.kernel_variants import LIBRARIES, needs_kernels
+from worker.settings_runner import runner_with
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker.kernels import native_library as kernels
 from lineclear.worker.kernels.native_library import library_name, selected_library
-from lineclear.worker.runner_factory import make_runner
-from lineclear.worker.settings import WorkerSettings
 
 
 def test_kernels_were_built() -> None:
@@ -77,21 +75,14 @@ def test_candidates_match_the_processor(monkeypatch: pytest.MonkeyPatch) -> None
 def test_cpu_kernels_setting_selects_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_chosen", kernels.AUTO)  # and is so again at the end
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
-    flags: dict[str, Any] = {
-        "model": str(tmp_path),
-        "socket_directory": "/d",
-        "num_blocks": 8,
-        "device": "cpu",
-        "threads": 1,
-    }
     for name in ("auto", *LIBRARIES):
-        runner = make_runner(WorkerSettings(cpu_kernels=name, **flags))
+        runner = runner_with(tmp_path, cpu_kernels=name)
         best = LIBRARIES[0] if LIBRARIES else ""
         assert library_name() == (best if name == "auto" else name)
         assert runner.hello(1).attention_backend == ("native" if LIBRARIES else "torch_paged")
-    runner = make_runner(WorkerSettings(cpu_kernels="none", **flags))
+    runner = runner_with(tmp_path, cpu_kernels="none")
     assert library_name() == ""
     assert not kernels.prefers_bf16_gemm()
     assert runner.hello(1).attention_backend == "torch_paged"
     with pytest.raises(ConfigurationError, match="--cpu-kernels: there are no kernels 'fast' here; there are auto, no"):
-        make_runner(WorkerSettings(cpu_kernels="fast", **flags))
+        runner_with(tmp_path, cpu_kernels="fast")

@@ -12,6 +12,7 @@ import torch
 from support.families import tiny_model
 from support.kernel_variants import needs_kernels
 from torch import Tensor
+from worker.settings_runner import runner_with
 
 from lineclear.exit_codes import ExitCode
 from lineclear.process.settings_base import ConfigurationError
@@ -22,8 +23,6 @@ from lineclear.worker.kv_prefault import KvPrefaulter
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.runner_factory import make_runner
-from lineclear.worker.settings import WorkerSettings
 
 MANY = 1 << 40
 
@@ -64,15 +63,8 @@ def resident(tensor: Tensor) -> tuple[int, int]:
 @pytest.mark.parametrize("preallocate", [False, True])
 def test_preallocation_makes_the_pools_resident(tmp_path: Path, backend: str, preallocate: bool) -> None:
     tiny_model("llama", head_dim=64, num_hidden_layers=2).save_pretrained(tmp_path)
-    settings = WorkerSettings(
-        model=str(tmp_path),
-        socket_directory="unused",
-        device="cpu",
-        attention_backend=backend,
-        num_blocks=4096,
-        preallocate_kv_cache=preallocate,
-    )
-    pools = make_runner(settings)._backend._keys  # type: ignore[attr-defined]
+    runner = runner_with(tmp_path, attention_backend=backend, num_blocks=4096, preallocate_kv_cache=preallocate)
+    pools = runner._backend._keys  # type: ignore[attr-defined]
     given, there = (sum(counts) for counts in zip(*map(resident, pools), strict=True))
     assert there * mmap.PAGESIZE >= 2**26
     assert given == there if preallocate else given < there / 2

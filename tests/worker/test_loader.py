@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,13 @@ def refusal(source: str | Path) -> str:
     with pytest.raises(ModelRefused) as caught:
         load(str(source), CPU, None)
     return str(caught.value)
+
+
+def tiny(kind: Any, **changes: Any) -> Any:
+    """Return a configuration of a family without a tested one."""
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return kind(**sizes | heads | changes)
 
 
 def from_config(config: Any) -> Any:
@@ -68,37 +74,15 @@ def test_max_model_len_can_only_shorten_the_context() -> None:
 
 
 def test_length_dependent_rope_limits_the_context() -> None:
-    config = tf.Phi3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        pad_token_id=0,
-        max_position_embeddings=256,
-        original_max_position_embeddings=64,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4,
-        },
-    )
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    positions = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    config = tiny(tf.Phi3Config, pad_token_id=0, num_attention_heads=6, rope_parameters=rope, **positions)
     assert wrap_model(from_config(config)).max_model_len == 64
 
 
 def test_unverified_family_logs_a_warning() -> None:
-    config = tf.NemotronConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
     with capture_logs() as lines:
-        assert wrap_model(from_config(config)).family == "nemotron"
+        assert wrap_model(from_config(tiny(tf.NemotronConfig))).family == "nemotron"
     assert [line["event"] for line in lines] == ["model_family_not_verified"]
 
 
@@ -110,10 +94,6 @@ def test_nothing_is_downloaded() -> None:
     assert "nothing is downloaded at start" in found
 
 
-def test_missing_config_is_refused(tmp_path: Path) -> None:
-    assert "is empty" in refusal(tmp_path)
-
-
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.config.save_pretrained(tmp_path)
@@ -121,21 +101,23 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     assert "pytorch_model.bin, which is pickle and may run code" in refusal(tmp_path)
 
 
-def test_missing_weight_files_are_refused(tmp_path: Path) -> None:
+def test_missing_files_are_refused(tmp_path: Path) -> None:
+    assert "is empty" in refusal(tmp_path)
     tiny_model("llama").config.save_pretrained(tmp_path)
     assert "lacks *.safetensors." in refusal(tmp_path)
 
 
+CODE = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+
+
 def test_required_custom_code_is_refused(tmp_path: Path) -> None:
-    code = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
     (tmp_path / "mine.py").write_text("raise SystemExit('this ran')")
-    assert "code from a checkpoint is never run" in refusal(saved(tmp_path, model_type="mine", auto_map=code))
+    assert "code from a checkpoint is never run" in refusal(saved(tmp_path, model_type="mine", auto_map=CODE))
 
 
 def test_unneeded_custom_code_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("raise SystemExit('this ran')")
-    code = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
-    assert load(str(saved(tmp_path, auto_map=code)), CPU, None).family == "llama"
+    assert load(str(saved(tmp_path, auto_map=CODE)), CPU, None).family == "llama"
 
 
 def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -156,110 +138,53 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
 # --- refused models ------------------------------------------------------------------------------------------------
 
 
-def falcon() -> Any:
-    return tf.FalconConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64
-    )
-
-
-def bloom() -> Any:
-    return tf.BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=48, n_layer=2, n_head=4)
-
-
-def gptj() -> Any:
-    return tf.GPTJConfig(vocab_size=VOCAB_SIZE, n_embd=48, n_layer=2, n_head=4, n_positions=64, rotary_dim=4)
-
-
-def mamba() -> Any:
-    return tf.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=48, num_hidden_layers=2, state_size=4)
-
-
-def deepseek() -> Any:
-    return tf.DeepseekV3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=48,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        first_k_dense_replace=1,
-        max_position_embeddings=64,
-    )
-
-
-def jamba() -> Any:
-    return tf.JambaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        num_experts=2,
-        mamba_d_state=4,
-        mamba_dt_rank=4,
-        use_mamba_kernels=False,
-    )
-
-
-def llama4() -> Any:
-    return tf.Llama4TextConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=48,
-        intermediate_size=64,
-        intermediate_size_mlp=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=12,
-        num_local_experts=2,
-        max_position_embeddings=64,
-        attention_chunk_size=16,
-    )
-
-
 def bidirectional() -> Any:
     config = tiny_config("gemma3_text")
     config.use_bidirectional_attention = True
     return config
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (falcon, "0 of the model's 2 layers call the attention interface|has a custom attention"),
-        (bloom, "0 of the model's 2 layers call the attention interface|has a custom attention"),
-        (gptj, "0 of the model's 2 layers call the attention interface|has a custom attention"),
-        (mamba, "layers of type linear_attention are not supported"),
-        (jamba, "1 of the model's 2 layers call the attention interface|layers of type"),
-        (deepseek, "heads of unequal size .*multi-head latent attention"),
-        (llama4, "layers of type chunked_attention are not supported"),
-        (bidirectional, "attends to later tokens"),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
-def test_unsupported_attention_is_refused(config: Callable[[], Any], reason: str) -> None:
+LATENT = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+    "first_k_dense_replace": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+HYBRID = {
+    "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+    "num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False,
+}  # fmt: skip
+CHUNKED = {
+    "intermediate_size_mlp": 64, "head_dim": 12, "num_hidden_layers": 4, "num_local_experts": 2,
+    "attention_chunk_size": 16,
+}  # fmt: skip
+CUSTOM = "0 of the model's 2 layers call the attention interface|has a custom attention"
+UNREAD = {
+    "falcon": (tiny(tf.FalconConfig), CUSTOM),
+    "bloom": (tiny(tf.BloomConfig, n_layer=2, n_head=4), CUSTOM),
+    "gptj": (tiny(tf.GPTJConfig, n_embd=48, n_layer=2, n_head=4, n_positions=64, rotary_dim=4), CUSTOM),
+    "mamba": (tiny(tf.MambaConfig, state_size=4), "layers of type linear_attention are not supported"),
+    "jamba": (
+        tiny(tf.JambaConfig, **HYBRID),
+        "1 of the model's 2 layers call the attention interface|layers of type",
+    ),
+    "deepseek_v3": (tiny(tf.DeepseekV3Config, **LATENT), "heads of unequal size .*multi-head latent attention"),
+}
+"""Types that the check of config.json refuses without a look at the model, and what the probe says of them."""
+REFUSED = [
+    *UNREAD.values(),
+    (tiny(tf.Llama4TextConfig, **CHUNKED), "layers of type chunked_attention are not supported"),
+    (bidirectional(), "attends to later tokens"),
+]
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED, ids=lambda x: getattr(x, "model_type", ""))
+def test_unsupported_attention_is_refused(config: Any, reason: str) -> None:
     with pytest.raises(ModelRefused, match=reason):
-        wrap_model(from_config(config()))
+        wrap_model(from_config(config))
 
 
 def test_types_that_are_refused_unread_are_refused_by_the_probe() -> None:
-    configs = (falcon(), bloom(), gptj(), mamba(), jamba(), deepseek())  # each is tried above
-    assert {config.model_type for config in configs} == set(UNSUPPORTED)
+    assert {config.model_type for config, _ in UNREAD.values()} == set(UNSUPPORTED)
 
 
 def test_window_only_in_the_mask_is_refused() -> None:

@@ -12,16 +12,14 @@ import pytest
 import torch
 from support.families import WIDE, tiny_model
 from support.kernel_variants import needs_kernels
+from worker.settings_runner import runner_with
 
 from lineclear.worker.model import loader
 from lineclear.worker.model.loaded_model import LoadedModel, ModelFilesChanged
-from lineclear.worker.runner_factory import make_runner
-from lineclear.worker.settings import WorkerSettings
 
 
 def fingerprint(model: Path, **flags: Any) -> str:
-    settings = WorkerSettings(model=str(model), socket_directory="/d", num_blocks=8, device="cpu", threads=1, **flags)
-    return make_runner(settings).hello(1).model_fingerprint
+    return runner_with(model, **flags).hello(1).model_fingerprint
 
 
 @needs_kernels

@@ -13,7 +13,7 @@ from support.inprocess import Failure, InProcess
 from lineclear.errors import NonFiniteLogits
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
-from lineclear.wire.messages import Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
+from lineclear.wire.messages import Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan, StepResult
 from lineclear.worker.kernels.native_library import NONE
 from lineclear.worker.model.loaded_model import LoadedModel, ModelRefused
 from lineclear.worker.model.loader import build_fused, wrap_model
@@ -44,24 +44,28 @@ def test_hello_has_capacities_and_versions(each_way: str) -> None:
     assert found == ("torch_paged" if each_way == NONE else "native")
 
 
+def results_of(runner: ModelRunner, plans: list[StepPlan], *, late: bool) -> list[StepResult]:
+    """Run the plans; `late` reads the results when all steps were launched."""
+    if late:
+        inflight = [runner.launch(plan) for plan in plans]
+        return [step.result() for step in inflight]
+    return [runner.launch(plan).result() for plan in plans]
+
+
 @pytest.mark.usefixtures("best_and_none")
 def test_late_result_is_of_its_own_step() -> None:
     """The next step overwrites the memory of a step's samples."""
     loaded = build_fused(wrap_model(tiny_model("llama", **WIDE)))
     assert loaded is not None
-    found = []
-    for late in (False, True):
-        runner = ModelRunner(loaded, RunnerOptions(num_blocks=8))
-        prompt = Row(0, 0, 5, True, (3,))
-        plans = [StepPlan(1, 1, (prompt,), (SlotInit(0, (5, 6, 7, 8, 9), 5, (), Sampling()),))]
-        plans += [StepPlan(1, step, decodes=Decodes((0,), (3 + step,))) for step in range(2, 8)]
-        if late:
-            inflight = [runner.launch(plan) for plan in plans]
-            found.append([step.result().tokens for step in inflight])
-        else:
-            found.append([runner.launch(plan).result().tokens for plan in plans])
-    assert len(set(found[0])) > 1, "every step gave the same token"
-    assert found[0] == found[1]
+    init = SlotInit(0, (5, 6, 7, 8, 9), 5, (), Sampling())
+    plans = [StepPlan(1, 1, (Row(0, 0, 5, True, (3,)),), (init,))]
+    plans += [StepPlan(1, step, decodes=Decodes((0,), (3 + step,))) for step in range(2, 8)]
+    early, late = (
+        [result.tokens for result in results_of(ModelRunner(loaded, RunnerOptions(num_blocks=8)), plans, late=late)]
+        for late in (False, True)
+    )
+    assert len(set(early)) > 1, "every step gave the same token"
+    assert early == late
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -75,20 +79,13 @@ def test_slot_has_next_owner_before_result_of_the_last_row(device: str) -> None:
         StepPlan(1, 3, (Row(0, 0, 4, True, (5, 6)),), (SlotInit(0, (60, 61, 62, 63), 4, (), second),)),
         StepPlan(1, 4, decodes=Decodes((0,), (4,))),
     ]
-    found = []
-    for late in (False, True):
-        runner = runner_of(wrap_model(model))
-        if late:
-            inflight = [runner.launch(plan) for plan in plans]
-            results = [step.result() for step in inflight]
-        else:
-            results = [runner.launch(plan).result() for plan in plans]
-        found.append([(result.tokens, result.logprobs) for result in results])
-    alone = runner_of(wrap_model(model))
-    renumbered = [replace(plan, step=step) for step, plan in enumerate(plans[2:], 1)]
-    results = [alone.launch(plan).result() for plan in renumbered]
-    assert found[0] == found[1]
-    assert found[0][2:] == [(result.tokens, result.logprobs) for result in results]
+    second_alone = [replace(plan, step=step) for step, plan in enumerate(plans[2:], 1)]
+    early, late, alone = (
+        [(result.tokens, result.logprobs) for result in results_of(runner_of(wrap_model(model)), asked, late=late)]
+        for asked, late in ((plans, False), (plans, True), (second_alone, False))
+    )
+    assert early == late
+    assert early[2:] == alone
 
 
 def test_num_blocks_is_limited_by_slots() -> None:
@@ -161,33 +158,6 @@ def test_logprobs_are_those_requested() -> None:
         assert both.top[1] == pytest.approx(given.top[2])
     assert all(entry.top == () for entry in server.logprobs("chosen only"))
     assert not server.logprobs("without")
-
-
-@pytest.mark.usefixtures("best_and_none")
-def test_penalties_survive_preemption_and_worker_loss() -> None:
-    model = wrap_model(tiny_model("llama"))
-    requests = [
-        asked(
-            f"r{i}",
-            tuple(range(5 * i + 3, 5 * i + 12)),
-            temperature=1.2,
-            seed=i,
-            repetition_penalty=1.3,
-            presence_penalty=0.4,
-            frequency_penalty=0.6,
-            min_tokens=3,
-            stop_ids=(11, 12),
-            logit_bias=((40, 1.5), (41, -2.0)),
-            banned_ids=(100, 101),
-        )
-        for i in range(6)
-    ]
-    plenty = InProcess(runner_of(model))
-    wanted = plenty.serve(requests)
-    scarce = InProcess(runner_of(model, num_blocks=14), CoreLimits(max_batch_size=8, prefix_cache=False))
-    assert scarce.serve(requests, lose_worker_after_steps=4) == wanted
-    assert scarce.counters.preemptions > 0
-    assert plenty.counters.preemptions == 0
 
 
 def first_plan(tokens: tuple[int, ...] = (3, 4, 5)) -> StepPlan:

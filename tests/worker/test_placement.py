@@ -10,18 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.engine_harness import ENVIRONMENT
+from worker.test_host_info import put
 
 from lineclear.process.device_names import split_devices
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker.host_info import divide_quota, usable_cores
 from lineclear.worker.placement import MachineShare, bind, claim, cores_of, named_cores
 from lineclear.worker.runner_factory import choose_device
-
-
-def put(root: Path, name: str, text: str) -> None:
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
 
 
 def nodes(root: Path, *cpu_lists: str) -> None:
@@ -33,31 +28,23 @@ def shares(root: Path, count: int, usable: int) -> list[list[int]]:
     return [sorted(cores_of(MachineShare(index, count), range(usable), root)) for index in range(count)]
 
 
-def test_one_node_is_divided_evenly(tmp_path: Path) -> None:
-    nodes(tmp_path, "0-7")
-    assert shares(tmp_path, 2, 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert shares(tmp_path, 3, 8) == [[0, 1], [2, 3, 4], [5, 6, 7]]
-    assert shares(tmp_path, 3, 2) == [[0], [1], [0]]  # more workers than cores
-
-
-def test_without_the_kernels_files_the_cores_are_divided(tmp_path: Path) -> None:
-    assert shares(tmp_path, 2, 4) == [[0, 1], [2, 3]]
-
-
-def test_each_worker_gets_its_own_node(tmp_path: Path) -> None:
-    nodes(tmp_path, "0-3", "4-7", "")
-    assert shares(tmp_path, 2, 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_fewer_workers_than_nodes_take_whole_nodes(tmp_path: Path) -> None:
-    nodes(tmp_path, "0-1", "2-3", "4-5", "6-7")
-    assert shares(tmp_path, 2, 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_more_workers_than_nodes_stay_within_a_node(tmp_path: Path) -> None:
-    nodes(tmp_path, "0-3", "4-7")
-    assert shares(tmp_path, 4, 8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert shares(tmp_path, 3, 8) == [[0, 1], [2, 3], [4, 5, 6, 7]]
+@pytest.mark.parametrize(
+    ("cpu_lists", "usable", "wanted"),
+    [
+        (["0-7"], 8, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (["0-7"], 8, [[0, 1], [2, 3, 4], [5, 6, 7]]),
+        (["0-7"], 2, [[0], [1], [0]]),  # more workers than cores
+        ([], 4, [[0, 1], [2, 3]]),  # without the kernel's files
+        (["0-3", "4-7", ""], 8, [[0, 1, 2, 3], [4, 5, 6, 7]]),  # a node each
+        (["0-1", "2-3", "4-5", "6-7"], 8, [[0, 1, 2, 3], [4, 5, 6, 7]]),  # whole nodes
+        (["0-3", "4-7"], 8, [[0, 1], [2, 3], [4, 5], [6, 7]]),  # within a node
+        (["0-3", "4-7"], 8, [[0, 1], [2, 3], [4, 5, 6, 7]]),
+        (["0-3", "4-7"], 4, [[0, 1], [2, 3]]),  # the affinity leaves out the other node
+    ],
+)
+def test_usable_cores_are_divided(tmp_path: Path, cpu_lists: list[str], usable: int, wanted: list[list[int]]) -> None:
+    nodes(tmp_path, *cpu_lists)
+    assert shares(tmp_path, len(wanted), usable) == wanted
 
 
 def test_hardware_threads_of_a_core_stay_together(tmp_path: Path) -> None:
@@ -65,11 +52,6 @@ def test_hardware_threads_of_a_core_stay_together(tmp_path: Path) -> None:
     for core in range(8):
         put(tmp_path, f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list", f"{core % 4},{core % 4 + 4}\n")
     assert shares(tmp_path, 2, 8) == [[0, 1, 4, 5], [2, 3, 6, 7]]
-
-
-def test_cores_outside_the_affinity_are_not_taken(tmp_path: Path) -> None:
-    nodes(tmp_path, "0-3", "4-7")
-    assert shares(tmp_path, 2, 4) == [[0, 1], [2, 3]]  # the other node is not ours
 
 
 def test_quota_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,28 +48,31 @@ class StubStep:
         return StepResult(7, self._step, ())
 
 
-def collector(socket: Socket, waker: Waker) -> ResultCollector:
+@pytest.fixture(name="socket")
+def make_socket() -> Socket:
+    return Socket()
+
+
+@pytest.fixture(name="tested")
+def make_collector(socket: Socket) -> Iterator[ResultCollector]:
     anything: Any = socket
+    waker = Waker()
     made = ResultCollector(anything, StepProgress(), waker, max_inflight_steps=8, linger_seconds=PATIENCE_SECONDS)
     made.start_epoch(Hello(7, *[1] * 5, (), 1))
     made.wait_idle()
-    return made
+    yield made
+    assert made.close()
+    waker.close()
 
 
-def test_complete_step_is_sent_by_the_launch_thread() -> None:
-    socket, waker = Socket(), Waker()
-    tested = collector(socket, waker)
+def test_complete_step_is_sent_by_the_launch_thread(socket: Socket, tested: ResultCollector) -> None:
     tested.collect(1, StubStep(1, is_complete=True))
     assert socket.sent[1:] == [StepResult(7, 1, ())]
     assert socket.threads[1] is threading.current_thread()
     assert tested.wait_idle() is None
-    assert tested.close()
-    waker.close()
 
 
-def test_complete_step_waits_for_earlier_steps() -> None:
-    socket, waker = Socket(), Waker()
-    tested = collector(socket, waker)
+def test_complete_step_waits_for_earlier_steps(socket: Socket, tested: ResultCollector) -> None:
     slow = StubStep(1, is_complete=False)
     tested.collect(1, slow)
     tested.collect(2, StubStep(2, is_complete=True))
@@ -77,19 +81,13 @@ def test_complete_step_waits_for_earlier_steps() -> None:
     assert tested.wait_idle() is None
     tested.collect(3, StubStep(3, is_complete=True))
     assert socket.sent[1:] == [StepResult(7, step, ()) for step in (1, 2, 3)]
-    assert tested.close()
-    waker.close()
 
 
-def test_immediate_failure_ends_the_epoch() -> None:
-    socket, waker = Socket(), Waker()
-    tested = collector(socket, waker)
+def test_immediate_failure_ends_the_epoch(socket: Socket, tested: ResultCollector) -> None:
     tested.collect(1, StubStep(1, is_complete=True, error=StepFailed(StepErrorKind.PROTOCOL, "odd")))
     tested.collect(2, StubStep(2, is_complete=True))
     assert tested.wait_idle() is StepErrorKind.PROTOCOL
     assert [type(message).__name__ for message in socket.sent] == ["Hello", "StepError"]
-    assert tested.close()
-    waker.close()
 
 
 def test_stuck_step_raises_once_overdue() -> None:

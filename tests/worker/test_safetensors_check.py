@@ -68,11 +68,6 @@ def test_complete_shards_pass_and_other_files_are_ignored(tmp_path: Path) -> Non
     check_weights(tmp_path)
 
 
-def test_demo_models_pass() -> None:
-    for name in ("model", "model-tiny"):
-        check_weights(Path(__file__).parents[2] / "demo" / name)
-
-
 def test_every_truncation_is_detected(tmp_path: Path) -> None:
     file = whole(tmp_path)
     data = file.read_bytes()
@@ -133,7 +128,7 @@ def test_oversized_header_is_not_read(tmp_path: Path) -> None:
     assert "more than 100000000" in problem(tmp_path)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_damaged_headers_raise_only_checkpoint_broken(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -36,50 +36,39 @@ def passes(loaded: LoadedModel, kv_dtype: torch.dtype | None = None, **settings:
 
 
 @pytest.mark.usefixtures("best_and_none")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_right_answers_pass(family: str, dtype: torch.dtype) -> None:
-    passes(wrap_model(tiny_model(family, dtype=dtype)))
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
+def test_right_answers_pass(family: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        passes(wrap_model(tiny_model(family, dtype=dtype)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fused", [True, False])
-def test_right_answers_pass_in_every_library(each_way: str, dtype: torch.dtype, fused: bool) -> None:
+def test_right_answers_pass_in_every_library(each_way: str, dtype: torch.dtype) -> None:
     loaded = wrap_model(tiny_model("llama", dtype=dtype, **WIDE))
-    if fused:
-        faster = build_fused(loaded)
-        assert faster is not None
-        assert (faster.decoder is None) == (each_way == NONE)
-        loaded = faster
-    assert passes(loaded, block_size=16) == ("torch_paged" if each_way == NONE else "native")
+    backend = "torch_paged" if each_way == NONE else "native"
+    assert passes(loaded, block_size=16) == backend
+    fused = build_fused(loaded)
+    assert fused is not None
+    assert (fused.decoder is None) == (each_way == NONE)
+    assert passes(fused, block_size=16) == backend
 
 
 @pytest.mark.usefixtures("each_library")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
-def test_int8_kv_cache_passes_in_every_library(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float32, torch.int8), (torch.bfloat16, None)])
+def test_int8_passes_in_every_library(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     assert passes(to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE))), kv_dtype, block_size=16) == "native"
 
 
-@pytest.mark.usefixtures("best_and_none")
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_small_workers_pass() -> None:
+    for settings in (
         {"num_slots": 1},
-        {"num_blocks": 7},
         {"num_blocks": 1},
         {"block_size": 1, "num_blocks": 64},
         {"block_size": 64, "num_blocks": 2},
         {"max_step_tokens": 1},
-        {"max_step_tokens": 3},
-    ],
-    ids=str,
-)
-def test_small_workers_pass(settings: dict[str, int]) -> None:
-    passes(wrap_model(tiny_model("llama")), **settings)
-
-
-def test_short_contexts_pass() -> None:
+        {"max_step_tokens": 3, "num_blocks": 7},
+    ):
+        passes(wrap_model(tiny_model("llama")), **settings)
     passes(wrap_model(tiny_model("llama"), max_model_len=8))
 
 

@@ -72,7 +72,7 @@ def efficiency(cost: Cost, seconds: float, num_steps: int, most: int = 2) -> flo
     return num_steps * min(mean(cost, threads) for threads in range(1, most + 1)) / seconds
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("cost", "best"),
     [
@@ -91,7 +91,7 @@ def test_converges_to_the_fastest_number(cost: Cost, best: int, seed: int) -> No
     assert efficiency(cost, 30.0, len(chosen)) > 0.97  # with the noise of the simulated times
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_adapts_when_a_neighbour_starts_and_stops(seed: int) -> None:
     drive = Drive(ThreadPolicy(2), seed)
     drive.run(large_quiet, 10.0)
@@ -103,10 +103,7 @@ def test_adapts_when_a_neighbour_starts_and_stops(seed: int) -> None:
 
 
 def test_starts_with_one_thread() -> None:
-    def crowded(threads: int, source: random.Random) -> float:
-        return 0.02 if threads == 1 else 1.4
-
-    chosen = Drive(ThreadPolicy(16)).run(crowded, 20.0)
+    chosen = Drive(ThreadPolicy(16)).run(lambda threads, source: 0.02 if threads == 1 else 1.4, 20.0)
     assert sum(threads > 1 for threads in chosen) <= 2
     assert chosen[0] == 1
 
@@ -127,7 +124,7 @@ def test_decodes_after_one_prompt_step_use_all_cores() -> None:
     assert policy.choose(1) == 16
 
 
-def test_idle_machine_uses_all_cores() -> None:
+def test_idle_machine_uses_all_cores_within_half_a_second() -> None:
     assert Drive(ThreadPolicy(16)).run(of_sixteen_cores(0), 0.5)[-1] == 16
 
 
@@ -203,16 +200,12 @@ def of_sixteen_cores(busy: int) -> Cost:
     return cost
 
 
-@pytest.mark.parametrize("busy", [0, 1, 2, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("busy", [0, 1, 3, 6, 12])
 def test_many_cores_use_about_the_free_ones(busy: int) -> None:
     drive, cost = Drive(ThreadPolicy(16)), of_sixteen_cores(busy)
     drive.run(cost, 30.0)
     chosen = drive.run(cost, 60.0)
     assert efficiency(cost, 60.0, len(chosen), 16) > 0.8
-
-
-def test_one_core_uses_one_thread() -> None:
-    assert set(Drive(ThreadPolicy(1)).run(large_quiet, 5.0)) == {1}
 
 
 def test_step_sizes_are_measured_separately() -> None:
@@ -250,16 +243,14 @@ def test_sizes_follow_each_other_after_a_change() -> None:
 
 def test_new_limit_applies_at_once() -> None:
     drive = Drive(ThreadPolicy(8))
-    drive.run(lambda threads, source: 0.08 / threads, 5.0)
-    drive.policy.limit(2)
-    assert max(drive.run(lambda threads, source: 0.08 / threads, 5.0)) == 2
-    drive.policy.limit(8)
-    assert max(drive.run(lambda threads, source: 0.08 / threads, 5.0)) == 8
+    for limit in (8, 2, 8):
+        drive.policy.limit(limit)
+        assert max(drive.run(lambda threads, source: 0.08 / threads, 5.0)) == limit
 
 
-@pytest.mark.parametrize(("most", "expected"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 3, 4, 5, 6, 7, 8])])
-def test_small_machine_has_a_candidate_per_core(most: int, expected: list[int]) -> None:
-    assert thread_counts(most) == expected
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+def test_small_machine_has_a_candidate_per_core(most: int) -> None:
+    assert thread_counts(most) == list(range(1, most + 1))
 
 
 @pytest.mark.parametrize("most", [16, 24, 32, 64, 128])

@@ -13,6 +13,7 @@ import torch
 from support.families import WIDE, tiny_model
 from support.inprocess import InProcess
 from support.kernel_variants import needs_kernels
+from worker.settings_runner import runner_with
 
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
@@ -24,8 +25,6 @@ from lineclear.worker.model import compatibility_probe
 from lineclear.worker.model import loaded_model as model_module
 from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.runner_factory import make_runner
-from lineclear.worker.settings import WorkerSettings
 
 
 class Clock:
@@ -38,13 +37,17 @@ class Clock:
         return self.now
 
 
+def run_steps(tuner: ThreadTuner, clock: Clock, seconds: Callable[[], float], count: int) -> None:
+    for _ in range(count):
+        tuner.start_step(1)
+        clock.now += seconds()
+        tuner.finish_step(1)
+
+
 def test_threads_are_set_on_change() -> None:
     clock, found = Clock(), list[int]()
     tuner = ThreadTuner(found.append, cores=lambda: 2, clock=clock)
-    for _ in range(300):  # one thread is the faster number
-        tuner.start_step(1)
-        clock.now += 0.01 * found[-1]
-        tuner.finish_step(1)
+    run_steps(tuner, clock, lambda: 0.01 * found[-1], 300)  # one thread is the faster number
     assert found[:3] == [1, 2, 1]
     assert all(a != b for a, b in pairwise(found))
 
@@ -52,18 +55,12 @@ def test_threads_are_set_on_change() -> None:
 def test_lost_cores_are_noticed_within_a_second() -> None:
     clock, found, cores = Clock(), list[int](), [4]
     tuner = ThreadTuner(found.append, cores=lambda: cores[0], clock=clock)
-    for _ in range(200):
-        tuner.start_step(1)
-        clock.now += 0.04 / found[-1]
-        tuner.finish_step(1)
+    run_steps(tuner, clock, lambda: 0.04 / found[-1], 200)
     assert max(found) == 4
     found.clear()
     cores[0] = 2
     clock.now += 1.1
-    for _ in range(200):
-        tuner.start_step(1)
-        clock.now += 0.01
-        tuner.finish_step(1)
+    run_steps(tuner, clock, lambda: 0.01, 200)
     assert max(found) == 2
 
 
@@ -132,14 +129,19 @@ def test_tokens_do_not_depend_on_threads(kind: str) -> None:
 @pytest.mark.parametrize(("threads", "tuned"), [(0, True), (1, False)])
 def test_fixed_number_of_threads_stays(tmp_path: Path, threads: int, tuned: bool) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
-    runner = make_runner(WorkerSettings(model=str(tmp_path), socket_directory="unused", num_blocks=64, threads=threads))
-    assert (runner.thread_tuner is not None) == tuned
+    assert (runner_with(tmp_path, threads=threads).thread_tuner is not None) == tuned
 
 
 @needs_kernels
-@pytest.mark.parametrize(("bytes_per_thread", "threads"), [(2**28, {1}), (1, {2})], ids=["small", "large"])
 @pytest.mark.parametrize(
-    "flags", [{}, {"quantization": "int8"}, {"fused_cpu_forward": False}], ids=["as it is", "int8", "plain"]
+    ("bytes_per_thread", "threads", "flags"),
+    [
+        (2**28, {1}, {}),
+        (2**28, {1}, {"quantization": "int8"}),
+        (2**28, {1}, {"fused_cpu_forward": False}),
+        (1, {2}, {}),
+    ],
+    ids=["small", "int8", "plain", "large"],
 )
 def test_small_models_are_probed_with_one_thread(
     tmp_path: Path,
@@ -167,7 +169,7 @@ def test_small_models_are_probed_with_one_thread(
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     before = torch.get_num_threads()
     try:
-        make_runner(WorkerSettings(model=str(tmp_path), socket_directory="unused", num_blocks=64, **flags))
+        runner_with(tmp_path, threads=0, **flags)
         assert found == threads
         assert torch.get_num_threads() == 2
     finally:

@@ -21,7 +21,8 @@ def _verified(*tokens: int, stuck: int | None = None) -> StepResult:
 
 
 def test_leading_equal_drafts_are_accepted() -> None:
-    assert _verified(1, 11, 12, 13, 2).counts == (1, 3, 1)
+    found = _verified(1, 11, 12, 13, 2)
+    assert (found.counts, found.num_drafted) == ((1, 3, 1), (0, 2, 0))
     assert _verified(1, 11, 7, 13, 2).tokens == (1, 11, 7, 2)
     assert _verified(1, 7, 12, 13, 2).tokens == (1, 7, 2)
 

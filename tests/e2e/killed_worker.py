@@ -1,0 +1,37 @@
+"""Answers of a service whose worker is killed while they run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from support.service import Service
+from support.time_limits import PATIENCE_SECONDS
+from support.worker_kills import signal_worker
+
+from lineclear.client import Generation
+
+
+def answers_over_a_kill(service: Service, requests: Sequence[tuple[Any, dict[str, Any]]]) -> list[Generation]:
+    """Return the answers to all prompts at once, over a killed worker. Some have ten tokens by then."""
+    seen = threading.Event()
+
+    def read(request: tuple[Any, dict[str, Any]]) -> Generation:
+        prompt, params = request
+        with service.client.stream(prompt, ignore_eos=True, **params) as stream:
+            for delta in stream:
+                if delta.first_index >= 10:
+                    seen.set()
+        return stream.result
+
+    joins = service.client.stats().worker.joins
+    with ThreadPoolExecutor(len(requests)) as pool:
+        answers = [pool.submit(read, request) for request in requests]
+        assert seen.wait(PATIENCE_SECONDS)
+        signal_worker(lambda: service.worker_pid)
+        found = [answer.result() for answer in answers]
+    assert max(answer.timings.recoveries for answer in found) == 1
+    assert service.client.stats().worker.joins == joins + 1
+    return found
