@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import signal
 import struct
-import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.adapter_folders import key_of, toy_model, write_adapter
-from support.engine_harness import eventually
+from support.engine_harness import eventually, kill
 from support.time_limits import PATIENCE_SECONDS
 from support.toy import expected_scores, expected_vector
 from support.toy_service import VOCABULARY, ToyService, answer
@@ -29,7 +26,6 @@ from lineclear.errors import (
     AdapterNotFound,
     AdapterRefused,
     InvalidRequest,
-    LineclearError,
     ModelChanged,
     Unsupported,
 )
@@ -42,7 +38,7 @@ class Served:
     """A server with an admin address, its clients, and the folder of adapters."""
 
     def __init__(self, service: ToyService, folder: Path, client: Client, operator: Client) -> None:
-        self.service, self.folder, self.client = service, folder, client
+        self.service, self.folder, self.client, self.log = service, folder, client, folder.parent / "log"
         self.operator, self.admin = operator, AdminClient(operator)
 
     def tokens(self, adapter: str | None, max_tokens: int = 8, **more: Any) -> list[int]:
@@ -55,30 +51,31 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(tmp_path: Path, *flags: str, with_folder: bool = True, **toy: Any) -> Iterator[Served]:
-    """Run a server; adapters lie in tmp_path/adapters."""
-    folder = tmp_path / "adapters"
-    folder.mkdir(exist_ok=True)
-    admin_target = f"unix:{tmp_path}/admin.sock"
-    flags = ("--admin-listen", admin_target, *(("--lora-dir", str(folder)) if with_folder else ()), *flags)
-    service = ToyService(tmp_path, *flags, **toy)
+def served(path: Path, *flags: str, **toy: Any) -> Iterator[Served]:
+    """Run a server; adapters lie in path/adapters."""
+    admin_target = f"unix:{path}/admin.sock"
+    (path / "adapters").mkdir(exist_ok=True)
+    service = ToyService(path, "--admin-listen", admin_target, *flags, **toy)
     service.start()
     try:
         with Client(service.target) as client, Client(admin_target) as operator:
-            yield Served(service, folder, client, operator)
+            yield Served(service, path / "adapters", client, operator)
     finally:
         service.stop()
 
 
 @pytest.fixture(scope="module")
 def only_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("served")) as server:
+    path = tmp_path_factory.mktemp("served")
+    flags = ["--lora-dir", str(path / "adapters"), "--max-loras", "2", "--max-lora-rank", "4", "--max-batch-size", "2"]
+    flags += ["--served-model-name", "toy", "--metrics-listen", "127.0.0.1:0", "--log-level", "info"]
+    with served(path, *flags, log=path / "log", min_step_seconds=0.005, max_step_seconds=0.005) as server:
         yield server
 
 
 @pytest.fixture
 def s(only_server: Served) -> Iterator[Served]:
-    """The server that several tests share, with an empty folder and without adapters."""
+    """The server with two places that several tests share, with an empty folder and without adapters."""
     yield only_server
     for adapter in only_server.admin.adapters():
         only_server.admin.unload_adapter(adapter.name)
@@ -142,66 +139,65 @@ def test_scores_and_vectors_are_those_of_the_adapter(s: Served) -> None:
 
 
 def test_streams_of_killed_workers_continue_with_their_adapter(tmp_path: Path) -> None:
-    with served(tmp_path, "--num-workers", "2", min_step_seconds=0.005, max_step_seconds=0.005) as s:
-        paths: list[Path | None] = [None, *(write_adapter(s.folder / name, n) for n, name in enumerate("ab"))]
-        for path in paths:
-            if path is not None:
-                s.admin.load_adapter(path.name, path.name)
-        found: dict[int, list[int]] = {}
-
-        def read(number: int) -> None:
-            path = paths[number % 3]
-            found[number] = s.tokens(None if path is None else path.name, 150, seed=number)
-
-        threads = [threading.Thread(target=read, args=(number,)) for number in range(9)]
-        for thread in threads:
-            thread.start()
+    """Without a folder, nothing is loaded at run time."""
+    paths = [None, *(write_adapter(tmp_path / "elsewhere" / name, n) for n, name in enumerate("ab"))]
+    modules = ",".join(f"{path.name}={path}" for path in paths if path is not None)
+    slow = {"min_step_seconds": 0.005, "max_step_seconds": 0.005}
+    with (
+        served(tmp_path, "--num-workers", "2", "--lora-modules", modules, **slow) as s,
+        ThreadPoolExecutor(9) as pool,
+    ):
+        names = [None if path is None else path.name for path in paths]
+        found = [pool.submit(s.tokens, names[number % 3], 150, seed=number) for number in range(9)]
         killed: set[int] = set()
         for _ in range(3):
             eventually(lambda: len(set(s.worker_pids()) - killed) == 2, what="both workers")
-            killed.add(s.worker_pids()[0])
-            os.kill(s.worker_pids()[0], signal.SIGKILL)
-        for thread in threads:
-            thread.join()
-        assert found == {number: right(paths[number % 3], 150, seed=number) for number in range(9)}
+            killed.add(kill(s.worker_pids()[0]))
+        for number, tokens in enumerate(found):
+            assert tokens.result() == right(paths[number % 3], 150, seed=number)
+        with pytest.raises(Unsupported, match="--lora-dir"):
+            s.admin.load_adapter("x", "a")
 
 
-def test_worker_that_joins_later_has_the_adapters(tmp_path: Path) -> None:
-    path = write_adapter(tmp_path / "elsewhere", 1)
-    with served(tmp_path, "--lora-modules", f"french={path}") as s:
-        assert s.tokens("french") == right(path)
-        os.kill(s.worker_pids()[0], signal.SIGKILL)
-        assert s.tokens("french") == right(path)
+def test_worker_that_joins_later_has_the_adapters(s: Served) -> None:
+    path = write_adapter(s.folder / "a", 1)
+    s.admin.load_adapter("french", "a")
+    assert s.tokens("french") == right(path)
+    kill(s.worker_pids()[0])
+    assert s.tokens("french") == right(path)
 
 
-def test_adapter_that_a_new_worker_cannot_load_is_forgotten(tmp_path: Path) -> None:
-    with served(tmp_path) as s:
-        path = write_adapter(s.folder / "a", 1)
-        s.admin.load_adapter("a", "a")
-        path.rename(s.folder / "gone")
-        os.kill(s.worker_pids()[0], signal.SIGKILL)
-        eventually(lambda: not s.admin.adapters(), what="the loss of the adapter")
+def test_adapter_that_a_new_worker_cannot_load_is_forgotten(s: Served) -> None:
+    path = write_adapter(s.folder / "a", 1)
+    s.admin.load_adapter("a", "a")
+    path.rename(s.folder / "gone")
+    kill(s.worker_pids()[0])
+    eventually(lambda: not s.admin.adapters(), what="the loss of the adapter")
+    with pytest.raises(AdapterNotFound):
+        s.tokens("a")
+    assert s.tokens(None) == right(None)
+
+
+def test_unloading_lets_running_requests_end(s: Served) -> None:
+    paths = {name: write_adapter(s.folder / name, number) for number, name in enumerate("abc")}
+    params: dict[str, Any] = {"max_tokens": 250, "ignore_eos": True, "seed": 0}
+    for name in "ab":
+        s.admin.load_adapter(name, name)
+    with (
+        s.client.stream(PROMPT, adapter="a", **params) as first,
+        s.client.stream(PROMPT, adapter="b", **params) as second,
+    ):
+        next(first), next(second)
+        with pytest.raises(AdapterLimitReached, match="2 adapters are loaded and in use"):
+            s.admin.load_adapter("c", "c")
+        assert s.admin.unload_adapter("a") == 1
         with pytest.raises(AdapterNotFound):
             s.tokens("a")
-        assert s.tokens(None) == right(None)
-
-
-def test_unloading_lets_running_requests_end(tmp_path: Path) -> None:
-    with served(tmp_path, "--max-loras", "1", min_step_seconds=0.01, max_step_seconds=0.01) as s:
-        first, second = (write_adapter(s.folder / name, n) for n, name in enumerate("ab"))
-        s.admin.load_adapter("a", "a")
-        with s.client.stream(PROMPT, adapter="a", max_tokens=100, ignore_eos=True, seed=0) as stream:
-            tokens = list(next(stream).token_ids)
-            with pytest.raises(AdapterLimitReached, match="1 adapters are loaded and in use"):
-                s.admin.load_adapter("b", "b")
-            assert s.admin.unload_adapter("a") == 1
-            with pytest.raises(AdapterNotFound):
-                s.tokens("a")
-            for delta in stream:
-                tokens += delta.token_ids
-        assert tokens == right(first, 100)
-        eventually(lambda: _loads(s, "b"), what="the place of the adapter")
-        assert s.tokens("b") == right(second)
+        for name, stream in (("a", first), ("b", second)):
+            list(stream)
+            assert list(stream.token_ids) == right(paths[name], 250)
+    eventually(lambda: _loads(s, "c"), what="the place of the adapter")
+    assert s.tokens("c") == right(paths["c"])
 
 
 def _loads(s: Served, name: str) -> bool:
@@ -211,25 +207,25 @@ def _loads(s: Served, name: str) -> bool:
     return False
 
 
-def test_least_recently_used_idle_adapter_is_evicted(tmp_path: Path) -> None:
-    with served(tmp_path, "--max-loras", "2") as s:
-        for number, name in enumerate("abc"):
-            write_adapter(s.folder / name, number)
-        s.admin.load_adapter("a", "a")
-        s.admin.load_adapter("b", "b")
-        s.tokens("a")
-        s.admin.load_adapter("c", "c")
-        assert [adapter.name for adapter in s.admin.adapters()] == ["a", "c"]
-        assert s.tokens("c") == right(s.folder / "c")
+def test_least_recently_used_idle_adapter_is_evicted(s: Served) -> None:
+    for number, name in enumerate("abc"):
+        write_adapter(s.folder / name, number)
+    s.admin.load_adapter("a", "a")
+    s.admin.load_adapter("b", "b")
+    s.tokens("a")
+    s.admin.load_adapter("c", "c")
+    assert [adapter.name for adapter in s.admin.adapters()] == ["a", "c"]
+    assert s.tokens("c") == right(s.folder / "c")
 
 
-def test_same_content_under_two_names_takes_one_place(tmp_path: Path) -> None:
-    with served(tmp_path, "--max-loras", "1") as s:
-        path = write_adapter(s.folder / "a", 1)
-        s.admin.load_adapter("a", "a")
-        s.admin.load_adapter("again", "a")
-        s.admin.unload_adapter("a")
-        assert s.tokens("again") == right(path)
+def test_same_content_under_two_names_takes_one_place(s: Served) -> None:
+    path = write_adapter(s.folder / "a", 1)
+    write_adapter(s.folder / "b", 2)
+    for name, directory in (("a", "a"), ("again", "a"), ("b", "b")):
+        s.admin.load_adapter(name, directory)
+    assert [adapter.name for adapter in s.admin.adapters()] == ["a", "again", "b"]
+    s.admin.unload_adapter("a")
+    assert s.tokens("again") == right(path)
 
 
 def test_answer_is_not_resumed_with_another_adapter(s: Served) -> None:
@@ -261,52 +257,36 @@ def test_path_out_of_the_folder_is_refused(s: Served, path: str) -> None:
     assert s.admin.adapters() == ()
 
 
-def test_refusals_have_reasons(tmp_path: Path) -> None:
-    with served(tmp_path, "--max-lora-rank", "4") as s:
-        write_adapter(s.folder / "large", 1, rank=8)
-        write_adapter(s.folder / "dora", 2, use_dora=True)
-        write_adapter(s.folder / "a", 3)
-        write_adapter(s.folder / "b", 4)
-        for path, reason in (("large", "rank is 8, the limit is 4"), ("dora", "DoRA"), ("none", "no such directory")):
-            with pytest.raises(AdapterRefused, match=reason):
-                s.admin.load_adapter("x", path)
-        with pytest.raises(InvalidRequest, match="name"):
-            s.admin.load_adapter("a b", "a")
-        s.admin.load_adapter("x", "a")
-        with pytest.raises(AdapterRefused, match="another adapter of this name"):
-            s.admin.load_adapter("x", "b")
+def test_refusals_have_reasons(s: Served) -> None:
+    write_adapter(s.folder / "large", 1, rank=8)
+    write_adapter(s.folder / "dora", 2, use_dora=True)
+    write_adapter(s.folder / "a", 3)
+    write_adapter(s.folder / "b", 4)
+    weights = write_adapter(s.folder / "cut", 5) / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for path, reason in (
+        ("large", "rank is 8, the limit is 4"),
+        ("dora", "DoRA"),
+        ("none", "no such directory"),
+        ("cut", "is cut short by 1 bytes"),
+    ):
+        with pytest.raises(AdapterRefused, match=reason):
+            s.admin.load_adapter("x", path)
+    with pytest.raises(InvalidRequest, match="name"):
+        s.admin.load_adapter("a b", "a")
+    s.admin.load_adapter("x", "a")
+    with pytest.raises(AdapterRefused, match="another adapter of this name"):
+        s.admin.load_adapter("x", "b")
 
 
-def test_adapter_of_another_model_is_loaded_with_a_warning(tmp_path: Path) -> None:
+def test_adapter_of_another_model_is_loaded_with_a_warning(s: Served) -> None:
     """Its shapes may fit, and its answers would be wrong without an error."""
-    log = tmp_path / "log"
-    with served(tmp_path, "--served-model-name", "toy", "--log-level", "warning", log=log) as s:
-        write_adapter(s.folder / "own", 1)
-        write_adapter(s.folder / "other", 2, base_model_name_or_path="org/base-7b")
-        assert s.admin.load_adapter("own", "own").warning == ""
-        assert s.admin.load_adapter("other", "other").warning.startswith("it was made for org/base-7b, and another")
-        assert [bool(adapter.warning) for adapter in s.admin.adapters()] == [True, False]
-        eventually(lambda: "adapter_of_another_model" in log.read_text())
-
-
-def test_cut_adapter_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    with served(tmp_path) as s:
-        weights = write_adapter(s.folder / "a", 1) / "adapter_model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1])
-        with pytest.raises(AdapterRefused, match="is cut short by 1 bytes"):
-            s.admin.load_adapter("x", "a")
-
-
-def test_without_a_folder_nothing_is_loaded_at_run_time(tmp_path: Path) -> None:
-    with served(tmp_path, with_folder=False) as s, pytest.raises(Unsupported, match="--lora-dir"):
-        s.admin.load_adapter("x", "a")
-
-
-def test_unknown_adapter_fails_each_kind_of_call(s: Served) -> None:
-    for call in (s.client.generate, s.client.submit):
-        with pytest.raises(LineclearError) as caught:
-            call(PROMPT, adapter="none", max_tokens=2, seed=0)
-        assert isinstance(caught.value, AdapterNotFound)
+    write_adapter(s.folder / "own", 1)
+    write_adapter(s.folder / "other", 2, base_model_name_or_path="org/base-7b")
+    assert s.admin.load_adapter("own", "own").warning == ""
+    assert s.admin.load_adapter("other", "other").warning.startswith("it was made for org/base-7b, and another")
+    assert [bool(adapter.warning) for adapter in s.admin.adapters()] == [True, False]
+    eventually(lambda: "adapter_of_another_model" in s.log.read_text())
 
 
 def adapters_in_use(log: Path) -> tuple[str, str, str]:
@@ -321,44 +301,39 @@ def adapters_in_use(log: Path) -> tuple[str, str, str]:
     return labels["max_lora"], labels["running_lora_adapters"], labels["waiting_lora_adapters"]
 
 
-def test_metrics_name_the_adapters_in_use(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    flags = "--metrics-listen", "127.0.0.1:0", "--log-level", "info", "--max-batch-size", "1"
-    with served(tmp_path, *flags, log=log, min_step_seconds=0.01, max_step_seconds=0.01) as s:
-        for number, name in enumerate("ab"):
-            write_adapter(s.folder / name, number)
-            s.admin.load_adapter(name, name)
-        assert s.operator.stats().gauges.num_lora_adapters == 2
-        limit, *idle = adapters_in_use(log)
-        assert (int(limit) > 1, idle) == (True, ["", ""])
-        with s.client.stream(PROMPT, adapter="a", max_tokens=200, ignore_eos=True, seed=0) as stream:
-            next(stream)
-            waiting = s.client.submit(PROMPT, adapter="b", max_tokens=8, ignore_eos=True, seed=0)
-            assert adapters_in_use(log) == (limit, "a", "b")
-        assert list(waiting.result().token_ids) == right(s.folder / "b")
-        s.admin.unload_adapter("a")
-        assert s.operator.stats().gauges.num_lora_adapters == 1
+def test_metrics_name_the_adapters_in_use(s: Served) -> None:
+    for number, name in enumerate("ab"):
+        write_adapter(s.folder / name, number)
+        s.admin.load_adapter(name, name)
+    assert s.operator.stats().gauges.num_lora_adapters == 2
+    assert adapters_in_use(s.log) == ("2", "", "")
+    with s.client.stream(PROMPT, adapter="a", n=2, max_tokens=250, ignore_eos=True, seed=0) as stream:
+        next(stream)
+        waiting = s.client.submit(PROMPT, adapter="b", max_tokens=8, ignore_eos=True, seed=0)
+        assert adapters_in_use(s.log) == ("2", "a", "b")
+    assert list(waiting.result().token_ids) == right(s.folder / "b")
+    s.admin.unload_adapter("a")
+    assert s.operator.stats().gauges.num_lora_adapters == 1
 
 
-def test_adapters_change_places_under_load(tmp_path: Path) -> None:
+def test_adapters_change_places_under_load(s: Served) -> None:
     """Four adapters for two places: a request gets the tokens of its adapter, or a clear status."""
-    with served(tmp_path, "--max-loras", "2") as s:
-        paths = [write_adapter(s.folder / name, number) for number, name in enumerate("abcd")]
-        outcomes: list[str] = []
+    paths = [write_adapter(s.folder / name, number) for number, name in enumerate("abcd")]
+    outcomes: list[str] = []
 
-        def use(number: int) -> None:
-            for step in range(12):
-                path = paths[(number + step * 3) % 4]
-                try:
-                    s.admin.load_adapter(path.name, path.name)
-                    assert s.tokens(path.name, seed=number) == right(path, seed=number)
-                    outcomes.append("served")
-                except (AdapterLimitReached, AdapterNotFound) as error:
-                    outcomes.append(error.reason)
+    def use(number: int) -> None:
+        for step in range(8):
+            path = paths[(number + step * 3) % 4]
+            try:
+                s.admin.load_adapter(path.name, path.name)
+                assert s.tokens(path.name, seed=number) == right(path, seed=number)
+                outcomes.append("served")
+            except (AdapterLimitReached, AdapterNotFound) as error:
+                outcomes.append(error.reason)
 
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(use, range(4)))
-        assert len(outcomes) == 48
-        assert outcomes.count("served") > 4
-        assert len(s.admin.adapters()) <= 2
-        assert s.tokens(None) == right(None)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(use, range(4)))
+    assert len(outcomes) == 32
+    assert outcomes.count("served") > 4
+    assert len(s.admin.adapters()) <= 2
+    assert s.tokens(None) == right(None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +17,10 @@ from support.figures import Page, check_page, check_stats
 from support.processes import BOUND_SECONDS, Running, endless, starting, until
 from support.service import is_idle
 from support.small_tokenizers import byte_level, save
-from support.worker_kills import signal_worker
 
 from lineclear.cli.output import stats_view
 from lineclear.client import Client
-from lineclear.errors import Cancelled, LineclearError, PromptTooLong
+from lineclear.errors import Cancelled, PromptTooLong
 
 PROMPT = [7, 8, 9, 10, 11, 12, 13]
 SLOW = {"min_step_seconds": 0.005, "max_step_seconds": 0.005}
@@ -55,18 +53,18 @@ def test_deadlines_count_as_expired(start: Callable[..., Running]) -> None:
     """
     server = start(**SLOW)
     with Client(server.address) as client:
-        for _ in range(20):
+        for _ in range(6):
             with contextlib.suppress(grpc.RpcError):
                 list(server.stub.Generate(endless(), timeout=0.15))
-        for _ in range(5):
+        for _ in range(3):
             call = server.stub.Generate(endless(), timeout=BOUND_SECONDS)
             next(call)
             call.cancel()
-        until(lambda: sum(outcomes(server).values()) == 25)
+        until(lambda: sum(outcomes(server).values()) == 9)
         page = final_page(server, client)
-    assert page.ended + page.rejected == {"deadline_exceeded": 20, "cancelled": 5}
-    assert page["requests_expired_total"] + page.rejected["deadline_exceeded"] == 20
-    assert page["requests_cancelled_total"] == 5
+    assert page.ended + page.rejected == {"deadline_exceeded": 6, "cancelled": 3}
+    assert page["requests_expired_total"] + page.rejected["deadline_exceeded"] == 6
+    assert page["requests_cancelled_total"] == 3
     assert outcomes(server) == page.ended + page.rejected
 
 
@@ -99,7 +97,7 @@ def test_figures_include_all_that_the_client_has_seen(start: Callable[..., Runni
     server = start("--max-batch-size", "4", **SLOW)
     with Client(server.address) as client, client.stream([5, 6], max_tokens=400, ignore_eos=True) as other:
         next(iter(other))
-        for number in range(1, 21):
+        for number in range(1, 9):
             client.generate(PROMPT, max_tokens=2, ignore_eos=True)
             page = check_page(Page(server.metrics_page()))
             shown = client.stats().counters.prompt_tokens, page["prompt_tokens_total"]
@@ -127,30 +125,6 @@ def test_figures_of_single_requests_are_those_computed_by_hand(start: Callable[.
     assert [worker.steps for worker in stats.workers] == [24]
     assert stats.e2e_request_latency_seconds.count == 2
     assert stats.request_mean_inter_token_latency_seconds.mean >= SLOW["min_step_seconds"] * 0.9
-
-
-def test_requests_of_a_lost_worker_are_counted_once(start: Callable[..., Running]) -> None:
-    server = start("--max-batch-size", "3", **SLOW)
-    num_requests = 8
-    with Client(server.address) as client:
-
-        def ask(seed: int) -> None:
-            with contextlib.suppress(LineclearError):
-                client.generate([seed, *PROMPT], max_tokens=60, ignore_eos=True, seed=seed)
-
-        threads = [threading.Thread(target=ask, args=(n,)) for n in range(num_requests)]
-        for thread in threads:
-            thread.start()
-        until(lambda: client.stats().counters.generation_tokens > 20)
-        check_page(Page(server.metrics_page()))
-        signal_worker(lambda: client.stats().worker.pid)
-        for thread in threads:
-            thread.join(BOUND_SECONDS)
-        page = final_page(server, client)
-        assert client.stats().worker.joins == 2
-    assert page.ended == {"length": num_requests}
-    assert page["recomputed_tokens_total"] > 0
-    assert page["prompt_tokens_total"] == num_requests * (1 + len(PROMPT))
 
 
 HALF = """

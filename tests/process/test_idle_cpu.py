@@ -30,22 +30,21 @@ def cpu_percent(pids: list[int], seconds: float) -> list[float]:
     return [100 * seconds / (time.monotonic() - begin) for seconds in used]
 
 
-def test_two_idle_processes_use_no_processor(folder: Path) -> None:
-    with ToyScheduler(folder, 0, IDLE) as scheduler:
-        worker = scheduler.read_pid("joined")
-        percent = cpu_percent([scheduler.process.pid, worker], 5.0)
+def test_idle_processes_use_no_processor(folder: Path) -> None:
+    """A scheduler, its worker, and a worker without a scheduler."""
+    lonely = subprocess.Popen(IDLE.arguments(folder / "alone"), env=ENVIRONMENT, stderr=subprocess.PIPE)
+    try:
+        assert lonely.stderr is not None
+        assert b"waiting_for_scheduler" in lonely.stderr.readline()
+        with ToyScheduler(folder, 0, IDLE) as scheduler:
+            pids = [scheduler.process.pid, scheduler.read_pid("joined"), lonely.pid]
+            percent = cpu_percent(pids, 3.0)
         assert max(percent) < 2.0, percent
-
-
-def test_a_worker_without_a_scheduler_uses_no_processor(folder: Path) -> None:
-    worker = subprocess.Popen(IDLE.arguments(folder), env=ENVIRONMENT, stderr=subprocess.PIPE)
-    assert worker.stderr is not None
-    assert b"waiting_for_scheduler" in worker.stderr.readline()
-    percent = cpu_percent([worker.pid], 3.0)
-    worker.terminate()
-    assert worker.wait(PATIENCE_SECONDS) == 0
-    worker.stderr.close()
-    assert percent[0] < 2.0
+        lonely.terminate()
+        assert lonely.wait(PATIENCE_SECONDS) == 0
+    finally:
+        lonely.kill()
+        lonely.communicate()
 
 
 def test_idle_measure_detects_work(folder: Path) -> None:

@@ -47,22 +47,6 @@ def test_new_model_answers_only_waiting_requests_that_name_no_model(tmp_path: Pa
         supervised(harness, body)
 
 
-def test_same_model_continues_all_requests(tmp_path: Path) -> None:
-    options = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.004, model="b")
-    with EngineHarness(options=options) as harness:
-
-        def body(supervisor: WorkerSupervisor) -> None:
-            harness.wait_joined()
-            stream = harness.submit(replace(request(1, max_tokens=100), model_fingerprint=fingerprint("b")))
-            harness.wait(lambda: len(stream.tokens) > 5, what="tokens")
-            kill(supervisor.pids[0])
-            harness.wait_ended([stream])
-            asked = stream.request
-            assert stream.tokens == expected(asked.prompt, asked.sampling, 100, options.vocab_size, "b")
-
-        supervised(harness, body)
-
-
 def test_new_vocabulary_refuses_waiting_requests_retryably() -> None:
     with EngineHarness(options=ToyOptions(vocab_size=50)) as harness:
         stream = harness.submit(replace(request(1), vocabulary=(97, (0,))))

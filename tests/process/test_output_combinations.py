@@ -19,7 +19,6 @@ from support.waiting import eventually
 
 from lineclear.client import Client, Generation, Output, RetryPolicy
 from lineclear.client.requests import Request
-from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 
 PROMPT = [7, 8, 9, 10, 7, 8, 9, 10, 7, 8]
@@ -59,9 +58,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyService]:
             eventually(lambda: is_idle(client.stats()))
 
 
-def essence(output: Output | Generation) -> tuple[Any, ...]:
+def essence(output: Output | Generation, with_logprobs: bool = True) -> tuple[Any, ...]:
     """Return what does not depend on times and batches."""
-    return output.token_ids, output.text, output.finish_reason, output.matched_stop, output.logprobs
+    logprobs = output.logprobs if with_logprobs else ()
+    return output.token_ids, output.text, output.finish_reason, output.matched_stop, logprobs
 
 
 def alone(client: Client, count: int, **params: Any) -> list[Generation]:
@@ -69,111 +69,102 @@ def alone(client: Client, count: int, **params: Any) -> list[Generation]:
     return [client.generate(PROMPT, **params, seed=(SEED + i) % 2**64) for i in range(count)]
 
 
-def ask(service: ToyService, route: str, **params: Any) -> Generation:
-    with Client(service.target, sessions=route == "session") as client:
-        if route == "submit":
-            return client.submit(PROMPT, **params).result()
-        return client.generate(PROMPT, **params)
-
-
 def mean_logprob(answer: Generation) -> float:
     return sum(entry.logprob for entry in answer.logprobs) / len(answer.logprobs)
 
 
-@pytest.mark.parametrize("route", ["generate", "session", "submit"])
-@pytest.mark.parametrize("feature", FEATURES)
-def test_outputs_equal_single_requests(service: ToyService, route: str, feature: str) -> None:
+ROUTES = ("generate", "session", "submit")
+CASES = [(feature, ROUTES[number % 3]) for number, feature in enumerate(FEATURES)]
+CASES += [("all", route) for route in ROUTES if ("all", route) not in CASES]
+"""Each feature over one route, and all features together over each."""
+
+
+@pytest.mark.parametrize(("feature", "route"), CASES)
+def test_outputs_are_those_of_single_requests(service: ToyService, feature: str, route: str) -> None:
+    """The three outputs of n=3 in order, and of n=2 with best_of=4 those with the best means."""
     params = {key: value for key, value in (BASE | FEATURES[feature]).items() if key != "seed"}
-    with Client(service.target) as client:
-        singles = alone(client, 3, **params)
-        result = ask(service, route, n=3, seed=SEED, **params)
-        assert [essence(output) for output in result.outputs] == [essence(answer) for answer in singles]
-        assert [output.seed for output in result.outputs] == [SEED, 0, 1]
-        for name in ("prompt_text", "prompt_token_ids", "prompt_logprobs"):
-            assert getattr(result, name) == getattr(singles[0], name)
-        assert result.usage.prompt_tokens == singles[0].usage.prompt_tokens
-        if feature == "drafts":
-            assert sum(output.timings.drafted_tokens for output in result.outputs) > 0
-        if feature in ("stop string", "stop regex", "stop tokens"):
-            assert {output.finish_reason for output in result.outputs} != {"length"}
-
-
-@pytest.mark.parametrize("route", ["generate", "session", "submit"])
-@pytest.mark.parametrize("feature", FEATURES)
-def test_best_outputs_are_the_best_of_single_requests(service: ToyService, route: str, feature: str) -> None:
-    params = {key: value for key, value in (BASE | FEATURES[feature]).items() if key not in ("seed", "prompt_logprobs")}
-    with Client(service.target) as client:
-        singles = sorted(alone(client, 4, **params | {"logprobs": True}), key=mean_logprob, reverse=True)
-        result = ask(service, route, n=2, best_of=4, seed=SEED, **params)
-    assert [output.seed for output in result.outputs] == [answer.started.seed for answer in singles[:2]]
-    assert result.usage.prompt_tokens == singles[0].usage.prompt_tokens
     shown = "logprobs" in params
-    wanted = [essence(answer) if shown else (*essence(answer)[:-1], ()) for answer in singles[:2]]
-    assert [essence(output) for output in result.outputs] == wanted
-    assert [output.score for output in result.outputs] == pytest.approx([mean_logprob(a) for a in singles[:2]])
+    with Client(service.target, sessions=route == "session") as client:
+
+        def ask(**more: Any) -> Generation:
+            if route == "submit":
+                return client.submit(PROMPT, seed=SEED, **more).result()
+            return client.generate(PROMPT, seed=SEED, **more)
+
+        singles = alone(client, 4, **params | {"logprobs": True})
+        result = ask(n=3, **params)
+        chosen = ask(n=2, best_of=4, **{key: value for key, value in params.items() if key != "prompt_logprobs"})
+    assert [essence(output) for output in result.outputs] == [essence(answer, shown) for answer in singles[:3]]
+    assert [output.seed for output in result.outputs] == [SEED, 0, 1]
+    for name in ("prompt_text", "prompt_token_ids", "prompt_logprobs"):
+        assert getattr(result, name) == getattr(singles[0], name)
+    assert result.usage.prompt_tokens == chosen.usage.prompt_tokens == singles[0].usage.prompt_tokens
+    if feature == "drafts":
+        assert sum(output.timings.drafted_tokens for output in result.outputs) > 0
+    if feature in ("stop string", "stop regex", "stop tokens"):
+        assert {output.finish_reason for output in result.outputs} != {"length"}
+    best = sorted(singles, key=mean_logprob, reverse=True)[:2]
+    assert [output.seed for output in chosen.outputs] == [answer.started.seed for answer in best]
+    assert [essence(output) for output in chosen.outputs] == [essence(answer, shown) for answer in best]
+    assert [output.score for output in chosen.outputs] == pytest.approx([mean_logprob(answer) for answer in best])
 
 
-@pytest.mark.parametrize(
-    ("route", "kind"),
-    [
-        ("session", {"n": 3}),
-        ("generate", {"n": 3}),
-        ("session", {"n": 2, "best_of": 3}),
-        ("generate", {"num_beams": 3}),
-    ],
-    ids=str,
-)
-def test_killed_workers_and_schedulers_change_nothing(tmp_path: Path, route: str, kind: dict[str, int]) -> None:
-    params = {"max_tokens": 90, "ignore_eos": True, "logprobs": True, "echo": True, "adapter": "a", **kind}
-    if "num_beams" not in kind:
-        params |= {"seed": SEED, "num_speculative_tokens": 4}
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("session", {"n": 3, "seed": SEED, "num_speculative_tokens": 4}),
+    ("generate", {"n": 3, "seed": SEED, "num_speculative_tokens": 4}),
+    ("session", {"n": 2, "best_of": 3, "seed": SEED, "num_speculative_tokens": 4}),
+    ("generate", {"num_beams": 3}),
+]
+
+
+def test_killed_workers_and_schedulers_change_nothing(tmp_path: Path) -> None:
+    common = {"max_tokens": 90, "ignore_eos": True, "logprobs": True, "echo": True, "adapter": "a"}
     slow = {"min_step_seconds": 0.004, "max_step_seconds": 0.004, "max_model_len": 512}
     with (
         toy_service(tmp_path, *flags(tmp_path), **slow) as service,
-        Client(service.target, retry=PATIENT, sessions=route == "session") as client,
-        ThreadPoolExecutor(3) as pool,
+        Client(service.target, retry=PATIENT, sessions=True) as session,
+        Client(service.target, retry=PATIENT, sessions=False) as unary,
+        ThreadPoolExecutor(len(KINDS)) as pool,
     ):
-        wanted = client.generate(PROMPT, **params)
-        found = [pool.submit(client.generate, PROMPT, **params) for _ in range(3)]
+
+        def ask(route: str, kind: dict[str, Any]) -> Generation:
+            return (session if route == "session" else unary).generate(PROMPT, **common, **kind)
+
+        wanted = list(pool.map(ask, *zip(*KINDS, strict=True)))
+        found = [pool.submit(ask, *kind) for kind in KINDS]
         for _ in range(2):
-            done = client.stats().counters.steps
-            eventually(lambda done=done: client.stats().counters.steps > done + 8)
-            os.kill(client.stats().worker.pid, signal.SIGKILL)
-            eventually(lambda: client.stats().worker.up)
+            done = unary.stats().counters.steps
+            eventually(lambda done=done: unary.stats().counters.steps > done + 8)
+            os.kill(unary.stats().worker.pid, signal.SIGKILL)
+            eventually(lambda: unary.stats().worker.up)
         service.kill()
+        assert not any(answer.done() for answer in found)
         service.start()
-        for answer in found:
+        for answer, right in zip(found, wanted, strict=True):
             result = answer.result(PATIENCE_SECONDS)
-            assert [essence(output) for output in result.outputs] == [essence(output) for output in wanted.outputs]
-            assert (result.prompt_text, result.prompt_token_ids) == (wanted.prompt_text, wanted.prompt_token_ids)
-        eventually(lambda: is_idle(client.stats()))
+            assert [essence(output) for output in result.outputs] == [essence(output) for output in right.outputs]
+            assert (result.prompt_text, result.prompt_token_ids) == (right.prompt_text, right.prompt_token_ids)
+        eventually(lambda: is_idle(unary.stats()))
 
 
-@pytest.mark.parametrize("feature", ["echo", "adapter", "drafts", "all"])
-def test_resume_of_some_outputs_changes_nothing(service: ToyService, feature: str) -> None:
+def test_resume_of_some_outputs_changes_nothing(service: ToyService) -> None:
     """Output 0 is complete, of output 1 nothing was received, of output 2 half."""
-    params = BASE | FEATURES[feature]
+    params = BASE | FEATURES["all"]
     with Client(service.target, sessions=False) as client:
         whole = client.generate(PROMPT, n=3, **params)
-        message = Request.of(PROMPT, n=3, **params).to_proto()
-        message.resume.model_fingerprint = whole.started.model_fingerprint
-        received = [len(whole.outputs[0].token_ids), 0, len(whole.outputs[2].token_ids) // 2]
-        message.resume.outputs.add(is_complete=True)
-        for output, have in zip(whole.outputs[1:], received[1:], strict=True):
-            message.resume.outputs.add(token_ids=output.token_ids[:have])
-        texts, tokens = (
-            ["", "", ""],
-            [list(o.token_ids[:have]) for o, have in zip(whole.outputs, received, strict=True)],
-        )
-        for response in generate(service.target, message):
+    message = Request.of(PROMPT, n=3, **params).to_proto()
+    message.resume.model_fingerprint = whole.started.model_fingerprint
+    message.resume.outputs.add(is_complete=True)
+    first, _, last = (list(output.token_ids) for output in whole.outputs)
+    received = [first, [], last[: len(last) // 2]]
+    texts = ["", "", ""]
+    for have in received[1:]:
+        message.resume.outputs.add(token_ids=have)
+    with grpc.insecure_channel(service.target) as channel:
+        for response in inference_pb2_grpc.InferenceServiceStub(channel).Generate(message):
             assert not response.HasField("prompt_echo"), "it came with output 0"
-            tokens[response.index] += response.token_ids
+            received[response.index] += response.token_ids
             texts[response.index] += response.text
-    assert [tuple(t) for t in tokens] == [output.token_ids for output in whole.outputs]
+    assert [tuple(tokens) for tokens in received] == [output.token_ids for output in whole.outputs]
     assert texts[1] == whole.outputs[1].text
     assert whole.outputs[2].text.endswith(texts[2])
-
-
-def generate(target: str, message: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    with grpc.insecure_channel(target) as channel:
-        return list(inference_pb2_grpc.InferenceServiceStub(channel).Generate(message))

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from lineclear.cli.app import app
 from lineclear.client import AsyncClient, Client, FinishReason, Generation, RetryPolicy
-from lineclear.client.testing import FakeTransport
 from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, QueueFull
 
 PROMPT = [7, 8, 9, 10, 11, 12, 13]
@@ -100,6 +99,9 @@ def test_commands_show_each_output_of_a_submitted_request(service: ToyService) -
 def test_submitted_outputs_are_read_again_and_from_another_client(service: ToyService) -> None:
     with Client(service.target) as client, Client(service.target) as other:
         submitted = client.submit(PROMPT, n=3, **PARAMS)
+        with submitted.attach() as cut:
+            while next(cut).first_index < 5:
+                pass
         check(submitted.result(), SEEDS[:3])
         again = other.submitted(submitted.request_id)
         result = again.result()
@@ -116,38 +118,22 @@ def test_batch_and_more_outputs_than_slots(service: ToyService) -> None:
     assert [list(output.token_ids) for output in many.outputs] == [right(seed) for seed in range(20)]
 
 
-@pytest.mark.parametrize("sessions", [False, True], ids=["generate", "session"])
-def test_outputs_are_resumed_on_the_next_server(tmp_path: Path, sessions: bool) -> None:
+def test_outputs_are_resumed_on_the_next_server(tmp_path: Path) -> None:
     stop = answer(PROMPT, 120, seed=SEEDS[1])[12]  # one output is complete when the server is killed
     params = {**PARAMS, "max_tokens": 120, "stop_token_ids": [stop]}
     tokens = [answer(PROMPT, 120, seed=seed, stop_ids=(stop,)) for seed in SEEDS]
     assert len(tokens[1]) == 13
     assert max(map(len, tokens)) > 60
-    cut_at = 25
-    with toy_service(tmp_path, **SLOW) as service, Client(service.target, retry=PATIENT, sessions=sessions) as client:
-        is_killed = False
+    with toy_service(tmp_path, **SLOW) as service, Client(service.target, retry=PATIENT, sessions=True) as client:
         with client.stream(PROMPT, n=4, **params) as stream:
-            for delta in stream:
-                if delta.first_index >= cut_at and not is_killed:
-                    is_killed = True
-                    service.kill()
-                    service.start(wait=False)
+            while next(stream).first_index < 25:
+                pass
+            service.kill()
+            service.start(wait=False)
+            list(stream)
         assert [list(output.token_ids) for output in stream.result.outputs] == tokens
         assert stream.resumes
         assert [output.seed for output in stream.result.outputs] == SEEDS
-
-
-def test_attach_continues_after_a_lost_connection(service: ToyService) -> None:
-    async def read() -> Generation:
-        async with AsyncClient(service.target) as client:
-            submitted = await client.submit(PROMPT, n=3, **PARAMS)
-            async with submitted.attach() as cut:
-                async for delta in cut:
-                    if delta.first_index >= 5:
-                        break
-            return await submitted.result()
-
-    check(asyncio.run(read()), SEEDS[:3])
 
 
 @pytest.mark.parametrize("sessions", [False, True], ids=["generate", "session"])
@@ -168,38 +154,37 @@ def test_cancel_of_one_output_leaves_the_others(service: ToyService, sessions: b
         assert len(first.token_ids) == len(last.token_ids) == 450
 
 
-@pytest.mark.parametrize("sessions", [False, True], ids=["generate", "session"])
-def test_cancel_ends_all_outputs(service: ToyService, sessions: bool) -> None:
-    with Client(service.target, sessions=sessions) as client:
+def test_cancel_and_deadline_end_all_outputs(service: ToyService) -> None:
+    params: dict[str, Any] = {"n": 4, "max_tokens": 400, "ignore_eos": True}
+    with Client(service.target) as client:
         before = client.stats().counters.requests_cancelled
-        with client.stream(PROMPT, n=4, max_tokens=400, ignore_eos=True, request_id="all-of-it") as stream:
+        with client.stream(PROMPT, request_id="all-of-it", **params) as stream:
             next(stream)
             assert client.cancel("all-of-it")
             with pytest.raises(Cancelled):
                 list(stream)
         eventually(lambda: client.stats().counters.requests_cancelled - before == 1)
         eventually(lambda: is_idle(client.stats()))
+        with pytest.raises(DeadlineExceeded):
+            client.generate(PROMPT, timeout_seconds=0.2, **params)
+        eventually(lambda: is_idle(client.stats()))
 
 
-def test_deadline_ends_all_outputs(service: ToyService) -> None:
-    with Client(service.target, sessions=False) as client, pytest.raises(DeadlineExceeded):
-        client.generate(PROMPT, n=4, max_tokens=400, ignore_eos=True, timeout_seconds=0.3)
-
-
-@pytest.mark.parametrize("route", ["generate", "session", "submit"])
-def test_a_full_queue_rejects_all_outputs_or_none(tmp_path: Path, route: str) -> None:
+def test_a_full_queue_rejects_all_outputs_or_none(tmp_path: Path) -> None:
     flags = ("--max-batch-size", "1", "--max-queue-size", "2", "--max-queue-tokens", "25")
     with (
         toy_service(tmp_path, *flags, **SLOW) as service,
-        Client(service.target, max_attempts=1, sessions=route == "session") as client,
+        Client(service.target, max_attempts=1, sessions=False) as client,
+        Client(service.target, max_attempts=1, sessions=True) as session,
     ):
         running = client.submit([1], max_tokens=500, ignore_eos=True)
         eventually(lambda: client.stats().gauges.num_requests_running == 1)
         waiting = client.submit(PROMPT, n=3, **PARAMS)  # one place, the prompt once
         both = client.submit(PROMPT, n=2, **PARAMS)
         eventually(lambda: client.stats().counters.requests_admitted == 3)
-        with pytest.raises(QueueFull):
-            client.submit(PROMPT, n=4, **PARAMS) if route == "submit" else client.generate(PROMPT, n=4, **PARAMS)
+        for call in (client.generate, session.generate, client.submit):
+            with pytest.raises(QueueFull):
+                call(PROMPT, n=4, **PARAMS)
         running.cancel()
         check(waiting.result(), SEEDS[:3])
         check(both.result(), SEEDS[:2])
@@ -215,12 +200,6 @@ def test_invalid_numbers_of_outputs(service: ToyService) -> None:
             with pytest.raises(InvalidRequest) as caught:
                 client.generate(PROMPT, n=n)
             assert [violation.field for violation in caught.value.violations] == ["sampling.n"]
-
-
-def test_fake_transport_has_outputs() -> None:
-    with Client(transport=FakeTransport("one two")) as client:
-        result = client.generate("x", n=3)
-    assert [output.text for output in result.outputs] == ["one two"] * 3
 
 
 def test_clients_that_leave_do_not_keep_outputs(service: ToyService) -> None:

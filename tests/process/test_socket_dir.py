@@ -20,13 +20,10 @@ def test_a_missing_directory_is_made_private(folder: Path) -> None:
     sockets = private_socket_dir(folder / "run")
     assert (folder / "run").stat().st_mode & 0o7777 == 0o700
     assert sockets.plan.parent == sockets.result.parent == folder / "run"
+    assert private_socket_dir(folder / "run") == sockets
 
 
-def test_a_private_directory_is_taken_as_it_is(folder: Path) -> None:
-    assert private_socket_dir(folder) == private_socket_dir(folder)
-
-
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777])
+@pytest.mark.parametrize("mode", [0o701, 0o770])
 def test_a_directory_open_to_others_is_refused(folder: Path, mode: int) -> None:
     folder.chmod(mode)
     with pytest.raises(PathError, match=f"mode {mode:04o}.*chmod 700 {folder}"):
@@ -37,12 +34,9 @@ def test_a_directory_open_to_others_is_refused(folder: Path, mode: int) -> None:
 def test_a_symbolic_link_is_refused(folder: Path) -> None:
     (folder / "real").mkdir(mode=0o700)
     (folder / "link").symlink_to(folder / "real")
+    (folder / "file").write_text("")
     with pytest.raises(PathError, match=r"link is a symbolic link"):
         private_socket_dir(folder / "link")
-
-
-def test_a_file_is_refused(folder: Path) -> None:
-    (folder / "file").write_text("")
     with pytest.raises(PathError, match="file"):
         private_socket_dir(folder / "file")
 
@@ -59,7 +53,7 @@ def test_a_path_too_long_for_a_socket_is_refused(folder: Path) -> None:
         private_socket_dir(folder / ("d" * (longest + 1)))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only folder can give files away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_directory_of_another_user_is_refused(folder: Path) -> None:
     (folder / "theirs").mkdir(mode=0o700)
     os.chown(folder / "theirs", 12345, -1)
@@ -87,13 +81,13 @@ def test_second_scheduler_in_a_directory_is_refused(folder: Path) -> None:
     WorkerLink(folder).close()
 
 
-@pytest.mark.parametrize("name", ["plan.sock", "result.sock"])
-def test_a_file_in_the_place_of_a_socket_is_not_deleted(folder: Path, name: str) -> None:
-    (folder / name).write_text("precious")
-    with pytest.raises(PathError, match=f"{name} is not a socket"):
-        WorkerLink(folder)
-    assert (folder / name).read_text() == "precious"
-    (folder / name).unlink()
+def test_a_file_in_the_place_of_a_socket_is_not_deleted(folder: Path) -> None:
+    for name in ("plan.sock", "result.sock"):
+        (folder / name).write_text("precious")
+        with pytest.raises(PathError, match=f"{name} is not a socket"):
+            WorkerLink(folder)
+        assert (folder / name).read_text() == "precious"
+        (folder / name).unlink()
     WorkerLink(folder).close()
 
 

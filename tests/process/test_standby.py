@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -38,132 +39,120 @@ def ready_standby(supervisor: WorkerSupervisor) -> int:
     return pid
 
 
+def drain(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
+    assert harness.loop is not None
+    harness.loop.call_soon_threadsafe(supervisor.drain)
+
+
 def hello(pid: int) -> Hello:
     return Hello(1, 1, 1, 1, 1, 1, (), 1, pid=pid)
 
 
-def test_the_standby_takes_over_and_another_one_is_kept() -> None:
-    with EngineHarness(options=OPTIONS) as harness:
+def serve_with_standby(
+    body: Callable[[EngineHarness, WorkerSupervisor], None], options: ToyOptions = OPTIONS, **limits: float
+) -> WorkerSupervisor:
+    """Run `body` while streams run on a worker beside a standby, which cost neither a token nor the crash budget."""
+    with EngineHarness(options=options) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def run(supervisor: WorkerSupervisor) -> None:
             harness.wait_joined()
-            streams = [harness.submit(request(number, max_tokens=400)) for number in range(4)]
-            for number in range(2, 5):
-                standby = ready_standby(supervisor)
-                kill(supervisor.pids[0])
-                harness.wait_joined(number)
-                assert supervisor.pids[0] == standby
+            streams = [harness.submit(request(number, max_tokens=400)) for number in range(2)]
+            harness.wait(lambda: all(len(stream.tokens) > 4 for stream in streams))
+            body(harness, supervisor)
             harness.check(streams)
 
-        supervisor = supervised(harness, body, SupervisorLimits(max_worker_crashes=3), standby=True)
-        assert supervisor.num_starts == 4
+        supervisor = supervised(harness, run, SupervisorLimits(**limits), standby=True)  # type: ignore[arg-type]
+        assert harness.give_ups == []
+        return supervisor
+
+
+def test_the_standby_takes_over_and_another_one_is_kept() -> None:
+    def body(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
+        for number in range(2, 4):
+            standby = ready_standby(supervisor)
+            kill(supervisor.pids[0])
+            harness.wait_joined(number)
+            assert supervisor.pids[0] == standby
+
+    assert serve_with_standby(body, max_worker_crashes=2).num_starts == 3
 
 
 def test_standby_crash_costs_no_stream_and_no_budget() -> None:
-    with EngineHarness(options=OPTIONS) as harness:
+    def body(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
+        worker = supervisor.pids[0]
+        for _ in range(2):
+            standby = kill(ready_standby(supervisor))
+            eventually(lambda standby=standby: supervisor.standby_pid not in (None, standby))  # type: ignore[misc]
+        assert supervisor.pids[0] == worker
 
-        def body(supervisor: WorkerSupervisor) -> None:
-            harness.wait_joined()
-            worker = supervisor.pids[0]
-            stream = harness.submit(request(1, max_tokens=400))
-            killed = set()
-            for _ in range(3):
-                killed.add(standby := ready_standby(supervisor))
-                kill(standby)
-                eventually(lambda standby=standby: supervisor.standby_pid != standby)  # type: ignore[misc]
-            assert len(killed) == 3
-            harness.check([stream])
-            assert supervisor.pids[0] == worker
-
-        supervised(harness, body, SupervisorLimits(max_worker_crashes=0), standby=True)
-        assert harness.give_ups == []
+    serve_with_standby(body, max_worker_crashes=0)
 
 
 def test_a_standby_that_hangs_is_killed_and_a_new_worker_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One end is survived: the worker's. That of the standby does not count."""
     monkeypatch.setattr(worker_slot, "_PROMOTION_SECONDS", 0.2)
-    with EngineHarness(options=OPTIONS) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
-            harness.wait_joined()
-            stream = harness.submit(request(1, max_tokens=400))
-            harness.wait(lambda: len(stream.tokens) > 4)
-            hung = ready_standby(supervisor)
-            kill(hung, signal.SIGSTOP)
-            kill(supervisor.pids[0])
-            harness.wait_joined(2)
-            assert supervisor.pids[0] != hung
-            harness.check([stream])
+    def body(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
+        hung = kill(ready_standby(supervisor), signal.SIGSTOP)
+        kill(supervisor.pids[0])
+        harness.wait_joined(2)
+        assert supervisor.pids[0] != hung
 
-        # One end is survived: the worker's. That of the standby does not count.
-        supervised(harness, body, SupervisorLimits(max_worker_crashes=1), standby=True)
-        assert harness.give_ups == []
+    serve_with_standby(body, max_worker_crashes=1)
 
 
 def test_a_standby_that_still_imports_is_not_promoted() -> None:
     """It imports at a low priority that it cannot raise: beside a busy process a new worker is ready before it."""
-    with EngineHarness(options=replace(OPTIONS, import_seconds=1.0)) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
-            harness.wait_joined()
-            stream = harness.submit(request(1, max_tokens=400))
-            keeper = supervisor._standby
-            assert keeper is not None
-            eventually(lambda: keeper.pid is not None)
-            importing, worker = keeper.pid, supervisor.pids[0]
-            kill(worker)
-            harness.wait_joined(2)
-            assert supervisor.pids[0] not in (importing, worker)
-            # It goes on, and is there for the next end.
-            assert ready_standby(supervisor) == importing
-            kill(supervisor.pids[0])
-            harness.wait_joined(3)
-            assert supervisor.pids[0] == importing
-            harness.check([stream])
+    def body(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
+        keeper = supervisor._standby
+        assert keeper is not None
+        eventually(lambda: keeper.pid is not None)
+        importing = keeper.pid
+        worker = kill(supervisor.pids[0])
+        harness.wait_joined(2)
+        assert supervisor.pids[0] not in (importing, worker)
+        # It goes on, and is there for the next end.
+        assert ready_standby(supervisor) == importing
+        kill(supervisor.pids[0])
+        harness.wait_joined(3)
+        assert supervisor.pids[0] == importing
 
-        supervised(harness, body, SupervisorLimits(min_backoff_seconds=0.01), standby=True)
+    serve_with_standby(body, replace(OPTIONS, import_seconds=0.8), min_backoff_seconds=0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, None], ids=["one that is killed", "one that is due"])
-def test_no_standby_is_started_during_a_drain(number: signal.Signals | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with EngineHarness(options=OPTIONS) as harness:
+@pytest.mark.parametrize("is_due", [False, True], ids=["one that is killed", "one that is due"])
+def test_no_standby_is_started_during_a_drain(is_due: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
+        keeper = supervisor._standby
+        assert keeper is not None
+        if is_due:
+            monkeypatch.setattr(worker_process, "_STANDBY_DELAY_SECONDS", 0.05)
+            assert harness.loop is not None
+            harness.loop.call_soon_threadsafe(keeper.keep)
+            drain(harness, supervisor)
+        else:
+            standby = ready_standby(supervisor)
+            drain(harness, supervisor)
+            kill(standby)
+            eventually(lambda: keeper.pid != standby)
+        time.sleep(0.5)  # ten times the pause before a start
+        assert keeper.pid is None
 
-        def body(supervisor: WorkerSupervisor) -> None:
-            harness.wait_joined()
-            keeper, loop = supervisor._standby, harness.loop
-            assert keeper is not None
-            assert loop is not None
-            if number is not None:
-                standby = ready_standby(supervisor)
-                loop.call_soon_threadsafe(supervisor.drain)
-                kill(standby, number)
-                eventually(lambda: keeper.pid != standby)
-            else:
-                eventually(lambda: keeper._timer is not None)
-                loop.call_soon_threadsafe(supervisor.drain)
-            time.sleep(1.0)  # hundred times the pause before a start
-            assert keeper.pid is None
-
-        if number is None:
-            monkeypatch.setattr(worker_process, "_STANDBY_DELAY_SECONDS", 0.5)
-        supervised(harness, body, standby=True)
+    if is_due:
+        monkeypatch.setattr(worker_process, "_STANDBY_DELAY_SECONDS", 3600.0)
+    serve_with_standby(body)
 
 
 def test_ready_standby_takes_over_during_a_drain() -> None:
-    with EngineHarness(options=OPTIONS) as harness:
+    def body(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
+        standby = ready_standby(supervisor)
+        drain(harness, supervisor)
+        kill(supervisor.pids[0])
+        harness.wait_joined(2)
+        assert supervisor.pids[0] == standby
 
-        def body(supervisor: WorkerSupervisor) -> None:
-            harness.wait_joined()
-            stream = harness.submit(request(1, max_tokens=400))
-            harness.wait(lambda: len(stream.tokens) > 4)
-            standby = ready_standby(supervisor)
-            assert harness.loop is not None
-            harness.loop.call_soon_threadsafe(supervisor.drain)
-            kill(supervisor.pids[0])
-            harness.wait_joined(2)
-            assert supervisor.pids[0] == standby
-            harness.check([stream])
-
-        supervised(harness, body, standby=True)
+    serve_with_standby(body)
 
 
 WILLING = """
@@ -178,11 +167,10 @@ signal.pause()
 
 async def test_acknowledgement_after_the_join_starts_no_timer() -> None:
     """The supervisor reads both in one turn of its loop, in either order. A timer set then would kill the worker."""
-
     exits: list[int] = []
     supervisor = WorkerSupervisor(
         [sys.executable, "-c", WILLING],
-        limits=SupervisorLimits(start_timeout_seconds=1.0),
+        limits=SupervisorLimits(start_timeout_seconds=0.5),
         standby=True,
         on_exit=lambda pid, code: exits.append(pid),
     )
@@ -200,48 +188,36 @@ async def test_acknowledgement_after_the_join_starts_no_timer() -> None:
         supervisor.worker_joined(hello(standby))
         await asyncio.sleep(0.01)
         kill(standby, signal.SIGCONT)
-        await asyncio.sleep(1.5)  # longer than a start may take
+        await asyncio.sleep(0.8)  # longer than a start may take
         assert exits == [first]
         assert supervisor.pids[0] == standby
     finally:
         await supervisor.stop()
 
 
-def claimed(line: StandbyLine, monkeypatch: pytest.MonkeyPatch) -> Standby:
-    """The other end of the line, as a process that has inherited it finds it."""
+def test_standby_imports_at_a_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Standby.claim() is None, "a process without a line is none"
+    line = StandbyLine()
     (name,) = line.environment()
     monkeypatch.setenv(name, str(os.dup(line.inherited)))
     standby = Standby.claim()
     assert standby is not None
-    return standby
+    assert name not in os.environ, "a child of the standby is none"
 
-
-def test_standby_imports_at_a_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = StandbyLine()
-    standby = claimed(line, monkeypatch)
-    assert not line.environment().keys() & os.environ.keys()  # a child of the standby is none
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    found: list[int] = []
-    standby.run_in_background(lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-    assert found == [10]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
-    line.promote()
-    standby.wait_until_promoted()
-    assert line.receive() == READY + PROMOTED
-    line.close()
-
-
-def test_import_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = StandbyLine()
-    standby = claimed(line, monkeypatch)
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     def fail() -> None:
         raise ImportError("no")
 
+    before = priority()
+    found: list[int] = []
     with pytest.raises(ImportError):
         standby.run_in_background(fail)
+    standby.run_in_background(lambda: found.append(priority()))
+    assert found == [10]
+    assert priority() == before
+    line.promote()
+    standby.wait_until_promoted()
+    assert line.receive() == READY + PROMOTED
     line.close()
-
-
-def test_without_a_line_a_process_is_no_standby() -> None:
-    assert Standby.claim() is None

@@ -7,26 +7,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import zmq
 from process.frame_proxy import Proxy, Tamper
 from support.engine_harness import EngineHarness, eventually, kill, request, supervised
-from support.sockets import bare_context
 from support.toy_worker import ToyOptions
 
-from lineclear.process.private_dir import private_socket_dir
 from lineclear.scheduler.engine.worker_session import WorkerTimeouts
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
-from lineclear.wire.codec import decode, encode
-from lineclear.wire.messages import Heartbeat, Hello, StepPlan, StepResult
+from lineclear.wire.codec import decode
+from lineclear.wire.messages import StepPlan, StepResult
 
 # Each fault shows in the frames that follow, so nothing here waits for a deadline: these only bound a hang.
 PATIENCE = WorkerTimeouts(step_timeout_seconds=15.0, cold_step_timeout_seconds=15.0, heartbeat_timeout_seconds=15.0)
-SHORT_SILENCE = replace(PATIENCE, heartbeat_timeout_seconds=4.0)
 OPTIONS = ToyOptions(min_step_seconds=0.001, max_step_seconds=0.004)
 
 
@@ -83,14 +77,12 @@ FAULTS = {
 }
 REFUSED_AS = {"plan": "a step failed: protocol", "result": "cannot be"}
 """The worker refuses a plan of the wrong step, the core a result of the wrong step."""
-CASES = [(name, at) for name in FAULTS for at in (1, 9) if at > 1 or "the one before" not in name]
+CASES = [*((name, 9) for name in FAULTS), ("lost", 1), ("doubled", 1)]
 
 
-def serve(
-    tamper: Tamper, body: Callable[[EngineHarness, Proxy, WorkerSupervisor], None], patience: WorkerTimeouts = PATIENCE
-) -> EngineHarness:
+def serve(tamper: Tamper, body: Callable[[EngineHarness, Proxy, WorkerSupervisor], None]) -> EngineHarness:
     """Run `body` in a harness whose worker speaks through a proxy that tampers."""
-    with EngineHarness(timeouts=patience, options=OPTIONS) as harness:
+    with EngineHarness(timeouts=PATIENCE, options=OPTIONS) as harness:
         scheduler_side, worker_side = harness.directory, harness.root / "w"
         with Proxy(scheduler_side, worker_side, tamper) as proxy:
             harness.directory = worker_side
@@ -99,8 +91,7 @@ def serve(
 
 
 def all_exact(harness: EngineHarness) -> None:
-    streams = [harness.submit(request(i, prompt_len=5 + i, max_tokens=40)) for i in range(8)]
-    harness.check(streams)
+    harness.check([harness.submit(request(i, prompt_len=5 + i, max_tokens=40)) for i in range(8)])
 
 
 @pytest.mark.parametrize("direction", ["plan", "result"])
@@ -134,23 +125,6 @@ def test_answers_are_exact_when_frames_are_damaged_at_random(direction: str) -> 
     assert harness.fatal == []
 
 
-def test_late_hello_of_a_dead_worker_delays_no_join() -> None:
-    def body(harness: EngineHarness, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
-        harness.wait_joined()
-        (hello,) = (m for _, frame in proxy.seen if isinstance(m := decode(frame), Hello))
-        with bare_context() as context, context.socket(zmq.PUSH) as socket:
-            socket.connect(f"ipc://{private_socket_dir(harness.directory).result}")
-            socket.send(encode(replace(hello, epoch=hello.epoch ^ 1)))
-            eventually(lambda: sum(isinstance(decode(frame), Hello) for _, frame in proxy.seen) == 2)
-        kill(supervisor.pids[0])
-        harness.wait_joined(2)
-        all_exact(harness)
-        assert harness.joins[1][1] != hello.epoch ^ 1
-
-    harness = serve(lambda direction, frame: (frame,), body)
-    assert harness.fatal == []
-
-
 def test_replayed_messages_of_a_dead_worker_are_dropped() -> None:
     def body(harness: EngineHarness, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
         harness.wait_joined()
@@ -164,37 +138,8 @@ def test_replayed_messages_of_a_dead_worker_are_dropped() -> None:
         before = harness.snapshot().membership.stale_messages
         for frame in said:
             proxy.inject(frame)
-        harness.wait_ended(streams)
-        eventually(lambda: harness.engine.snapshot().membership.stale_messages >= before + len(said) or not said)
-        for stream in streams:
-            stream.check(harness.options.vocab_size)
+        harness.check(streams)
+        eventually(lambda: harness.engine.snapshot().membership.stale_messages >= before + len(said))
         assert len(harness.joins) == 2
 
     serve(lambda where, frame: (frame,), body)
-
-
-def test_lost_heartbeats_cost_a_worker_and_no_token() -> None:
-    """All of them, from the first worker: it is put out as silent while it is idle, and its successor serves."""
-    epochs: list[int] = []
-
-    def tamper(where: str, frame: bytes) -> Sequence[bytes]:
-        message = decode(frame)
-        if isinstance(message, Heartbeat) and where == "result":
-            if message.epoch not in epochs:
-                epochs.append(message.epoch)
-            if message.epoch == epochs[0]:
-                return ()
-        return (frame,)
-
-    def body(harness: EngineHarness, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
-        harness.wait_joined(2)
-        all_exact(harness)
-
-    harness = serve(tamper, body, SHORT_SILENCE)
-    assert "silent" in harness.broken[0]
-
-
-def test_proxy_without_faults_changes_nothing(tmp_path: Path) -> None:
-    harness = serve(lambda where, frame: (frame,), lambda harness, proxy, supervisor: all_exact(harness))
-    assert len(harness.joins) == 1
-    assert harness.broken == []

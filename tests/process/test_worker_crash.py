@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from lineclear.scheduler.engine.worker_session import CLOSED, WorkerTimeouts
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 
 SLOW = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.006)
-SHORT_SILENCE = WorkerTimeouts(heartbeat_timeout_seconds=4.0)
+SHORT_SILENCE = WorkerTimeouts(heartbeat_timeout_seconds=3.0)
 """Longer than a busy machine delays a running process."""
 
 
@@ -27,10 +28,9 @@ def num_tokens(streams: list[Stream]) -> int:
     return sum(len(stream.tokens) for stream in streams)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_streams_stay_exact_when_workers_are_killed_at_random(seed: int) -> None:
-    chance = random.Random(seed)
-    num_kills = 3
+def test_streams_stay_exact_when_workers_are_killed_at_random() -> None:
+    chance = random.Random(0)
+    num_kills = 5
     with EngineHarness(options=SLOW) as harness:
 
         def body(supervisor: WorkerSupervisor) -> None:
@@ -61,26 +61,30 @@ def test_silent_worker_is_killed() -> None:
             streams = [harness.submit(request(i, max_tokens=80)) for i in range(8)]
             harness.wait(lambda: num_tokens(streams) > 50)
             pid = kill(supervisor.pids[0], signal.SIGSTOP)
-            harness.wait_ended(streams)
+            harness.check(streams)
             assert supervisor.pids[0] != pid
-            for stream in streams:
-                stream.check(harness.options.vocab_size)
 
         supervised(harness, body)
         assert harness.broken
         assert all("silent" in reason for reason in harness.broken)  # on a busy machine maybe more than one
 
 
+def hung(harness: EngineHarness) -> tuple[subprocess.Popen[bytes], list[Stream]]:
+    """Return an unsupervised worker that is stopped and lost while it computed these streams."""
+    worker = harness.start_worker()
+    harness.wait_joined()
+    streams = [harness.submit(request(i, max_tokens=80)) for i in range(8)]
+    harness.wait(lambda: num_tokens(streams) > 50)
+    assert not harness.engine.worker_status.is_unhealthy
+    worker.send_signal(signal.SIGSTOP)
+    harness.wait(lambda: len(harness.losses) == 1)
+    return worker, streams
+
+
 def test_hung_unsupervised_worker_is_reported_until_it_exits() -> None:
     """As in a pod with a separate container for the worker; the health name `worker` reports the same."""
     with EngineHarness(options=SLOW, timeouts=SHORT_SILENCE) as harness:
-        worker = harness.start_worker()
-        harness.wait_joined()
-        streams = [harness.submit(request(i, max_tokens=80)) for i in range(8)]
-        harness.wait(lambda: num_tokens(streams) > 50)
-        assert not harness.engine.worker_status.is_unhealthy
-        worker.send_signal(signal.SIGSTOP)
-        harness.wait(lambda: len(harness.losses) == 1)
+        worker, streams = hung(harness)
         eventually(lambda: harness.engine.worker_status.is_unhealthy)
         worker.kill()
         worker.wait()
@@ -93,12 +97,7 @@ def test_hung_unsupervised_worker_is_reported_until_it_exits() -> None:
 
 def test_hung_worker_that_wakes_joins_again() -> None:
     with EngineHarness(options=SLOW, timeouts=SHORT_SILENCE) as harness:
-        worker = harness.start_worker()
-        harness.wait_joined()
-        streams = [harness.submit(request(i, max_tokens=80)) for i in range(8)]
-        harness.wait(lambda: num_tokens(streams) > 50)
-        worker.send_signal(signal.SIGSTOP)
-        harness.wait(lambda: len(harness.losses) == 1)
+        worker, streams = hung(harness)
         worker.send_signal(signal.SIGCONT)
         harness.check(streams)
         assert len(harness.joins) == 2
@@ -123,40 +122,32 @@ def test_worker_killed_again_during_recovery() -> None:
 
 
 def test_hanging_step_with_heartbeats_is_killed_at_its_timeout() -> None:
-    with EngineHarness(timeouts=WorkerTimeouts(step_timeout_seconds=3.0, cold_step_timeout_seconds=3.0)) as harness:
+    """The worker is not silent: it may take longer than without heartbeats, and not less than a step may take."""
+    timeouts = WorkerTimeouts(3.5, cold_step_timeout_seconds=3.5, heartbeat_timeout_seconds=2.5)
+    with EngineHarness(timeouts=timeouts) as harness:
         harness.options = ToyOptions(fault="hang", fault_step=7, fault_once=str(harness.root / "once"))
 
         def body(supervisor: WorkerSupervisor) -> None:
-            streams = [harness.submit(request(i)) for i in range(8)]
-            harness.check(streams)
+            harness.wait_joined()
+            begin = time.monotonic()
+            harness.check([harness.submit(request(i)) for i in range(8)])
+            assert harness.losses[0][0] - begin >= 3.5
 
         supervised(harness, body)
         assert len(harness.broken) == 1
         assert "step 7 is not done" in harness.broken[0]
 
 
-def test_long_step_may_run_until_its_timeout() -> None:
-    step_seconds = SHORT_SILENCE.heartbeat_timeout_seconds + 0.5
-    options = ToyOptions(min_step_seconds=step_seconds, max_step_seconds=step_seconds)
-    with EngineHarness(options=options, timeouts=SHORT_SILENCE) as harness:
-        harness.start_worker()
-        stream = harness.submit(request(1, max_tokens=1))
-        harness.wait_ended([stream])
-        stream.check(options.vocab_size)
-        assert harness.losses == []
-
-
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [("exception", "exception"), ("assertion", "exception"), ("tokens", "cannot be"), ("exit", None)],
+    [("exception", "exception"), ("tokens", "cannot be"), ("exit", None)],
 )
 def test_failing_worker_is_replaced(fault: str, reason: str | None) -> None:
     with EngineHarness() as harness:
         harness.options = ToyOptions(fault=fault, fault_step=9, fault_once=str(harness.root / "once"))
 
         def body(supervisor: WorkerSupervisor) -> None:
-            streams = [harness.submit(request(i)) for i in range(8)]
-            harness.check(streams)
+            harness.check([harness.submit(request(i)) for i in range(8)])
             eventually(lambda: supervisor.num_starts == 2)
 
         supervised(harness, body)
@@ -181,11 +172,8 @@ def test_condemned_worker_exits_by_itself() -> None:
 def test_out_of_memory_ends_the_epoch_and_not_the_process() -> None:
     options = ToyOptions(fault="memory", fault_step=5)
     with EngineHarness() as harness:
-        worker = harness.start_worker(ToyOptions(**{**options.__dict__, "fault_once": str(harness.root / "once")}))
-        streams = [harness.submit(request(i)) for i in range(8)]
-        harness.wait_ended(streams)
-        for stream in streams:
-            stream.check(options.vocab_size)
+        worker = harness.start_worker(replace(options, fault_once=str(harness.root / "once")))
+        harness.check([harness.submit(request(i)) for i in range(8)])
         assert len(harness.joins) == 2
         assert worker.poll() is None
         assert harness.broken == []
@@ -210,10 +198,9 @@ def test_stopping_worker_finishes_its_step_and_sends_goodbye() -> None:
         harness.check([stream])
 
 
-@pytest.mark.parametrize("depth", [1, 4])
-def test_pipeline_depth_does_not_change_answers(depth: int) -> None:
+def test_pipeline_depth_does_not_change_answers() -> None:
     deepest = 0
-    with EngineHarness(core=CoreLimits(pipeline_depth=depth), options=SLOW) as harness:
+    with EngineHarness(core=CoreLimits(pipeline_depth=4), options=SLOW) as harness:
 
         def look(events: Sequence[Event]) -> None:
             nonlocal deepest
@@ -221,8 +208,7 @@ def test_pipeline_depth_does_not_change_answers(depth: int) -> None:
 
         harness.on_publish = look
         harness.start_worker()
-        streams = [harness.submit(request(i)) for i in range(20)]
-        harness.check(streams)
-        assert deepest == depth
+        harness.check([harness.submit(request(i)) for i in range(20)])
+        assert deepest == 4
         assert len(harness.joins) == 1, "right answers, but of several workers"
         assert harness.losses == []

@@ -1,4 +1,7 @@
-"""Which worker may join, without sockets: scripts of what happens to several workers, with the outputs below."""
+"""Which worker may join, without sockets: scripts of what happens to several workers, with the outputs beside it.
+
+`7.1` is epoch 7 of process 1. A worker that `asks` says Hello and is reachable.
+"""
 
 from __future__ import annotations
 
@@ -18,36 +21,17 @@ from lineclear.scheduler.engine.worker_session import (
     Lost,
     Output,
     Send,
-    SessionEvent,
     SessionState,
     WorkerTimeouts,
 )
-from lineclear.wire.messages import Goodbye, Heartbeat, Rejoin, StepError, StepErrorKind, StepResult, Stopping
+from lineclear.wire.messages import Goodbye, Heartbeat, StepError, StepErrorKind, StepResult, Stopping
 
 SCRIPTS = {
-    "the place goes to the waiting workers": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
-        9.2 hello        |
-        9.2 reachable    | Goodbye 9 · refused 9
-        11.3 hello       |
-        11.3 reachable   | Goodbye 11 · refused 11
-        7.1 unreachable  | Rejoin 9 · Rejoin 11
-        7.1 goodbye      | lost 7: it left: done · Rejoin 7
-        13.3 hello       |
-        13.3 reachable   | joined 13
-        15.2 hello       |
-        15.2 reachable   | Goodbye 15 · refused 15
-    """,
     "a worker that asks again is refused silently": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
-        9.2 hello        |
-        9.2 reachable    | Goodbye 9 · refused 9
-        11.2 hello       |
-        11.2 reachable   | Goodbye 11
-        13.2 hello       |
-        13.2 reachable   | Goodbye 13
+        7.1 asks         | joined 7
+        9.2 asks         | Goodbye 9 · refused 9
+        11.2 asks        | Goodbye 11
+        13.2 asks        | Goodbye 13
         7.1 goodbye      | lost 7: it left: done · Rejoin 7 · Rejoin 13
     """,
     "the newer Hello of a process counts": """
@@ -58,53 +42,37 @@ SCRIPTS = {
         7.1 heartbeat    | Rejoin 7
     """,
     "a new worker supersedes the one that is cut off": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
+        7.1 asks         | joined 7
         7.1 unreachable  |
-        9.1 hello        |
-        9.1 reachable    | lost 7: its connection closed · Rejoin 7 · joined 9
+        9.1 asks         | lost 7: its connection closed · Rejoin 7 · joined 9
         7.1 result       | Rejoin 7
     """,
     "a hung worker that wakes joins again": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
+        7.1 asks         | joined 7
         silence          | lost 7: it was silent for 5.0 s, kill
         7.1 spared       | Rejoin 7
         7.1 heartbeat    | Rejoin 7
-        9.1 hello        |
-        9.1 reachable    | joined 9
+        9.1 asks         | joined 9
     """,
     "a condemned process never joins again": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
+        7.1 asks         | joined 7
         9.1 hello        |
         7.1 exception    | StepError 7 · lost 7: a step failed: exception, kill
         7.1 condemned    | Goodbye 7 · Goodbye 9
         9.1 reachable    |
         11.1 hello       | Goodbye 11
         7.1 heartbeat    | Goodbye 7
-        13.2 hello       |
-        13.2 reachable   | joined 13
+        13.2 asks        | joined 13
         15.1 hello       | Goodbye 15
     """,
-    "a Hello right behind a failed step": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
-        7.1 exception    | StepError 7 · lost 7: a step failed: exception, kill
-        9.1 hello        |
-        7.1 condemned    | Goodbye 7 · Goodbye 9
-        9.1 reachable    |
-    """,
     "an exited process never joins again": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
+        7.1 asks         | joined 7
         7.1 memory       | StepError 7 · lost 7: a step failed: out_of_memory · Rejoin 7
         9.1 hello        |
         exit 1           | Goodbye 7 · Goodbye 9
         9.1 reachable    |
         exit 1           |
-        11.2 hello       |
-        11.2 reachable   | joined 11
+        11.2 asks        | joined 11
         exit 1           |
         exit 2           | lost 11: its process ended · Goodbye 11
     """,
@@ -115,96 +83,48 @@ SCRIPTS = {
     """,
 }
 SEVERAL = {
-    "workers of one model join side by side": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
-        9.2 hello        |
-        9.2 reachable    | joined 9
-        11.3 hello       |
-        11.3 reachable   | joined 11
-        9.2 goodbye      | lost 9: it left: done · Rejoin 9
-        13.2 hello       |
-        13.2 reachable   | joined 13
-    """,
     "another model waits until all have left": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
-        9.2 hello        |
-        9.2 reachable    | joined 9
-        11.3 other hello |
-        11.3 reachable   | Goodbye 11 · refused 11
+        7.1 asks         | joined 7
+        9.2 asks         | joined 9
+        11.3 other asks  | Goodbye 11 · refused 11
         7.1 goodbye      | lost 7: it left: done · Rejoin 7
-        13.4 hello       |
-        13.4 reachable   | joined 13
+        13.4 asks        | joined 13
         9.2 goodbye      | lost 9: it left: done · Rejoin 9
         13.4 goodbye     | lost 13: it left: done · Rejoin 13 · Rejoin 11
-        15.3 other hello |
-        15.3 reachable   | joined 15
-        17.1 hello       |
-        17.1 reachable   | Goodbye 17 · refused 17
+        15.3 other asks  | joined 15
+        17.1 asks        | Goodbye 17 · refused 17
     """,
     "another model supersedes the last one that is cut off": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
+        7.1 asks         | joined 7
         7.1 unreachable  |
-        9.2 other hello  |
-        9.2 reachable    | lost 7: its connection closed · Rejoin 7 · joined 9
+        9.2 other asks   | lost 7: its connection closed · Rejoin 7 · joined 9
     """,
     "a worker of the same model leaves the one that is cut off alone": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
+        7.1 asks         | joined 7
         7.1 unreachable  |
-        9.2 hello        |
-        9.2 reachable    | joined 9
+        9.2 asks         | joined 9
         7.1 result       | StepResult 7
         a moment         | lost 7: its connection closed · Rejoin 7
     """,
     "a process joins once": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
-        9.2 hello        |
-        9.2 reachable    | joined 9
-        11.1 hello       |
-        11.1 reachable   | Goodbye 11 · refused 11
+        7.1 asks         | joined 7
+        9.2 asks         | joined 9
+        11.1 asks        | Goodbye 11 · refused 11
         9.2 goodbye      | lost 9: it left: done · Rejoin 9
         7.1 goodbye      | lost 7: it left: done · Rejoin 7 · Rejoin 11
     """,
     "each worker is lost for itself": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
-        9.2 hello        |
-        9.2 reachable    | joined 9
-        11.3 hello       |
-        11.3 reachable   | joined 11
+        7.1 asks         | joined 7
+        9.2 asks         | joined 9
+        11.3 asks        | joined 11
         exit 2           | lost 9: its process ended · Goodbye 9
         7.1 result       | StepResult 7
         7.1 exception    | StepError 7 · lost 7: a step failed: exception, kill
         11.3 result      | StepResult 11
         9.2 result       | Goodbye 9
         7.1 spared       | Rejoin 7
-        13.1 hello       |
-        13.1 reachable   | joined 13
+        13.1 asks        | joined 13
         silence          | lost 11: it was silent for 5.0 s, kill · lost 13: it was silent for 5.0 s, kill
-    """,
-    "a stopping worker is released while others serve": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
-        7.1 stopping     | Stopping 7
-        retire           |
-        9.2 hello        |
-        9.2 reachable    | joined 9
-        retire           | lost 7: it was stopped, and its requests continue on other workers · Goodbye 7
-        9.2 stopping     | Stopping 9
-        retire           |
-    """,
-    "workers that stop together keep one": """
-        7.1 hello        |
-        7.1 reachable    | joined 7
-        9.2 hello        |
-        9.2 reachable    | joined 9
-        7.1 stopping     | Stopping 7
-        9.2 stopping     | Stopping 9
-        retire           |
     """,
 }
 
@@ -243,11 +163,11 @@ class Player:
             case ["a", "moment"]:
                 self.now += LAST_MESSAGES_SECONDS
                 return workers.check(self.now)
-            case ["retire"]:
-                return workers.retire(self.now)
             case ["exit", instance]:
                 return workers.on_process_exit(int(instance), WorkerLoss.KILLED, self.now)
         name, what = line.strip().split(maxsplit=1)
+        if what.endswith("asks"):
+            return [*self.play(line.replace("asks", "hello")), *self.play(f"{name} reachable")]
         epoch, instance = map(int, name.split("."))
         match what:
             case "hello" | "other hello":
@@ -291,14 +211,6 @@ def test_transcript_of_several_workers(name: str) -> None:
     check(SEVERAL[name], Player(max_workers=64))
 
 
-def test_limit_of_joined_workers() -> None:
-    player = Player(max_workers=2)
-    for epoch in (7, 9, 11):
-        player.play(f"{epoch}.{epoch} hello")
-    played = [[described(o) for o in player.play(f"{epoch}.{epoch} reachable")] for epoch in (7, 9, 11)]
-    assert played == [["joined 7"], ["joined 9"], ["Goodbye 11", "refused 11"]]
-
-
 def test_index_is_the_smallest_that_is_free() -> None:
     player = Player(max_workers=64)
 
@@ -306,10 +218,10 @@ def test_index_is_the_smallest_that_is_free() -> None:
         return [(f.hello.epoch, f.index, f.joins, f.state) for f in player.workers.figures(player.now)]
 
     for epoch in (7, 9, 11):
-        player.play(f"{epoch}.{epoch} hello"), player.play(f"{epoch}.{epoch} reachable")
+        player.play(f"{epoch}.{epoch} asks")
     assert indices() == [(7, 0, 1, "joined"), (9, 1, 1, "joined"), (11, 2, 1, "joined")]
-    player.play("9.9 goodbye"), player.play("13.13 hello"), player.play("13.13 reachable")
-    player.play("15.15 other hello"), player.play("15.15 reachable"), player.play("7.7 stopping")
+    for line in ("9.9 goodbye", "13.13 asks", "15.15 other asks", "7.7 stopping"):
+        player.play(line)
     assert indices() == [
         *((7, 0, 1, "stopping"), (13, 1, 2, "joined"), (11, 2, 1, "joined")),
         (15, None, 0, "waiting"),
@@ -337,17 +249,6 @@ def test_status_follows_the_worker(player: Player) -> None:
     assert status("9.2 hello", "9.2 reachable") == WorkerStatus(second, second, num_joins=2)
 
 
-def test_hung_worker_is_gone_with_its_connection(player: Player) -> None:
-    for line in ("7.1 hello", "7.1 reachable", "7.1 exception", "7.1 condemned"):
-        player.play(line)
-    assert player.workers.status.is_unhealthy
-    assert player.workers.next_check(200.0) == 200.5
-    (session,) = player.workers.to_probe(have_connections_changed=False)
-    player.workers.on_probe(session, False, 200.5)
-    assert not player.workers.status.is_unhealthy
-    assert player.workers.to_probe(have_connections_changed=False) == []
-
-
 def test_worker_with_other_files_is_rejected(player: Player) -> None:
     other = replace(hello(7, instance=1), text_fingerprint="other")
     player.workers.on_message(other, 100.0)
@@ -358,21 +259,6 @@ def test_worker_with_other_files_is_rejected(player: Player) -> None:
     player.workers.on_message(same, 100.3)
     (session,) = player.workers.to_probe(have_connections_changed=True)
     assert [described(o) for o in player.workers.on_probe(session, True, 100.4)] == ["joined 11"]
-
-
-def test_bad_result_is_a_clean_loss(player: Player) -> None:
-    player.play("7.1 hello"), player.play("7.1 reachable")
-    reason = "it sent a result that cannot be: 9 tokens"
-    (output,) = player.workers.handle(player.workers[7], SessionEvent.FAILED, 101.0, reason)
-    assert output == Lost(hello(7, instance=1, pid=1), reason, WorkerLoss.CLEAN, True, False)
-
-
-def test_unsent_plan_cuts_the_worker_off(player: Player) -> None:
-    player.play("7.1 hello"), player.play("7.1 reachable")
-    (session,) = player.workers.joined
-    assert player.workers.handle(session, SessionEvent.DISCONNECTED, 101.0) == []
-    assert player.workers.joined == ()
-    assert player.workers.serving == (session,)
 
 
 def test_stale_messages_are_counted(player: Player) -> None:
@@ -390,7 +276,3 @@ def test_old_sessions_are_forgotten(player: Player) -> None:
         player.play(f"{epoch + 10_000}.1 heartbeat")
     assert len(player.workers) <= sum(MAX_SESSIONS.values()) + 2
     assert len(player.workers.to_probe(have_connections_changed=True)) <= MAX_SESSIONS[SessionState.CONNECTING] + 1
-
-
-def test_rejoin_is_repeated_to_an_unknown_epoch(player: Player) -> None:
-    assert [player.play("7.1 heartbeat") for _ in range(2)] == [[Send(Rejoin(7))]] * 2

@@ -1,8 +1,8 @@
 """A worker's life through real sockets, as scripts: lines with `>` happen to the scheduler, lines with `<` follow.
 
-A worker is named by its epoch, `7`, and says Hello as `7 sends hello INSTANCE`: the instance names its process. All
-processes have the pid 7, as in separate containers. Lines that follow one `>` may come in any order, because they come
-through several sockets.
+A worker is named by its epoch, `7`, and says Hello as `7 sends hello INSTANCE`: the instance names its process. With
+`7 asks as INSTANCE` it connects before. All processes have the pid 7, as in separate containers. Lines that follow one
+`>` may come in any order, because they come through several sockets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from lineclear.wire.messages import (
     Goodbye,
     Heartbeat,
     Message,
-    SetLogLevel,
     StepError,
     StepErrorKind,
     StepPlan,
@@ -34,16 +33,6 @@ from lineclear.wire.messages import (
 EVENTS = ("worker_joined", "worker_lost", "worker_stopping", "join_refused")
 
 SCRIPTS = {
-    "a worker serves and leaves": """
-        > 7 connects
-        > 7 sends hello 1
-        < worker_joined 7
-        > submit
-        < 7 gets StepPlan 1
-        > 7 sends goodbye
-        < worker_lost 7: it left: done
-        < 7 gets Rejoin
-    """,
     "a Hello waits until a plan can reach the worker": """
         > 7 connects its result socket
         > 7 sends hello 1
@@ -52,8 +41,7 @@ SCRIPTS = {
         < worker_joined 7
     """,
     "a Hello that is received twice is stale": """
-        > 7 connects
-        > 7 sends hello 1
+        > 7 asks as 1
         < worker_joined 7
         > 7 sends hello 1
         > 7 sends goodbye
@@ -62,55 +50,24 @@ SCRIPTS = {
         > 7 sends hello 1
         > 7 sends heartbeat
         < 7 gets Rejoin
-    """,
-    "an unknown epoch has to rejoin": """
-        > 7 connects
-        > 7 sends heartbeat
-        < 7 gets Rejoin
-        > 7 sends result
-        < 7 gets Rejoin
-        > 7 sends hello 1
-        > 9 connects
-        > 9 sends hello 1
-        < worker_joined 9
     """,
     "a second worker waits for the place": """
-        > 7 connects
-        > 7 sends hello 1
+        > 7 asks as 1
         < worker_joined 7
-        > 9 connects
-        > 9 sends hello 2
+        > 9 asks as 2
         < 9 gets Goodbye: 1 workers are joined to this scheduler, and --max-workers is 1
         < join_refused 9
-        > 11 connects
-        > 11 sends hello 2
-        < 11 gets Goodbye: 1 workers are joined to this scheduler, and --max-workers is 1
         > 7 sends goodbye
         < worker_lost 7: it left: done
         < 7 gets Rejoin
-        < 11 gets Rejoin
-        > 13 connects
-        > 13 sends hello 2
-        < worker_joined 13
-    """,
-    "out of memory ends the epoch and not the process": """
-        > submit
-        > 7 connects
-        > 7 sends hello 1
-        < worker_joined 7
-        < 7 gets StepPlan 1
-        > 7 sends memory
-        < worker_lost 7: a step failed: out_of_memory
-        < 7 gets Rejoin
-        > 9 connects
-        > 9 sends hello 1
-        < worker_joined 9
+        < 9 gets Rejoin
+        > 11 asks as 2
+        < worker_joined 11
     """,
     "a failed step condemns the process": """
         > the supervisor kills
         > submit
-        > 7 connects
-        > 7 sends hello 1
+        > 7 asks as 1
         < worker_joined 7
         < 7 gets StepPlan 1
         > 7 sends exception
@@ -119,20 +76,17 @@ SCRIPTS = {
         < broken: a step failed: exception
         < hung
         < 7 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
-        > 9 connects
-        > 9 sends hello 1
+        > 9 asks as 1
         < 9 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
         > 7 closes
         < not hung
-        > 11 connects
-        > 11 sends hello 2
+        > 11 asks as 2
         < worker_joined 11
         < 11 gets StepPlan 1
     """,
     "a failed step of a worker without a supervisor": """
         > submit
-        > 7 connects
-        > 7 sends hello 1
+        > 7 asks as 1
         < worker_joined 7
         < 7 gets StepPlan 1
         > 7 sends bad result
@@ -140,51 +94,21 @@ SCRIPTS = {
         < broken: it sent a result that cannot be
         < hung
         < 7 gets Rejoin
-        > 9 connects
-        > 9 sends hello 1
+        > 9 asks as 1
         < worker_joined 9
         < not hung
         < 9 gets StepPlan 1
     """,
-    "a Hello of the same process while it is joined": """
-        > the supervisor kills
-        > submit
-        > 7 connects
-        > 7 sends hello 1
-        < worker_joined 7
-        < 7 gets StepPlan 1
-        > 9 connects
-        > 9 sends hello 1
-        < 9 gets Goodbye: this process is joined with an older epoch
-        < join_refused 9
-        > 7 sends goodbye
-        < worker_lost 7: it left: done
-        < 7 gets Rejoin
-        < 9 gets Rejoin
-    """,
     "a closed connection is a loss": """
-        > 7 connects
-        > 7 sends hello 1
+        > 7 asks as 1
         < worker_joined 7
         > 7 closes
         < worker_lost 7: its connection closed
         < anomaly: its connection closed
-    """,
-    "a worker joins again after its old connection closed": """
-        > 7 connects
-        > 7 sends hello 1
-        < worker_joined 7
-        > 9 connects
-        > 7 closes
-        < worker_lost 7: its connection closed
-        < anomaly: its connection closed
-        > 9 sends hello 1
-        < worker_joined 9
     """,
     "last messages count after the plan socket closed": """
         > submit
-        > 7 connects
-        > 7 sends hello 1
+        > 7 asks as 1
         < worker_joined 7
         < 7 gets StepPlan 1
         > 7 closes its plan socket and 7 sends result and 7 sends goodbye
@@ -193,65 +117,15 @@ SCRIPTS = {
     """,
     "the exit code of a process explains its closed connection": """
         > submit
-        > 7 connects
-        > 7 sends hello 1
+        > 7 asks as 1
         < worker_joined 7
         < 7 gets StepPlan 1
         > 7 closes and process 7 exits 70
         < worker_lost 7: its process ended
         < anomaly: its process ended
     """,
-    "a process that exits is lost once and joins no more": """
-        > submit
-        > 7 connects
-        > 7 sends hello 1
-        < worker_joined 7
-        < 7 gets StepPlan 1
-        > process 7 exits -9
-        < worker_lost 7: its process ended
-        < anomaly: its process ended
-        < 7 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
-        > 9 connects
-        > 9 sends hello 1
-        < 9 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
-        > process 7 exits -9
-        > 11 connects
-        > 11 sends hello 2
-        < worker_joined 11
-        < 11 gets StepPlan 1
-    """,
-    "a process that exits after its memory ran out": """
-        > submit
-        > 7 connects
-        > 7 sends hello 1
-        < worker_joined 7
-        < 7 gets StepPlan 1
-        > 7 sends memory
-        < worker_lost 7: a step failed: out_of_memory
-        < 7 gets Rejoin
-        > process 7 exits -9
-        < 7 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
-        > 9 connects
-        > 9 sends hello 1
-        < 9 gets Goodbye: this process is being killed, or taken for dead; it cannot join again
-    """,
-    "a stopping worker is released when no request is left": """
-        > 7 connects
-        > 7 sends hello 1
-        < worker_joined 7
-        > 7 sends stopping
-        < worker_stopping 7
-        < 7 gets Goodbye: no request is left to run
-        > 7 sends goodbye
-        < worker_lost 7: it left: done
-        < 7 gets Rejoin
-        > 9 connects
-        > 9 sends hello 2
-        < worker_joined 9
-    """,
     "a request that comes too late for a stopping worker": """
-        > 7 connects
-        > 7 sends hello 1
+        > 7 asks as 1
         < worker_joined 7
         > 7 sends stopping
         < worker_stopping 7
@@ -261,37 +135,9 @@ SCRIPTS = {
         > 7 sends goodbye
         < worker_lost 7: it left: done
         < 7 gets Rejoin
-        > 9 connects
-        > 9 sends hello 2
+        > 9 asks as 2
         < worker_joined 9
         < 9 gets StepPlan 1
-    """,
-    "a stopping worker is released when the server ends": """
-        > submit
-        > 7 connects
-        > 7 sends hello 1
-        < worker_joined 7
-        < 7 gets StepPlan 1
-        > 7 sends stopping
-        < worker_stopping 7
-        > release
-        < 7 gets Goodbye: no request is left to run
-    """,
-    "a log level is sent once to each worker": """
-        > level debug
-        > 7 connects
-        > 7 sends hello 1
-        < worker_joined 7
-        < 7 gets SetLogLevel DEBUG
-        > 7 sends goodbye
-        < worker_lost 7: it left: done
-        < 7 gets Rejoin
-        > 9 connects
-        > 9 sends hello 1
-        < worker_joined 9
-        < 9 gets SetLogLevel DEBUG
-        > level error
-        < 9 gets SetLogLevel ERROR
     """,
 }
 
@@ -300,7 +146,6 @@ MESSAGES: dict[str, Callable[[int], Message]] = {
     "heartbeat": lambda epoch: Heartbeat(epoch, 0),
     "result": lambda epoch: StepResult(epoch, 1, (1,)),
     "bad result": lambda epoch: StepResult(epoch, 1, (1,) * 9),
-    "memory": lambda epoch: StepError(epoch, 1, StepErrorKind.OUT_OF_MEMORY),
     "exception": lambda epoch: StepError(epoch, 1, StepErrorKind.EXCEPTION),
     "goodbye": lambda epoch: Goodbye(epoch, "done"),
     "stopping": lambda epoch: Stopping(epoch),
@@ -312,7 +157,6 @@ def received(epoch: int, message: Message) -> str:
     detail = {
         Goodbye: lambda m: f": {m.reason}",
         StepPlan: lambda m: f" {m.step}",
-        SetLogLevel: lambda m: f" {m.level.name}",
     }.get(type(message), lambda m: "")
     return f"{epoch} gets {type(message).__name__}{detail(message)}"
 
@@ -340,16 +184,15 @@ class Player:
         match line.split():
             case ["submit"]:
                 self._stream = self._harness.submit(request(0, prompt_len=4, max_tokens=4))
-            case ["release"]:
-                self._harness.engine.release_worker()
-            case ["level", level]:
-                self._harness.engine.set_log_level(level)
             case ["the", "supervisor", "kills"]:
                 self._harness.is_killing = True
             case ["process", pid, "exits", code]:
                 self._harness.engine.worker_exited(int(pid), int(code))
             case [epoch, "connects", *which]:
                 self._connect(int(epoch), " ".join(which))
+            case [epoch, "asks", "as", instance]:
+                self.play(f"{epoch} connects")
+                self.play(f"{epoch} sends hello {instance}")
             case [epoch, "closes"]:
                 self._peers[int(epoch)].close()
                 self._closed.add(int(epoch))

@@ -33,7 +33,7 @@ turn = EngineLoop._run_once
 def slow(self):
     if os.path.exists({path!r}):
         os.unlink({path!r})
-        time.sleep(1.0)
+        time.sleep(0.6)
     turn(self)
 EngineLoop._run_once = slow
 import os
@@ -102,8 +102,9 @@ def test_unread_stack_dumps_block_nothing(tmp_path: Path, stuck: int) -> None:
         server.wait()
 
 
-@pytest.mark.parametrize("module", ["lineclear.scheduler.main", "lineclear.worker.main"])
-@pytest.mark.parametrize("reader", ["stopped", "gone"])
+@pytest.mark.parametrize(
+    ("module", "reader"), [("lineclear.scheduler.main", "stopped"), ("lineclear.worker.main", "gone")]
+)
 def test_exit_code_of_a_wrong_flag_with_unread_stderr(module: str, reader: str) -> None:
     """A parent like Node.js makes its end non-blocking, which makes its children's end non-blocking too."""
     reading, writing = os.pipe()
@@ -120,9 +121,20 @@ def test_exit_code_of_a_wrong_flag_with_unread_stderr(module: str, reader: str) 
         os.close(writing)
 
 
+def output_to_a_socket(script: str) -> tuple[int, str]:
+    """Return the exit code of a process, and what it wrote to a standard error that is a socket."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, stderr=theirs)
+        theirs.close()
+        ours.settimeout(PATIENCE_SECONDS)
+        output = b"".join(iter(lambda: ours.recv(1 << 16), b"")).decode()
+        return process.wait(PATIENCE_SECONDS), output
+
+
 def test_output_to_a_socket_is_complete_and_ordered() -> None:
     """Log lines, stacks and the last traceback arrive, including the lines just before the exit."""
-    script = """
+    code, output = output_to_a_socket("""
 import faulthandler, os, sys, structlog
 from lineclear.process.logging_setup import configure
 faulthandler.enable()
@@ -135,14 +147,8 @@ try:
     raise KeyError("in the end")
 finally:
     writer.close()
-"""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        process = subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, stderr=theirs)
-        theirs.close()
-        ours.settimeout(PATIENCE_SECONDS)
-        output = b"".join(iter(lambda: ours.recv(1 << 16), b"")).decode()
-        assert process.wait(PATIENCE_SECONDS) == 1
+""")
+    assert code == 1
     numbers = [json.loads(line)["number"] for line in output.splitlines() if line.startswith("{")]
     assert numbers == list(range(100))
     assert "from a library\n" in output
@@ -151,19 +157,12 @@ finally:
 
 
 def test_crash_is_reported_to_a_socket() -> None:
-    """The crash report of a process killed by a signal arrives."""
-    script = """
+    code, output = output_to_a_socket("""
 import faulthandler, os, signal
 from lineclear.process.logging_setup import configure
 faulthandler.enable()
 configure("scheduler", form="json")
 os.kill(os.getpid(), signal.SIGSEGV)
-"""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        process = subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT, stderr=theirs)
-        theirs.close()
-        ours.settimeout(PATIENCE_SECONDS)
-        output = b"".join(iter(lambda: ours.recv(1 << 16), b"")).decode()
-        assert process.wait(PATIENCE_SECONDS) == -signal.SIGSEGV
+""")
+    assert code == -signal.SIGSEGV
     assert "Segmentation fault" in output

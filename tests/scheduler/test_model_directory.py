@@ -4,151 +4,95 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from support.time_limits import PATIENCE_SECONDS
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lineclear.exit_codes import ExitCode
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import load
 
-SERVE = [sys.executable, "-m", "lineclear.cli", "serve", "--listen", "127.0.0.1:0", "--log-format", "json", "--model"]
-TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+SERVE = [sys.executable, "-m", "lineclear.cli", "serve", "--listen", "127.0.0.1:0", "--log-format", "json"]
+LLAMA = '{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'
+GGUF = "GGUF\3\0\0\0" + 16 * "\0"
+NO_TENSORS = "\2\0\0\0\0\0\0\0{}"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+ADAPTER = '{"peft_type": "LORA", "base_model_name_or_path": "org/base-7b", "r": 8}'
+
+MISTAKES: dict[str, tuple[dict[str, str], str, list[str]]] = {
+    "GGUF file": ({"m-q4.gguf": GGUF}, "m-q4.gguf", ["is a GGUF file", "config.json, tokenizer.json", "hf download"]),
+    "GGUF file of another name": ({"model": GGUF}, "model", ["is a GGUF file"]),
+    "GGUF folder": (
+        {"m-q4.gguf": GGUF, "config.json": LLAMA},
+        "",
+        ["holds GGUF weights (m-q4.gguf)", "*.safetensors", "hf download"],
+    ),
+    "file of weights": (
+        {"model.safetensors": NO_TENSORS},
+        "model.safetensors",
+        ["is a file of weights", "give its directory"],
+    ),
+    "pickles": (
+        {"config.json": LLAMA, "pytorch_model.bin": "PK"},
+        "",
+        ["pytorch_model.bin", "safetensors", "save_pretrained"],
+    ),
+    "tokenizer alone": (
+        {"tokenizer.json": "{}", "tokenizer_config.json": "{}"},
+        "",
+        ["holds a tokenizer and no model", "config.json and *.safetensors"],
+    ),
+    "adapter": (
+        {"adapter_config.json": ADAPTER, "adapter_model.safetensors": NO_TENSORS, "tokenizer.json": "{}"},
+        "",
+        ["is a LoRA adapter for org/base-7b", "--model org/base-7b --lora-modules NAME=", "merge_and_unload"],
+    ),
+    "pointers": ({"config.json": LLAMA, "model.safetensors": POINTER}, "", ["pointer of Git LFS", "git lfs pull"]),
+    "checkpoints": ({"checkpoint-500/config.json": "{}"}, "", ["checkpoint-500"]),
+    "folder of the cache": ({"blobs/a": "", "refs/a": "", "snapshots/0123abcd/a": ""}, "", ["snapshots"]),
+    "pipeline": ({"model_index.json": "{}"}, "", ["diffusers"]),
+    "nothing": ({}, "", ["is empty", "*.safetensors"]),
+}
+"""Files, the one that is given as the model, and what the sentence says."""
 
 
-def gguf(path: Path) -> Path:
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
-    return path
+def written(folder: Path, name: str) -> str:
+    files, given, _ = MISTAKES[name]
+    for file, content in files.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_bytes(content.encode("latin-1"))
+    return str(folder / given)
 
 
-def gguf_file(folder: Path) -> Path:
-    return gguf(folder / "model-q4_k_m.gguf")
-
-
-def gguf_file_of_another_name(folder: Path) -> Path:
-    return gguf(folder / "model")
-
-
-def gguf_folder(folder: Path) -> Path:
-    gguf(folder / "model-q4_k_m.gguf")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    return folder
-
-
-def weights_file(folder: Path) -> Path:
-    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
-    return folder / "model.safetensors"
-
-
-def pickles(folder: Path) -> Path:
-    LlamaConfig(**TINY, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
-    torch.save({"weight": torch.zeros(2)}, folder / "pytorch_model.bin")
-    return folder
-
-
-def tokenizer_alone(folder: Path) -> Path:
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "tokenizer_config.json").write_text("{}")
-    return folder
-
-
-def lora(folder: Path) -> Path:
-    settings = {"peft_type": "LORA", "base_model_name_or_path": "org/base-7b", "r": 8}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    save_file({"lora_A": torch.zeros(1)}, folder / "adapter_model.safetensors")
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
-
-
-def bert(folder: Path) -> Path:
-    BertForMaskedLM(BertConfig(**TINY, max_position_embeddings=32)).save_pretrained(folder)
-    return folder
-
-
-def sentence_encoder(folder: Path) -> Path:
-    BertForMaskedLM(BertConfig(**TINY, max_position_embeddings=32)).bert.save_pretrained(folder)
-    return folder
-
-
-def pointers(folder: Path) -> Path:
-    LlamaConfig(**TINY).save_pretrained(folder)
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
-    return folder
-
-
-def checkpoints(folder: Path) -> Path:
-    (folder / "checkpoint-500").mkdir()
-    (folder / "checkpoint-500/config.json").write_text("{}")
-    return folder
-
-
-def cache_folder(folder: Path) -> Path:
-    for name in ("blobs", "refs", "snapshots/0123abcd"):
-        (folder / name).mkdir(parents=True)
-    return folder
-
-
-def pipeline(folder: Path) -> Path:
-    (folder / "model_index.json").write_text("{}")
-    return folder
-
-
-def nothing(folder: Path) -> Path:
-    return folder
-
-
-MISTAKES: list[tuple[Callable[[Path], Path], list[str]]] = [
-    (gguf_file, ["is a GGUF file", "config.json, tokenizer.json and *.safetensors", "hf download"]),
-    (gguf_file_of_another_name, ["is a GGUF file"]),
-    (gguf_folder, ["holds GGUF weights (model-q4_k_m.gguf)", "*.safetensors", "hf download"]),
-    (weights_file, ["is a file of weights", "give its directory"]),
-    (pickles, ["pytorch_model.bin", "safetensors", "save_pretrained"]),
-    (tokenizer_alone, ["holds a tokenizer and no model", "config.json and *.safetensors"]),
-    (lora, ["is a LoRA adapter for org/base-7b", "--model org/base-7b --lora-modules NAME=", "merge_and_unload"]),
-    (bert, ["is an encoder (BertForMaskedLM)", "makes no text"]),
-    (sentence_encoder, ["is an encoder (BertModel)", "makes no text"]),
-    (pointers, ["pointer of Git LFS", "git lfs pull"]),
-    (checkpoints, ["checkpoint-500"]),
-    (cache_folder, ["snapshots"]),
-    (pipeline, ["diffusers"]),
-    (nothing, ["is empty", "*.safetensors"]),
-]
-IDS = [make.__name__ for make, _ in MISTAKES]
-
-
-USUAL = [case for case in MISTAKES if case[0] in (gguf_file, gguf_folder, pickles, tokenizer_alone, lora, bert)]
-
-
-@pytest.mark.parametrize(("make", "says"), USUAL, ids=[make.__name__ for make, _ in USUAL])
-def test_serve_rejects_a_bad_model_clearly(make: Callable[[Path], Path], says: list[str], tmp_path: Path) -> None:
-    path = str(make(tmp_path))
-    done = subprocess.run([*SERVE, path], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+@pytest.mark.parametrize("name", ["GGUF file", "pickles"])
+def test_serve_rejects_a_bad_model_clearly(name: str, tmp_path: Path) -> None:
+    """The sentence names the environment variable if that is what named the model."""
+    path = written(tmp_path, name)
+    flags, variables = (["--model", path], {}) if name == "pickles" else ([], {"LINECLEAR_MODEL": path})
+    done = subprocess.run(
+        [*SERVE, *flags], capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=os.environ | variables
+    )
     lines = [json.loads(line) for line in done.stderr.splitlines()]  # fails on a library's line, which is no JSON
     assert done.returncode == ExitCode.CONFIGURATION
     assert [line["event"] for line in lines] == ["settings", "configuration_error"]
-    assert lines[-1]["problem"].startswith(f"--model {path} ")
-    for fragment in says:
+    assert lines[-1]["problem"].startswith(f"{'--model' if flags else 'LINECLEAR_MODEL'} {path} ")
+    for fragment in MISTAKES[name][2]:
         assert fragment in lines[-1]["problem"]
 
 
-@pytest.mark.parametrize(("make", "says"), MISTAKES, ids=IDS)
-def test_worker_rejects_it_in_the_same_sentence(
-    make: Callable[[Path], Path], says: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = str(make(tmp_path))
+@pytest.mark.parametrize("name", MISTAKES)
+def test_worker_rejects_it_in_the_same_sentence(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, name)
     capfd.readouterr()
     with pytest.raises(ModelRefused) as caught:
         load(path, torch.device("cpu"), None)
     assert str(caught.value).startswith(f"--model {path} ")
-    for fragment in says:
+    for fragment in MISTAKES[name][2]:
         assert fragment in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
@@ -156,7 +100,7 @@ def test_worker_rejects_it_in_the_same_sentence(
 @pytest.mark.parametrize("model", ["nobody/nothing", "/absent"])
 def test_missing_model_is_rejected(model: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [*SERVE, model],
+        [*SERVE, "--model", model],
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,
@@ -170,7 +114,8 @@ def test_missing_model_is_rejected(model: str, tmp_path: Path) -> None:
 
 def test_library_output_does_not_break_log_lines(tmp_path: Path) -> None:
     """transformers prints a table when weights are missing."""
-    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    tiny = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**tiny, vocab_size=32))
     model.save_pretrained(tmp_path, state_dict={k: v for k, v in model.state_dict().items() if "down_proj" not in k})
     flags = ["--model", str(tmp_path), "--socket-directory", str(tmp_path), "--log-format", "json"]
     done = subprocess.run(
@@ -184,15 +129,3 @@ def test_library_output_does_not_break_log_lines(tmp_path: Path) -> None:
     assert lines[-1]["event"] == "model_refused"
     assert "down_proj" in lines[-1]["reason"]
     assert done.stdout == ""
-
-
-def test_error_names_the_environment_variable(tmp_path: Path) -> None:
-    path = str(gguf_file(tmp_path))
-    done = subprocess.run(
-        [*SERVE[:-1]],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        env={**os.environ, "LINECLEAR_MODEL": path},
-    )
-    assert json.loads(done.stderr.splitlines()[-1])["problem"].startswith(f"LINECLEAR_MODEL {path} is a GGUF file")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,12 @@ from grpc_health.v1 import health_pb2
 from support.engine_harness import ENVIRONMENT
 from support.processes import BOUND_SECONDS, EOS, TOKENIZER, VOCABULARY, Process, Running, endless, error_of, until
 from support.toy import expected
+from support.toy_worker import ToyOptions
 
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 from lineclear.wire.messages import Sampling
-
-# --- answers ---------------------------------------------------------------------------------------------------------
 
 
 def test_answers_are_exact_and_figures_add_up(start: Callable[..., Running]) -> None:
@@ -42,7 +39,6 @@ def test_answers_are_exact_and_figures_add_up(start: Callable[..., Running]) -> 
         assert "".join(r.text for r in responses) == decode(TOKENIZER, tokens, keep_special=False)
         assert responses[-1].finished.usage.completion_tokens == len(tokens)
         total += len(tokens)
-    stats = server.stub.GetStats(pb.GetStatsRequest())
     until(lambda: server.stub.GetStats(pb.GetStatsRequest()).counters.requests_finished == 6)
     stats = server.stub.GetStats(pb.GetStatsRequest())
     assert stats.counters.generation_tokens == total
@@ -75,31 +71,15 @@ def test_metrics_are_served_during_the_drain(start: Callable[..., Running]) -> N
     assert server.exit_code() == 0
 
 
-def test_demo_model_is_found(start: Callable[..., Running]) -> None:
-    server = start(demo=True, vocab_size=4096)
-    assert server.stub.GetModel(pb.GetModelRequest()).model_id == "lineclear-demo"
-    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])
-    assert len(list(server.stub.Generate(pb.GenerateRequest(chat=chat, sampling={"max_tokens": 3})))) >= 1
-
-
-def test_fixed_size_strategy_is_logged(start: Callable[..., Running]) -> None:
-    server = start("--batching-strategy", "fixed_size", "--max-batch-size", "3")
+def test_demo_model_is_found_and_fixed_size_strategy_is_logged(start: Callable[..., Running]) -> None:
+    flags = ("--batching-strategy", "fixed_size", "--max-batch-size", "3")
+    server = start(*flags, demo=True, vocab_size=4096)
     event = server.wait_for("fixed_size_waits")
     assert (event["for_requests"], event["at_most_seconds"]) == (3, None)
-    server.wait_for("listening")
-
-
-def test_a_stop_string_through_all_processes(start: Callable[..., Running]) -> None:
-    server = start()
-    sampling = Sampling(seed=3, stop_ids=(EOS,))
-    text = decode(TOKENIZER, expected([5], sampling, 40, VOCABULARY), keep_special=False)
-    stop = text[10:13]
-    request = pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=[5]), sampling={"seed": 3, "max_tokens": 40}, stop={"strings": [stop]}
-    )
-    responses = list(server.stub.Generate(request))
-    assert "".join(r.text for r in responses) == text[: text.find(stop)]
-    assert responses[-1].finished.matched_stop_string == stop
+    assert server.stub.GetModel(pb.GetModelRequest()).model_id == "lineclear-demo"
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])
+    calls = [server.stub.Generate(pb.GenerateRequest(chat=chat, sampling={"max_tokens": 3})) for _ in range(3)]
+    assert all(list(call) for call in calls)
 
 
 def test_answer_is_exact_after_a_worker_crash(start: Callable[..., Running], tmp_path: Path) -> None:
@@ -112,25 +92,21 @@ def test_answer_is_exact_after_a_worker_crash(start: Callable[..., Running], tmp
 
 
 def test_worker_in_a_separate_container(model: Path, tmp_path: Path) -> None:
+    """It is smaller than the flags of the scheduler say, which is logged once for each of them."""
     directory = tmp_path / "sockets"
     flags = ["--model", str(model), "--listen", f"unix:{tmp_path}/grpc", "--socket-directory", str(directory)]
-    process = Process([*flags, "--log-format", "json"])
-    worker = None
+    flags += ["--max-batch-size", "128", "--target-batch-tokens", "8192", "--log-format", "json"]
+    process, worker = Process(flags), None
     try:
         process.wait_for("listening")
         with grpc.insecure_channel(f"unix:{tmp_path}/grpc") as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
             assert error_of(stub.Generate(endless())).reason == "SERVER_STARTING"
-            environment = ENVIRONMENT
-            options = json.dumps({"vocab_size": VOCABULARY})
-            worker = subprocess.Popen(
-                [sys.executable, "-m", "support.toy_worker", str(directory), options],
-                env=environment,
-                stderr=subprocess.DEVNULL,
-            )
+            command = ToyOptions(vocab_size=VOCABULARY).arguments(directory)
+            worker = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
             process.wait_for("worker_joined")
-            tokens = [t for r in stub.Generate(endless()) for t in r.token_ids]
-            assert len(tokens) == 500
+            assert len([t for r in stub.Generate(endless()) for t in r.token_ids]) == 500
+            limits = stub.GetModel(pb.GetModelRequest()).limits
         process.popen.send_signal(signal.SIGTERM)
         assert process.exit_code() == 0
     finally:
@@ -138,9 +114,12 @@ def test_worker_in_a_separate_container(model: Path, tmp_path: Path) -> None:
             worker.kill()
             worker.wait()
         process.end()
-
-
-# --- limits of the machine -------------------------------------------------------------------------------------------
+    assert (limits.max_batch_size, limits.target_batch_tokens) == (64, 4096)
+    warnings = [line for line in process.lines if line.get("event") == "worker_caps_batches"]
+    assert [(line["level"], line["flag"], line["value"], line["worker_value"]) for line in warnings] == [
+        ("warning", "--max-batch-size", 128, 64),
+        ("warning", "--target-batch-tokens", 8192, 4096),
+    ]
 
 
 def test_streams_continue_without_free_descriptors(start: Callable[..., Running]) -> None:

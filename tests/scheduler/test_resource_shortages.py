@@ -66,7 +66,7 @@ def is_past_suspicion(read: list[pb.GenerateResponse], seen: int) -> bool:
 def test_temporary_lack_of_threads_and_processes(start: Callable[..., Running], tmp_path: Path) -> None:
     flag = tmp_path / "short"
     code = RUN.replace("sys.exit", WITHOUT_TASKS.format(path=str(flag)) + "sys.exit", 1)
-    server = start(code=code, min_step_seconds=0.005, max_step_seconds=0.005)
+    server = start(code=code, min_step_seconds=0.003, max_step_seconds=0.003)
     call = server.stub.Generate(endless())
     first = next(call)
     flag.touch()
@@ -83,7 +83,7 @@ def test_model_missing_during_a_worker_restart(start: Callable[..., Running], tm
     flag = tmp_path / "away"
     script = tmp_path / "worker.sh"
     script.write_text(WITHOUT_MODEL.format(path=flag, python=sys.executable))
-    server = start(worker_command=("/bin/sh", str(script)), min_step_seconds=0.005, max_step_seconds=0.005)
+    server = start(worker_command=("/bin/sh", str(script)), min_step_seconds=0.003, max_step_seconds=0.003)
     call = server.stub.Generate(endless())
     first = next(call)
     flag.touch()
@@ -95,13 +95,13 @@ def test_model_missing_during_a_worker_restart(start: Callable[..., Running], tm
 
 
 def test_kills_do_not_use_up_the_crash_budget(start: Callable[..., Running]) -> None:
-    server = start(min_step_seconds=0.005, max_step_seconds=0.005)
+    server = start("--max-worker-crashes", "2", min_step_seconds=0.005, max_step_seconds=0.005)
     read: list[pb.GenerateResponse] = []
     reader = threading.Thread(
         target=lambda: [read.append(part) for part in server.stub.Generate(endless())], daemon=True
     )
     reader.start()
-    for number in range(1, 9):  # the default is 5
+    for number in range(1, 5):
         until(partial(is_past_suspicion, read, len(read)))
         os.kill(server.wait_for("worker_started", count=number)["pid"], signal.SIGKILL)
         server.wait_for("worker_joined", count=number + 1)
@@ -110,7 +110,7 @@ def test_kills_do_not_use_up_the_crash_budget(start: Callable[..., Running]) -> 
 
 
 def test_standby_worker_takes_over(start: Callable[..., Running]) -> None:
-    server = start("--standby-worker", min_step_seconds=0.005, max_step_seconds=0.005)
+    server = start("--standby-worker", min_step_seconds=0.003, max_step_seconds=0.003)
     call = server.stub.Generate(endless())
     first = next(call)
     standby = server.wait_for("standby_ready")["pid"]

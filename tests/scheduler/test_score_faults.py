@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ SLOW = {"min_step_seconds": 0.02, "max_step_seconds": 0.02, "num_blocks": 512}
 SMALL_STEPS = "--target-batch-tokens", "16"
 CONTINUATIONS = [[5, 6], [7], [8, 9, 10]]
 POOLING = Pooling(PoolingKind.MEAN, 2, normalize=False)
-NUM_PARTS = 3
 
 Run = Callable[..., Any]
 
@@ -65,62 +64,83 @@ def right(run: Run, number: int) -> Any:
 
 
 both = pytest.mark.parametrize("run", [score, embed], ids=["score", "embed"])
+ONCE = RetryPolicy(max_attempts=1)
+CALLS: tuple[tuple[Run, int], ...] = (score, 20), (embed, 21)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyService]:
+    with toy_service(tmp_path_factory.mktemp("toy"), *SMALL_STEPS, **SLOW) as service:
+        yield service
 
 
 def working(client: Client, steps: int = 2) -> None:
-    wait_for(lambda: client.stats().counters.steps >= steps, "some steps")
+    """Wait for so many more steps."""
+    before = client.stats().counters.steps
+    wait_for(lambda: client.stats().counters.steps >= before + steps, "some steps")
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_work_of_a_killed_worker_is_done_again(tmp_path: Path, num_workers: int) -> None:
+def begin(pool: Executor, client: Client, calls: Iterable[tuple[Run, int]] = CALLS) -> list[Future[Any]]:
+    """Return the answers of calls of which some steps have been computed."""
+    found = [pool.submit(run, client, number) for run, number in calls]
+    working(client)
+    return found
+
+
+def check(found: list[Future[Any]], calls: Iterable[tuple[Run, int]] = CALLS) -> None:
+    assert [answer.result() for answer in found] == [right(run, number) for run, number in calls]
+
+
+def test_work_of_a_killed_worker_is_done_again(tmp_path: Path) -> None:
     calls = [(run, number) for number in range(20, 24) for run in (score, embed)]
     with (
-        toy_service(tmp_path, *SMALL_STEPS, "--num-workers", str(num_workers), **SLOW) as service,
-        Client(service.target, retry=RetryPolicy(max_attempts=1)) as client,
+        toy_service(tmp_path, *SMALL_STEPS, "--num-workers", "2", **SLOW) as service,
+        Client(service.target, retry=ONCE) as client,
         ThreadPoolExecutor(len(calls)) as pool,
     ):
-        found = [pool.submit(run, client, number) for run, number in calls]
-        for kill in range(1, 4):
-            working(client, 8 * kill)
+        found = begin(pool, client, calls)
+        for _ in range(3):
+            working(client, 8)
             wait_for(lambda: client.stats().gauges.num_requests_running > 0, "running requests")
             signal_worker(lambda: client.stats().worker.pid)
-        assert [x.result() for x in found] == [right(*call) for call in calls]
-        assert client.stats().worker.joins > num_workers
+        check(found, calls)
+        assert client.stats().worker.joins > 2
         wait_for(lambda: is_idle(client.stats()), "all blocks free")
 
 
 @both
-async def test_a_call_that_is_cancelled_ends_its_work(tmp_path: Path, run: Run) -> None:
-    with toy_service(tmp_path, *SMALL_STEPS, **SLOW) as service, Client(service.target) as client:
+async def test_a_call_that_is_cancelled_ends_its_work(service: ToyService, run: Run) -> None:
+    with Client(service.target) as client:
+        before = client.stats().counters.requests_cancelled
         async with AsyncClient(service.target) as other:
-            call = other.score(*score_arguments(20)) if run is score else other.embed(*embed_arguments(20), **EMBED)
+            call = other.score(*score_arguments(22)) if run is score else other.embed(*embed_arguments(23), **EMBED)
             task = asyncio.create_task(call)
             await asyncio.to_thread(working, client)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         wait_for(lambda: is_idle(client.stats()), "the end of the work")
-        assert client.stats().counters.requests_cancelled > 0
+        assert client.stats().counters.requests_cancelled > before
         assert run(client, 21) == right(run, 21)
 
 
 @both
-def test_a_deadline_ends_all_parts(tmp_path: Path, run: Run) -> None:
-    with toy_service(tmp_path, *SMALL_STEPS, **SLOW) as service, Client(service.target) as client:
+def test_a_deadline_ends_all_parts(service: ToyService, run: Run) -> None:
+    with Client(service.target) as client:
         with pytest.raises(DeadlineExceeded):
-            run(client, 20, timeout_seconds=0.1)
+            run(client, 24 if run is score else 25, timeout_seconds=0.1)
         wait_for(lambda: is_idle(client.stats()), "the end of the work")
         assert run(client, 21) == right(run, 21)
 
 
-@both
-def test_a_full_queue_refuses_the_whole_call(tmp_path: Path, run: Run) -> None:
-    flags = "--max-queue-size", str(NUM_PARTS - 1), "--max-batch-size", "1"
-    with toy_service(tmp_path, *flags) as service, Client(service.target) as client:
-        with pytest.raises(QueueFull) as caught, Client(service.target, retry=RetryPolicy(max_attempts=1)) as once:
-            run(once, 20)
-        assert caught.value.retry_after_seconds is not None
-        wait_for(lambda: is_idle(client.stats()), "no place of the refused call stays taken")
-        assert len(client.embed([[1], [2]]).vectors) == NUM_PARTS - 1
+def test_a_full_queue_refuses_the_whole_call(tmp_path: Path) -> None:
+    flags = "--max-queue-size", "2", "--max-batch-size", "1"
+    with toy_service(tmp_path, *flags) as service, Client(service.target, retry=ONCE) as client:
+        for run, number in CALLS:  # of three parts
+            with pytest.raises(QueueFull) as caught:
+                run(client, number)
+            assert caught.value.retry_after_seconds is not None
+            wait_for(lambda: is_idle(client.stats()), "no place of the refused call stays taken")
+            assert len(client.embed([[1], [2]]).vectors) == 2
 
 
 def wait_for_refusal(call: Callable[[], Any]) -> ServerDraining:
@@ -132,50 +152,48 @@ def wait_for_refusal(call: Callable[[], Any]) -> ServerDraining:
             return error
 
 
-@both
-def test_a_drain_lets_the_call_finish(tmp_path: Path, run: Run) -> None:
+def test_a_drain_lets_the_call_finish(tmp_path: Path) -> None:
     with (
-        toy_service(tmp_path, *SMALL_STEPS, "--drain-linger-seconds", "5", **SLOW) as service,
-        Client(service.target, retry=RetryPolicy(max_attempts=1)) as client,
-        ThreadPoolExecutor(2) as pool,
+        toy_service(tmp_path, *SMALL_STEPS, "--drain-linger-seconds", "2", **SLOW) as service,
+        Client(service.target, retry=ONCE) as client,
+        ThreadPoolExecutor(3) as pool,
     ):
-        found = pool.submit(run, client, 20)
-        working(client)
+        found = begin(pool, client)
         stopped = pool.submit(service.stop)
-        refused = wait_for_refusal(lambda: run(client, 21, timeout_seconds=60))
-        assert refused.retry_after_seconds is not None
-        assert found.result() == right(run, 20)
+        refused = [
+            wait_for_refusal(lambda: client.embed([[1]], timeout_seconds=60)),
+            wait_for_refusal(lambda: client.score([1], [[2]], timeout_seconds=60)),
+        ]
+        assert all(error.retry_after_seconds is not None for error in refused)
+        check(found)
         assert stopped.result() == 0
 
 
-@both
-def test_the_end_of_the_drain_time_interrupts_the_call(tmp_path: Path, run: Run) -> None:
+def test_the_end_of_the_drain_time_interrupts_the_call(tmp_path: Path) -> None:
     with (
         toy_service(tmp_path, "--target-batch-tokens", "1", "--drain-timeout-seconds", "0.1", **SLOW) as service,
-        Client(service.target, retry=RetryPolicy(max_attempts=1)) as client,
-        ThreadPoolExecutor(1) as pool,
+        Client(service.target, retry=ONCE) as client,
+        ThreadPoolExecutor(2) as pool,
     ):
-        found = pool.submit(run, client, 20)
-        working(client)
+        found = begin(pool, client)
         assert service.stop() == 0
-        error = found.exception()
-        assert isinstance(error, ShutdownInterrupted)
-        assert error.retry_after_seconds is not None
+        for answer in found:
+            error = answer.exception()
+            assert isinstance(error, ShutdownInterrupted)
+            assert error.retry_after_seconds is not None
 
 
-@both
-@pytest.mark.parametrize("end", [ToyService.kill, ToyService.stop], ids=["killed", "stopped"])
-def test_the_client_repeats_the_call_on_the_next_scheduler(
-    tmp_path: Path, run: Run, end: Callable[[ToyService], Any]
-) -> None:
+def test_the_client_repeats_the_call_on_the_next_scheduler(tmp_path: Path) -> None:
+    flags = *SMALL_STEPS, "--drain-timeout-seconds", "0.1"
     with (
-        toy_service(tmp_path, *SMALL_STEPS, "--drain-timeout-seconds", "0.1", **SLOW) as service,
+        toy_service(tmp_path, *flags, **SLOW) as service,
         Client(service.target) as client,
-        ThreadPoolExecutor(1) as pool,
+        ThreadPoolExecutor(2) as pool,
     ):
-        found = pool.submit(run, client, 20)
-        working(client)
-        end(service)
-        assert not found.done()
-        service.start()
-        assert found.result() == right(run, 20)
+        for end, number in ((service.kill, 20), (service.stop, 22)):
+            calls = (score, number), (embed, number + 1)
+            found = begin(pool, client, calls)
+            end()
+            assert not any(answer.done() for answer in found)
+            service.start()
+            check(found, calls)

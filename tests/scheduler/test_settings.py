@@ -28,12 +28,18 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("named_by", ["flag", "variable"])
+def test_flag_beats_variable_beats_file_beats_default(
+    named_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "lineclear.toml"
     file.write_text('model = "file"\nmax_batch_size = 3\nscheduling_policy = "shortest"\nprefix_cache = false\n')
+    if named_by == "variable":
+        monkeypatch.setenv("LINECLEAR_CONFIG", str(file))
     monkeypatch.setenv("LINECLEAR_MAX_BATCH_SIZE", "5")
     monkeypatch.setenv("LINECLEAR_SCHEDULING_POLICY", "priority")
-    settings, _ = load(["--config", str(file), "--scheduling-policy", "deadline"])
+    config = ["--config", str(file)] if named_by == "flag" else []
+    settings, _ = load([*config, "--scheduling-policy", "deadline"])
     assert settings.model == "file"
     assert settings.max_batch_size == 5
     assert settings.scheduling_policy == "deadline"
@@ -41,24 +47,13 @@ def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path, monkeypatc
     assert settings.max_queue_size == 1024
 
 
-def test_config_file_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "lineclear.toml"
-    file.write_text("max_batch_size = 3\n")
-    monkeypatch.setenv("LINECLEAR_CONFIG", str(file))
-    assert load([])[0].max_batch_size == 3
-
-
 def test_worker_flags_follow_two_dashes() -> None:
-    settings, flags = load(["--model", "m", "--spawn-worker", "--", "--dtype", "float32", "--", "x"])
+    settings, flags = load(["--model", "m", "--spawn-worker", "--num-workers", "3", "--", "--dtype", "x", "--", "y"])
     assert settings.spawn_worker
-    assert flags == ("--dtype", "float32", "--", "x")
-
-
-def test_number_of_workers() -> None:
+    assert settings.worker_count == 3
+    assert flags == ("--dtype", "x", "--", "y")
     assert SchedulerSettings().worker_count == 1
-    assert load(["--spawn-worker", "--num-workers", "3"])[0].worker_count == 3
-    settings, _ = load(["--spawn-worker", "--worker-devices", "cpu:0-3,8,cpu:4-7"])
-    assert settings.worker_count == 2
+    assert load(["--spawn-worker", "--worker-devices", "cpu:0-3,8,cpu:4-7"])[0].worker_count == 2
 
 
 def test_kubernetes_service_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,12 +106,6 @@ def test_group_has_the_values_of_the_settings() -> None:
     assert limits.policy.share_weights == {share_of("a"): 2.0}
 
 
-def test_settings_are_frozen() -> None:
-    settings = SchedulerSettings()
-    with pytest.raises(ValueError, match="frozen"):
-        settings.max_batch_size = 7  # type: ignore[misc]
-
-
 def test_policies_match_the_core() -> None:
     fields = SchedulerSettings.model_fields
     for name, entries in {
@@ -131,7 +120,6 @@ def test_policies_match_the_core() -> None:
     ("flags", "says"),
     [
         (["--max-batch-size", "0"], "^--max-batch-size 0 is not a whole number from 1 to 4096$"),
-        (["--max-batch-size", "x"], "^--max-batch-size x is not a whole number"),
         (["--scheduling-policy", "best"], "^--scheduling-policy best is not one of fifo, "),
         (["--no-such-flag"], "^there is no flag --no-such-flag; --help lists them$"),
         (["--dtyp=float32"], "^there is no flag --dtyp; is it --dtype. It is a flag of the worker, .* -- --dtype$"),
@@ -139,7 +127,6 @@ def test_policies_match_the_core() -> None:
             ["--tensor-parallel-size", "2"],
             "^there is no flag --tensor-parallel-size; there is none: a model runs on one",
         ),
-        (["--n-gpu-layers", "99"], "^there is no flag --n-gpu-layers; there is none: "),
         (["--max-batch-sise", "3"], "there is no flag --max-batch-sise; is it --max-batch-size?"),
         (
             ["--device", "cuda", "--demo"],
@@ -150,7 +137,6 @@ def test_policies_match_the_core() -> None:
         (["stray"], "there is no argument stray; a model is named by --model stray"),
         (["--listen"], "^--listen has no value"),
         (["--listen", "0.0.0.0:50051"], "--insecure-allow-remote"),
-        (["--listen", "[::]:50051"], "--insecure-allow-remote"),
         (["--listen", "example.org:50051"], "--insecure-allow-remote"),
         (["--listen", ""], "listen is empty"),
         (["--listen", "50051"], "host:port"),
@@ -169,7 +155,6 @@ def test_policies_match_the_core() -> None:
         ),
         (["--drain-timeout-seconds", "-1"], "--drain-timeout-seconds -1"),
         (["--num-workers", "2"], "--num-workers needs --spawn-worker"),
-        (["--worker-devices", "cuda:1"], "--worker-devices needs --spawn-worker"),
         (["--spawn-worker", "--num-workers", "3", "--worker-devices", "cuda:0,cuda:1"], "names 2 devices"),
         (["--spawn-worker", "--worker-devices", "gpu0"], "'gpu0' is no device"),
         (["--spawn-worker", "--worker-devices", "cpu:0-1,cpu:3-2"], "'cpu:3-2' is no device"),
@@ -178,7 +163,6 @@ def test_policies_match_the_core() -> None:
         (["--draft-model", "d"], "^--draft-model needs --speculative-method"),
         (["--speculative-method", "standalone", "--spawn-worker"], "^--speculative-method draft_model needs --draft-"),
         (["--tls-cert-file", "c"], "^--tls-cert-file is set without --tls-key-file; give both$"),
-        (["--tls-key-file", "k"], "^--tls-key-file is set without --tls-cert-file; give both$"),
         (["--tls-client-ca-file", "a"], "^--tls-client-ca-file needs --tls-cert-file and --tls-key-file$"),
         (
             ["--tls-cert-file=c", "--tls-key-file=k", "--listen=unix:/x"],
@@ -195,12 +179,25 @@ def test_wrong_setting_is_named(flags: list[str], says: str) -> None:
         load(flags)
 
 
-def test_all_unknown_flags_are_reported_at_once() -> None:
+@pytest.mark.parametrize(
+    ("flags", "begins"),
+    [
+        (
+            ["--port", "8000", "--max-batch-size", "4", "--dtype", "--host", "0.0.0.0"],
+            ["there is no flag --port;", "there is no flag --dtype;", "there is no flag --host;"],
+        ),
+        (
+            ["--scheduling-policy", "best", "--max-queue-size", "0", "--preemption-policy", "me"],
+            ["--scheduling-policy best", "--max-queue-size 0", "--preemption-policy me"],
+        ),
+    ],
+)
+def test_all_mistakes_are_reported_at_once(flags: list[str], begins: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        load(["--port", "8000", "--max-batch-size", "4", "--dtype", "--host", "0.0.0.0"])
-    assert [line.partition(";")[0] for line in str(caught.value).splitlines()] == [
-        f"there is no flag {flag}" for flag in ("--port", "--dtype", "--host")
-    ]
+        load(flags)
+    found = sorted(str(caught.value).splitlines())
+    assert len(found) == len(begins)
+    assert all(line.startswith(begin) for line, begin in zip(found, sorted(begins), strict=True))
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,12 +205,6 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         load(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"lineclear-scheduler {version('lineclear')}\n"
-
-
-def test_all_wrong_settings_are_reported_at_once() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        load(["--scheduling-policy", "best", "--max-queue-size", "0", "--preemption-policy", "me"])
-    assert len(str(caught.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -250,13 +241,13 @@ def test_address_is_parsed(address: str, parsed: object, local: bool) -> None:
     assert is_local(address) is local
 
 
-def test_insecure_remote_address_can_be_allowed() -> None:
-    assert load(["--listen", "0.0.0.0:1", "--insecure-allow-remote"])[0].listen == "0.0.0.0:1"
-
-
 def test_fixed_size_waits_forever_without_batch_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = ["--model", "m", "--batching-strategy", "fixed_size"]
     assert load(fixed)[0].fixed_size_timeout_seconds is None
     assert load([*fixed, "--batch-timeout-ms", "50"])[0].fixed_size_timeout_seconds == 0.05
     monkeypatch.setenv("LINECLEAR_BATCH_TIMEOUT_MS", "200")
     assert load(fixed)[0].fixed_size_timeout_seconds == 0.2
+
+
+def test_insecure_remote_address_can_be_allowed() -> None:
+    assert load(["--listen", "0.0.0.0:1", "--insecure-allow-remote"])[0].listen == "0.0.0.0:1"
