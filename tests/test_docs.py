@@ -34,7 +34,10 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    with running() as service:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with running(listen=address) as service:
         yield service
 
 
@@ -52,11 +55,8 @@ def broken_links(page: Path) -> list[str]:
     return [f"{page.name}: {link}" for link in links if "://" not in link and not (page.parent / link).exists()]
 
 
-def test_links_resolve() -> None:
+def test_links_resolve(tmp_path: Path) -> None:
     assert [link for page in PAGES for link in broken_links(page)] == []
-
-
-def test_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[a](page.md) [b](gone.md#part) [c](https://example.com)")
     assert broken_links(page) == ["page.md: gone.md"]
@@ -236,18 +236,14 @@ def test_readme_stubs_are_generated(tmp_path: Path) -> None:
     assert made == {f"{n}_pb2{g}.py" for n in ("inference", "sampling", "admin", "steps") for g in ("", "_grpc")}
 
 
-def test_readme_grpcurl_example_works() -> None:
+def test_readme_grpcurl_example_works(service: Service) -> None:
     buf = find_buf()
     grpcurl = next(shlex.split(c) for c in commands() if c.startswith("grpcurl"))
     curl = next(shlex.split(c) for c in commands() if c.startswith("buf curl"))
     assert curl[curl.index("-d") + 1] == grpcurl[grpcurl.index("-d") + 1], "the two examples differ"
     assert curl[-1].removeprefix("http://") == "/".join(grpcurl[-2:])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with running(listen=address) as service:
-        words = [buf, *curl[1:-1], curl[-1].replace("127.0.0.1:50051", service.target)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    words = [buf, *curl[1:-1], curl[-1].replace("127.0.0.1:50051", service.target)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "FINISH_REASON_LENGTH" in done.stdout

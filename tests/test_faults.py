@@ -56,27 +56,26 @@ def missing(tests: Iterable[str]) -> list[str]:
 
 def test_named_tests_exist() -> None:
     assert missing(NAMED) == []
-
-
-def test_missing_test_is_found() -> None:
     assert missing(["test_faults.py::test_no_such"]) == ["test_faults.py::test_no_such"]
 
 
-def test_each_row_has_tests_or_a_reason() -> None:
-    for row in ROWS:
-        assert row.keys() <= {"fault", "outcome", "figure", "tests", "untested", "red_when"}, row["fault"]
-        assert row["outcome"], row["fault"]
-        assert row.get("tests") or row.get("untested"), row["fault"]
+@pytest.mark.parametrize(
+    ("rows", "title", "needed", "more"),
+    [
+        (ROWS, "fault", {"outcome"}, {"figure", "red_when"}),
+        (MATRIX["work"], "work", {"chosen_by", "bound", "cost"}, set()),
+    ],
+    ids=["faults", "work"],
+)
+def test_each_row_has_tests_or_a_reason(
+    rows: list[dict[str, Any]], title: str, needed: set[str], more: set[str]
+) -> None:
+    for row in rows:
+        assert row.keys() <= {title, "tests", "untested"} | needed | more, row[title]
+        assert all(row[name] for name in needed), row[title]
+        assert row.get("tests") or row.get("untested"), row[title]
         cells = (str(value) for key, value in row.items() if key != "red_when")
-        assert "|" not in "".join(cells), f"{row['fault']}: a bar ends the cell of a table"
-
-
-def test_each_row_of_work_has_a_bound_and_tests() -> None:
-    for row in MATRIX["work"]:
-        assert row.keys() <= {"work", "chosen_by", "bound", "cost", "tests", "untested"}, row["work"]
-        assert all(row[name] for name in ("chosen_by", "bound", "cost")), row["work"]
-        assert row.get("tests") or row.get("untested"), row["work"]
-        assert "|" not in "".join(map(str, row.values())), f"{row['work']}: a bar ends the cell of a table"
+        assert "|" not in "".join(cells), f"{row[title]}: a bar ends the cell of a table"
 
 
 def test_faults_are_unique() -> None:

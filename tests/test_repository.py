@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -24,13 +25,17 @@ from support.time_limits import PATIENCE_SECONDS
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 
+@cache
 def tracked() -> list[Path]:
     """Return the text files in git that exist."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, timeout=PATIENCE_SECONDS
-    ).stdout
-    paths = [REPOSITORY / os.fsdecode(name) for name in listed.split(b"\0") if name]
-    return [p for p in paths if p.is_file() and not p.is_symlink() and b"\0" not in p.read_bytes()[:8192]]
+    return [p for p in listed() if not p.is_symlink() and b"\0" not in p.read_bytes()[:8192]]
+
+
+def listed() -> list[Path]:
+    """Return the files in git that exist."""
+    command = ["git", "ls-files", "-z"]
+    names = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=PATIENCE_SECONDS).stdout
+    return [path for name in names.split(b"\0") if name and (path := REPOSITORY / os.fsdecode(name)).is_file()]
 
 
 # --- nothing about one machine -------------------------------------------------------------------------------------
@@ -67,27 +72,19 @@ def test_foreign_line_is_found() -> None:
 
 
 def test_no_large_files() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, timeout=PATIENCE_SECONDS
-    ).stdout
-    paths = [REPOSITORY / os.fsdecode(name) for name in listed.split(b"\0") if name]
-    large = [p for p in paths if p.is_file() and p.stat().st_size > 1_000_000]
+    large = [p for p in listed() if p.stat().st_size > 1_000_000]
     assert [str(p) for p in large if p.relative_to(REPOSITORY).parts[0] != "demo"] == []
 
 
 # --- written once --------------------------------------------------------------------------------------------------
 
 
-def test_code_does_not_repeat_the_version() -> None:
-    """Code reads it with importlib.metadata."""
+def test_version_is_written_once() -> None:
+    """Code reads it with importlib.metadata; the tags of images equal it."""
     quoted = re.compile(rf"""["']{re.escape(PROJECT["version"])}["']|__version__\s*=\s*["']""")
-    code = [p for p in tracked() if p.suffix == ".py" and p.is_relative_to(REPOSITORY)]
-    shipped = [p for p in code if any(p.is_relative_to(root) for root in ROOTS)]
+    shipped = [p for p in tracked() if p.suffix == ".py" and any(p.is_relative_to(root) for root in ROOTS)]
     assert shipped
     assert [str(p) for p in shipped if quoted.search(p.read_text())] == []
-
-
-def test_image_tags_match_the_version() -> None:
     tags = re.compile(r"lineclear-(?:scheduler|worker):(\d[\w.]*\d)")
     found = {tag for p in tracked() if p.suffix in (".md", ".yaml") for tag in tags.findall(p.read_text())}
     assert found <= {PROJECT["version"]}
@@ -160,20 +157,22 @@ def pins() -> dict[str, str]:
 
 
 def test_dependencies_are_pinned() -> None:
-    assert declared("dev") - set(pins()) == set()
-
-
-def test_pins_satisfy_pyproject() -> None:
-    for name, version in pins().items():
+    found = pins()
+    assert declared("dev") - set(found) == set()
+    for name, version in found.items():
         assert re.fullmatch(r"\d[\w.]*", version), f"{name}=={version}"
     for text in (*PROJECT["dependencies"], *(r for e in PROJECT["optional-dependencies"].values() for r in e)):
         requirement = Requirement(text)
         if requirement.name != PROJECT["name"]:
-            pin = pins()[canonicalize_name(requirement.name)]
+            pin = found[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(pin, prereleases=True), f"{text}, but {pin} is pinned"
 
 
 # --- tests that end --------------------------------------------------------------------------------------------------
+
+
+def run(words: Sequence[str | Path], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
 def test_unsent_message_does_not_block_exit() -> None:
@@ -209,13 +208,8 @@ def test_ci_fails_with_either_run(tmp_path: Path) -> None:
     shutil.copy(REPOSITORY / ".ci/run", tmp_path / ".ci/run")
     for first, second, is_good in (("true", "true", True), ("false", "true", False), ("true", "false", False)):
         (tmp_path / "Makefile").write_text(f"test:\n\t@echo quick; {first}\ntest-slow:\n\t@echo slow; {second}\n")
-        done = subprocess.run(
-            [tmp_path / ".ci/run"],
-            env={name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-        )
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        done = run([tmp_path / ".ci/run"], environment)
         assert ((done.returncode == 0), done.stdout.split()) == (is_good, ["quick", "slow"])
 
 
@@ -231,14 +225,7 @@ def test_make_names_the_python_it_needs(tmp_path: Path) -> None:
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         (tmp_path / name).write_bytes((REPOSITORY / name).read_bytes())
     make = next(str(p) for d in os.environ["PATH"].split(os.pathsep) if (p := Path(d) / "make").exists())
-    done = subprocess.run(
-        [make, "demo"],
-        cwd=tmp_path,
-        env={"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
+    done = run([make, "-C", str(tmp_path), "demo"], {"PATH": str(tmp_path)})
     assert done.returncode != 0
     assert "No Python >= 3.11" in done.stdout
     assert "make demo PYTHON=" in done.stdout

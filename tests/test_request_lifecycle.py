@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.engine_harness import ENVIRONMENT
 from support.service import running
 from support.sources import REPOSITORY, ROOTS
 from support.time_limits import PATIENCE_SECONDS
@@ -88,7 +89,9 @@ def entered(tmp_path: Path) -> set[str]:
     (tmp_path / "sitecustomize.py").write_text(TRACE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACE_FOLDER", str(tmp_path))
-        patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+        patch.setenv("PYTHONPATH", path)
+        patch.setitem(ENVIRONMENT, "PYTHONPATH", path)
         with running() as service:
             command = [sys.executable, "-c", CLIENT, service.target]
             subprocess.run(command, check=True, timeout=PATIENCE_SECONDS)

@@ -38,15 +38,36 @@ for name in modules:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked wheel of this tree."""
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree, without the CPU kernels, which take long to compile."""
     out = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
-    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
+    run("hatchling", "build", "-t", "wheel", "-d", out)
     (archive,) = out.glob("*.whl")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(archive: Path) -> Path:
+    """The unpacked wheel."""
     with zipfile.ZipFile(archive) as content:
-        content.extractall(out / "content")
-    return out / "content"
+        content.extractall(archive.parent / "content")
+    return archive.parent / "content"
+
+
+def run(*command: str | Path) -> None:
+    """Run a module of Python without a network."""
+    environment = os.environ | {"LINECLEAR_NATIVE": "0", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    words = [sys.executable, "-m", *command]
+    subprocess.run(words, cwd=REPOSITORY, env=environment, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def bare(archive: Path) -> Path:
+    """The programs of an environment with lineclear's wheel and nothing else."""
+    venv = archive.parent / "venv"
+    run("venv", "--without-pip", venv)
+    run("pip", "--python", venv / "bin/python", "install", "-q", "--no-deps", "--no-compile", archive)
+    return venv / "bin"
 
 
 def metadata(wheel: Path) -> dict[str, list[str]]:
@@ -91,23 +112,19 @@ def test_packages_are_typed(wheel: Path) -> None:
     assert [str(p) for p in packages if not (p / "py.typed").is_file()] == []
 
 
-def test_licence_is_included(wheel: Path) -> None:
+def test_metadata_has_licence_and_dependencies(wheel: Path) -> None:
+    """A bare install needs gRPC and protobuf only, and only the worker needs torch."""
     (licence,) = wheel.glob("*.dist-info/licenses/LICENSE")
     assert "Apache License" in licence.read_text()
-    assert metadata(wheel)["License-Expression"] == ["Apache-2.0"]
-
-
-def test_bare_install_needs_grpc_and_protobuf_only(wheel: Path) -> None:
-    bare = [r for r in metadata(wheel)["Requires-Dist"] if "extra ==" not in r]
+    found = metadata(wheel)
+    assert found["License-Expression"] == ["Apache-2.0"]
+    bare = [r for r in found["Requires-Dist"] if "extra ==" not in r]
     names = {r.split(">")[0].split("<")[0].split("=")[0].strip() for r in bare}
     assert names == {"googleapis-common-protos", "grpcio", "grpcio-status", "protobuf"}
-
-
-@pytest.mark.parametrize("extra", ["cli", "scheduler"])
-def test_torch_is_a_worker_dependency(wheel: Path, extra: str) -> None:
-    wanted = [r for r in metadata(wheel)["Requires-Dist"] if f"extra == '{extra}'" in r]
-    assert wanted
-    assert not [r for r in wanted if r.startswith(("torch", "transformers", "lineclear[worker", "lineclear[all"))]
+    for extra in ("cli", "scheduler"):
+        wanted = [r for r in found["Requires-Dist"] if f"extra == '{extra}'" in r]
+        assert wanted
+        assert not [r for r in wanted if r.startswith(("torch", "transformers", "lineclear[worker", "lineclear[all"))]
 
 
 def test_commands_exist(wheel: Path) -> None:
@@ -127,28 +144,52 @@ def test_commands_exist(wheel: Path) -> None:
 BARE = "lineclear grpc grpc_status google typing_extensions"
 
 
-def test_schema_imports_alone(wheel: Path) -> None:
-    import_alone(wheel, "lineclear.v1.inference_pb2_grpc", present=BARE)
-
-
-def test_client_imports_with_grpc_and_protobuf_only(wheel: Path) -> None:
-    modules = "lineclear.client lineclear.errors lineclear.status_codec"
-    import_alone(wheel, modules, present=BARE, absent="google.api lineclear.scheduler lineclear.worker")
-
-
-def test_embedded_scheduler_imports_with_nothing_else(wheel: Path) -> None:
-    import_alone(wheel, "lineclear.embedded", present="lineclear", absent="google grpc zmq torch")
-
-
-def test_scheduler_imports_without_torch(wheel: Path) -> None:
-    import_alone(wheel, modules_of(wheel, "scheduler"), absent="torch transformers lineclear.worker lineclear.client")
-
-
-def test_worker_threads_import_without_torch(wheel: Path) -> None:
-    modules = "lineclear.worker.runner_interface lineclear.worker.step_loop lineclear.worker.scheduler_link"
-    import_alone(wheel, modules, absent="torch transformers grpc lineclear.scheduler lineclear.client")
+@pytest.mark.parametrize(
+    ("modules", "present", "absent"),
+    [
+        ("lineclear.v1.inference_pb2_grpc", BARE, ""),
+        (
+            *("lineclear.client lineclear.errors lineclear.status_codec", BARE),
+            "google.api lineclear.scheduler lineclear.worker",
+        ),
+        ("lineclear.embedded", "lineclear", "google grpc zmq torch"),
+        ("lineclear.scheduler.*", "", "torch transformers lineclear.worker lineclear.client"),
+        (
+            *("lineclear.worker.runner_interface lineclear.worker.step_loop lineclear.worker.scheduler_link", ""),
+            "torch transformers grpc lineclear.scheduler lineclear.client",
+        ),
+    ],
+    ids=["schema", "client", "embedded", "scheduler", "worker threads"],
+)
+def test_part_imports_without_the_others(wheel: Path, modules: str, present: str, absent: str) -> None:
+    if modules == "lineclear.scheduler.*":
+        modules = modules_of(wheel, "scheduler")
+    import_alone(wheel, modules, present=present, absent=absent)
 
 
 def test_import_alone_hides_packages(wheel: Path) -> None:
     with pytest.raises(AssertionError, match="grpc is not installed here"):
         import_alone(wheel, "lineclear.v1.inference_pb2_grpc", absent="grpc")
+
+
+# --- without other packages ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [
+        ("lineclear-scheduler", "structlog", "scheduler"),
+        ("lineclear-worker", "structlog", "worker"),
+        ("python -m lineclear.planner", "pydantic", "scheduler"),
+        ("lineclear", "rich", "cli"),
+    ],
+)
+def test_missing_package_prints_the_install_command(
+    bare: Path, archive: Path, command: str, package: str, extra: str
+) -> None:
+    program, *words = command.split()
+    done = subprocess.run([bare / program, *words, "--demo"], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert done.returncode == (2 if command == "lineclear" else 78)
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert package in done.stderr
+    assert f"pip install 'lineclear[{extra}] @ {archive.as_uri()}'" in done.stderr

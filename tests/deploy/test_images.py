@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tomllib
@@ -22,6 +21,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from support.sources import REPOSITORY
 from support.time_limits import PATIENCE_SECONDS
 
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 DOCKERFILES = sorted((REPOSITORY / "deploy").glob("*.Dockerfile"))
 
 
@@ -54,11 +54,10 @@ def test_hadolint_has_no_findings(dockerfile: Path) -> None:
 
 def test_stop_signal_reaches_the_process(dockerfile: Path) -> None:
     """In the exec form; a shell would not forward SIGTERM."""
-    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
     (entry,) = (rest for word, rest in final_stage(dockerfile) if word == "ENTRYPOINT")
     (command,) = json.loads(entry)
     assert command == f"lineclear-{dockerfile.stem}"
-    assert command in scripts
+    assert command in PROJECT["scripts"]
 
 
 def test_image_user_is_that_of_the_manifests(dockerfile: Path) -> None:
@@ -92,9 +91,7 @@ def test_each_pip_install_is_constrained(dockerfile: Path) -> None:
 
 def test_only_the_worker_has_torch() -> None:
     scheduler, worker = (p.read_text().split("\n", 1)[1] for p in DOCKERFILES)
-    assert "requirements.py scheduler >" in scheduler
     assert "torch" not in scheduler
-    assert "requirements.py worker >" in worker
     pin = re.search(r"^torch==\S+$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
     assert pin is not None
     assert f"ARG TORCH={pin[0]}\n" in worker
@@ -124,47 +121,38 @@ def health_check(port: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
-def packages(lines: str) -> set[str]:
-    return {re.split(r"[\[>=<;]", line)[0] for line in lines.splitlines()}
-
-
 @pytest.mark.parametrize("extra", ["scheduler", "worker"])
 def test_dependency_layer_is_complete(extra: str) -> None:
     """The product is installed above this layer with --no-deps."""
+    assert f"requirements.py {extra} >" in (REPOSITORY / f"deploy/{extra}.Dockerfile").read_text()
     script = REPOSITORY / "deploy/requirements.py"
     done = subprocess.run([sys.executable, script, extra], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    wanted = {line for line in importlib.metadata.requires("lineclear") or () if f'extra == "{extra}"' in line}
-    wanted |= {line for line in importlib.metadata.requires("lineclear") or () if "extra ==" not in line}
-    names = packages("\n".join(wanted)) - {"lineclear"}
-    assert names <= packages(done.stdout)
-    assert ("torch" in packages(done.stdout)) == (extra == "worker")
-    assert "lineclear" not in packages(done.stdout)
+    required = importlib.metadata.requires("lineclear") or ()
+    wanted = [line for line in required if f'extra == "{extra}"' in line or "extra ==" not in line]
+    needed, listed = ({re.split(r"[\[>=<;]", line)[0] for line in of} for of in (wanted, done.stdout.splitlines()))
+    assert needed - {"lineclear"} <= listed
+    assert ("torch" in listed) == (extra == "worker")
+    assert "lineclear" not in listed
 
 
-def test_product_layer_is_above_the_dependencies(dockerfile: Path) -> None:
-    copies = [rest for word, rest in final_stage(dockerfile) if word == "COPY" and "--from" in rest]
+def test_layers_and_labels(dockerfile: Path) -> None:
+    """The product is above its dependencies, its modules are compiled, and the image has no pip."""
+    found, final = instructions(dockerfile), final_stage(dockerfile)
+    copies = [rest for word, rest in final if word == "COPY" and "--from" in rest]
     assert copies == ["--from=dependencies /opt/lineclear /opt/lineclear", "--from=product /opt/product /opt/product"]
-    found = instructions(dockerfile)
     stages = [i for i, (word, _) in enumerate(found) if word == "FROM"]
     before = [rest for word, rest in found[: stages[1]] if word == "COPY"]
     assert before == ["constraints.txt pyproject.toml deploy/requirements.py ./"], (
         "source files would rebuild the layer"
     )
-
-
-def test_image_has_no_pip_and_compiled_modules(dockerfile: Path) -> None:
-    runs = [rest for word, rest in instructions(dockerfile) if word == "RUN"]
+    runs = [rest for word, rest in found if word == "RUN"]
     assert all("--without-pip" in run for run in runs if " venv " in run)
     assert all("--compile" in run for run in runs if "pip" in run and " install " in run)
-    assert any("rm -rf /usr/local/bin/pip*" in rest for _, rest in final_stage(dockerfile))
-
-
-def test_labels_name_image_and_version(dockerfile: Path) -> None:
-    (labels,) = (rest for word, rest in final_stage(dockerfile) if word == "LABEL")
-    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
-    assert f'org.opencontainers.image.title="lineclear-{dockerfile.stem}"' in labels
-    assert f'org.opencontainers.image.version="{version}"' in labels
-    assert 'org.opencontainers.image.licenses="Apache-2.0"' in labels
+    assert any("rm -rf /usr/local/bin/pip*" in rest for _, rest in final)
+    (labels,) = (rest for word, rest in final if word == "LABEL")
+    version = PROJECT["version"]
+    for label in (f'title="lineclear-{dockerfile.stem}"', f'version="{version}"', 'licenses="Apache-2.0"'):
+        assert f"org.opencontainers.image.{label}" in labels
 
 
 def test_copied_files_build_the_package(dockerfile: Path, tmp_path: Path) -> None:
@@ -189,14 +177,6 @@ def test_copied_files_build_the_package(dockerfile: Path, tmp_path: Path) -> Non
     assert list((context / "dist").glob("*.whl"))
 
 
-def test_health_check_fails_without_a_server() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        done = health_check(unused.getsockname()[1])
-    assert done.returncode == 1
-    assert done.stderr.startswith("no answer: ")
-
-
 @pytest.mark.parametrize(
     ("status", "expected"), [(HealthCheckResponse.SERVING, 0), (HealthCheckResponse.NOT_SERVING, 1), (None, 1)]
 )
@@ -212,6 +192,8 @@ def test_health_check_follows_liveness(status: int | None, expected: int) -> Non
         assert health_check(port).returncode == expected
     finally:
         server.stop(None).wait(PATIENCE_SECONDS)
+    done = health_check(port)
+    assert (done.returncode, done.stderr[:11]) == (1, "no answer: ")
 
 
 def test_health_check_imports_little() -> None:

@@ -27,7 +27,7 @@ from lineclear.worker import settings as worker_settings
 DEPLOY = REPOSITORY / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
-OURS = ("lineclear-worker", "lineclear-scheduler")
+OURS, SECOND = ("lineclear-worker", "lineclear-scheduler"), "lineclear-second-worker"
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
 
@@ -87,10 +87,7 @@ def test_every_variant_is_tested() -> None:
 
 def test_second_worker_stops_after_the_scheduler() -> None:
     pod = MANIFESTS["service-cpu-two-workers"].pod
-    assert [container["name"] for container in pod["initContainers"]] == [
-        "lineclear-worker",
-        "lineclear-second-worker",
-    ]
+    assert [container["name"] for container in pod["initContainers"]] == [OURS[0], SECOND]
     first, second = ({**container, "name": ""} for container in pod["initContainers"])
     assert first == second
 
@@ -107,14 +104,16 @@ def test_kustomize_builds_the_same_manifests(name: str) -> None:
     assert by_kind(yaml.safe_load_all(done.stdout)) == by_kind(MANIFESTS[name].documents)
 
 
-def test_cpu_variant_requests_no_gpu(manifest: Manifest) -> None:
+def test_only_the_worker_of_a_gpu_variant_has_the_gpu(manifest: Manifest) -> None:
+    limits = {name: container["resources"]["limits"] for name, container in manifest.containers.items()}
     is_gpu = manifest in (SIDECAR, SERVICE)
-    assert ("nvidia.com/gpu" in manifest.worker["resources"]["limits"]) == is_gpu
+    assert {name for name, limit in limits.items() if "nvidia.com/gpu" in limit} == ({OURS[0]} if is_gpu else set())
+    assert all("memory" in limit for limit in limits.values())
     assert worker_settings.load(manifest.worker["args"]).device == ("cuda" if is_gpu else "cpu")
 
 
 # 1.30 is the oldest version with the sleep hook and native sidecars enabled by default.
-@pytest.mark.parametrize("version", ["1.30", "1.32", kubernetes_validate.latest_version()])
+@pytest.mark.parametrize("version", ["1.30", kubernetes_validate.latest_version()])
 def test_manifest_is_valid_kubernetes(manifest: Manifest, version: str) -> None:
     for document in manifest.documents:
         kubernetes_validate.validate(document, version, strict=True)
@@ -130,7 +129,7 @@ def test_stop_order_is_app_scheduler_worker() -> None:
     assert [c["name"] for c in SERVICE.pod["containers"]] == ["lineclear-scheduler"]
 
 
-def test_containers_are_restricted(manifest: Manifest) -> None:
+def test_pod_and_containers_are_restricted(manifest: Manifest) -> None:
     for container in manifest.containers.values():
         security = container["securityContext"]
         assert security["capabilities"] == {"drop": ["ALL"]}
@@ -139,9 +138,6 @@ def test_containers_are_restricted(manifest: Manifest) -> None:
         assert security["runAsUser"] > 0
     assert manifest.pod["securityContext"]["runAsNonRoot"] is True
     assert manifest.pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-
-
-def test_pod_has_no_extra_access(manifest: Manifest) -> None:
     assert manifest.pod["automountServiceAccountToken"] is False
     assert manifest.pod["enableServiceLinks"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"} & set(manifest.pod)
@@ -154,17 +150,13 @@ def test_only_scheduler_and_worker_share_the_sockets(manifest: Manifest) -> None
         for name, mount in mounts.items()
         if mount is not None
     }
-    assert {name for name, mount in mounts.items() if mount} - {"lineclear-second-worker"} == set(OURS)
+    assert {name for name, mount in mounts.items() if mount} - {SECOND} == set(OURS)
     assert users == {(10001, "/run/lineclear")}
     # A folder inside the volume, because the kubelet makes an emptyDir writable for all users.
     directories = {flags(manifest.scheduler)["socket-directory"], flags(manifest.worker)["socket-directory"]}
     assert directories == {"/run/lineclear/sockets"}
     volume = next(v for v in manifest.pod["volumes"] if v["name"] == "lineclear-sockets")
     assert volume["emptyDir"]["medium"] == "Memory"
-
-
-def test_app_runs_as_another_user() -> None:
-    assert SIDECAR.containers["app"]["securityContext"]["runAsUser"] != 10001
 
 
 def test_volumes_are_used_and_bounded(manifest: Manifest) -> None:
@@ -175,12 +167,6 @@ def test_volumes_are_used_and_bounded(manifest: Manifest) -> None:
         models = manifest.mounts(name)["models"]
         assert models["readOnly"] is True
         assert flags(manifest.containers[name])["model"].startswith(models["mountPath"] + "/")
-
-
-def test_only_the_worker_has_the_gpu(manifest: Manifest) -> None:
-    limits = {name: c["resources"]["limits"] for name, c in manifest.containers.items()}
-    assert {name for name, limit in limits.items() if "nvidia.com/gpu" in limit} <= {"lineclear-worker"}
-    assert all("memory" in limit for limit in limits.values())
 
 
 def test_probes_ask_the_health_port(manifest: Manifest) -> None:
@@ -209,22 +195,21 @@ def seconds_until_replaced(probe: dict[str, Any], pod: dict[str, Any], detection
 
 
 def test_hung_worker_is_restarted_within_25_seconds(manifest: Manifest) -> None:
+    """And a hung scheduler within 50."""
     settings, _ = load(manifest.scheduler["args"])
-    probe = manifest.worker["livenessProbe"]
-    detection_seconds = settings.heartbeat_timeout_seconds + TICK_SECONDS
-    assert seconds_until_replaced(probe, manifest.pod, detection_seconds) <= 25
-
-
-def test_hung_scheduler_is_restarted_within_50_seconds(manifest: Manifest) -> None:
-    settings, _ = load(manifest.scheduler["args"])
-    probe = manifest.scheduler["livenessProbe"]
-    assert seconds_until_replaced(probe, manifest.pod, settings.watchdog_timeout_seconds + TICK_SECONDS) <= 50
+    for container, timeout, limit in (
+        (manifest.worker, settings.heartbeat_timeout_seconds, 25),
+        (manifest.scheduler, settings.watchdog_timeout_seconds, 50),
+    ):
+        probe = container["livenessProbe"]
+        assert seconds_until_replaced(probe, manifest.pod, timeout + TICK_SECONDS) <= limit
 
 
 def test_only_the_app_reaches_the_server() -> None:
     listen = flags(SIDECAR.scheduler)["listen"]
     assert listen.startswith("127.0.0.1:")
     assert SIDECAR.containers["app"]["env"] == [{"name": "LLM_TARGET", "value": listen}]
+    assert SIDECAR.containers["app"]["securityContext"]["runAsUser"] != 10001
     assert "grpc" not in {p["name"] for p in SIDECAR.scheduler["ports"]}
 
 
@@ -268,23 +253,14 @@ def test_new_replica_waits_for_the_gpu() -> None:
     assert SERVICE.documents[0]["spec"]["replicas"] > 1, "a rollout stops one replica at a time"
 
 
-def test_startup_probe_allows_model_loading(manifest: Manifest) -> None:
+def test_grace_period_covers_start_and_drain(manifest: Manifest) -> None:
     settings, _ = load(manifest.scheduler["args"])
     probe = manifest.scheduler["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= settings.start_timeout_seconds
-
-
-def test_grace_period_covers_the_drain(manifest: Manifest) -> None:
-    hooks = [c["lifecycle"]["preStop"] for c in manifest.containers.values() if "lifecycle" in c]
-    assert len(hooks) == 1
-    needed = hooks[0]["sleep"]["seconds"] + drain_seconds(manifest.scheduler) + 10
-    assert manifest.pod["terminationGracePeriodSeconds"] >= needed
-
-
-def test_worker_outlasts_the_drain_of_its_scheduler(manifest: Manifest) -> None:
-    drain = worker_settings.load(manifest.worker["args"]).drain_timeout_seconds
-    assert drain > drain_seconds(manifest.scheduler)
-    assert manifest.pod["terminationGracePeriodSeconds"] >= drain
+    grace = manifest.pod["terminationGracePeriodSeconds"]
+    (hook,) = [c["lifecycle"]["preStop"] for c in manifest.containers.values() if "lifecycle" in c]
+    assert grace >= hook["sleep"]["seconds"] + settings.drain_timeout_seconds + 10
+    assert grace >= worker_settings.load(manifest.worker["args"]).drain_timeout_seconds > settings.drain_timeout_seconds
 
 
 def test_labels_agree(manifest: Manifest) -> None:
@@ -320,36 +296,32 @@ def test_prometheus_can_scrape() -> None:
 
 
 def test_compose_runs_both_processes() -> None:
+    """The worker has no network, and the scheduler publishes on loopback only."""
     assert set(SERVICES) == {"scheduler", "worker"}
     for name, service in SERVICES.items():
         context = (DEPLOY / service["build"]["context"]).resolve()
         assert context == REPOSITORY
         assert (context / service["build"]["dockerfile"]).name == f"{name}.Dockerfile"
         assert (context / service["build"]["dockerfile"]).is_file()
+    assert "sockets" in COMPOSE["volumes"]
+    assert SERVICES["worker"]["network_mode"] == "none"
+    assert "ports" not in SERVICES["worker"]
+    assert all(port.startswith("127.0.0.1:") for port in SERVICES["scheduler"]["ports"])
 
 
 @pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES)
 def test_compose_services_are_restricted(service: dict[str, Any]) -> None:
+    """A limit on restarts would count over a container's whole life: a worker could stay down after rare crashes."""
     assert service["user"] == "10001:10001"
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert service["pids_limit"] > 0
+    assert service["mem_limit"]
+    assert service["restart"] == "unless-stopped"
     assert [v for v in service["volumes"] if ":/models/" in v and not v.endswith(":ro")] == []
-
-
-def test_compose_shares_only_the_sockets() -> None:
-    volumes = [[v for v in s["volumes"] if not v.startswith("${MODEL")] for s in SERVICES.values()]
-    assert volumes == [["sockets:/run/lineclear"]] * 2
-    assert "sockets" in COMPOSE["volumes"]
-    directories = {flags(SERVICES["scheduler"])["socket-directory"], flags(SERVICES["worker"])["socket-directory"]}
-    assert directories == {"/run/lineclear/sockets"}
-
-
-def test_compose_publishes_on_loopback_only() -> None:
-    assert SERVICES["worker"]["network_mode"] == "none"
-    assert "ports" not in SERVICES["worker"]
-    assert all(port.startswith("127.0.0.1:") for port in SERVICES["scheduler"]["ports"])
+    assert [v for v in service["volumes"] if not v.startswith("${MODEL")] == ["sockets:/run/lineclear"]
+    assert flags(service)["socket-directory"] == "/run/lineclear/sockets"
 
 
 def test_compose_waits_for_the_scheduler_drain() -> None:
@@ -361,13 +333,6 @@ def test_compose_waits_for_the_scheduler_drain() -> None:
     assert seconds(SERVICES["worker"]["stop_grace_period"]) >= worker_drain + 5
 
 
-def test_compose_limits_memory_and_restarts() -> None:
-    """A limit on restarts counts over a container's whole life, so a worker could stay down after rare crashes."""
-    for service in SERVICES.values():
-        assert service["mem_limit"]
-        assert service["restart"] == "unless-stopped"
-
-
 def test_compose_with_two_workers() -> None:
     overlay = yaml.safe_load((DEPLOY / "compose.workers.yaml").read_text())["services"]
     assert overlay["second-worker"]["extends"] == {"file": "compose.yaml", "service": "worker"}
@@ -377,22 +342,13 @@ def test_compose_with_two_workers() -> None:
     assert len(set(cores.values())) == 2
 
 
-def test_compose_gives_both_processes_one_batch_size() -> None:
-    overlay = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]["worker"]
-    size = flags(SERVICES["scheduler"])["max-batch-size"]
-    assert (
-        flags(SERVICES["worker"])["max-batch-size"]
-        == flags(overlay)["max-batch-size"]
-        == size
-        == "${MAX_BATCH_SIZE:-64}"
-    )
-
-
 def test_gpu_overlay_extends_the_worker() -> None:
+    """All processes have one batch size. A list in an overlay replaces the whole list."""
     overlay = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]
     assert set(overlay) == {"worker"}
-    # A list in an overlay replaces the whole list.
     assert overlay["worker"]["command"][:-1] == SERVICES["worker"]["command"]
+    sizes = {flags(service)["max-batch-size"] for service in (*SERVICES.values(), overlay["worker"])}
+    assert sizes == {"${MAX_BATCH_SIZE:-64}"}
 
 
 # --- both ----------------------------------------------------------------------------------------------------------

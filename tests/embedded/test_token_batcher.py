@@ -160,17 +160,6 @@ def test_stream_raises_after_its_tokens(running: Callable[[Any], Any]) -> None:
         next(stream)
 
 
-def test_exception_for_a_row_fails_that_request_only() -> None:
-    def fails(batch: StepBatch) -> list[Any]:
-        return [ValueError(row.data) if row.data else next_token(row.context) for row in batch.sampling_rows]
-
-    with Batcher(fails) as batcher:
-        good, bad = batcher.submit([1], 5), batcher.submit([2], 5, data="bad")
-        with pytest.raises(ValueError, match="bad"):
-            bad.result()
-        assert good.result().tokens == alone([1], 5)
-
-
 def test_failed_step_recomputes_its_sequences() -> None:
     model, asked, faults = SlotModel(), prompts(6), [3, 7]
 
@@ -185,19 +174,6 @@ def test_failed_step_recomputes_its_sequences() -> None:
         answers = [batcher.submit(prompt, 6) for prompt in asked]
         assert [a.result().tokens for a in answers] == [alone(prompt, 6) for prompt in asked]
         assert batcher.stats().failed_steps == 2
-
-
-def test_poison_prompt_fails_alone() -> None:
-    def step(batch: StepBatch) -> list[int]:
-        if any(13 in row.context for row in batch.rows):
-            raise ArithmeticError("thirteen")
-        return [next_token(row.context) % 13 for row in batch.sampling_rows]
-
-    with Batcher(step, max_batch_size=4) as batcher:
-        good = [batcher.submit([n], 8) for n in range(6)]
-        with pytest.raises(ArithmeticError, match="thirteen"):
-            batcher.submit([13], 8).result()
-        assert all(len(answer.result().tokens) == 8 for answer in good)
 
 
 def test_requests_that_can_never_run_are_rejected() -> None:

@@ -48,20 +48,14 @@ async def test_admin_calls_run_their_operation(tmp_path: Path) -> None:
         await stub.FlushPrefixCache(pb.FlushPrefixCacheRequest())
         answer = await stub.SetLogLevel(pb.SetLogLevelRequest(level=pb.LOG_LEVEL_ERROR))
         assert answer.previous == pb.LOG_LEVEL_INFO
-        await stub.Drain(pb.DrainRequest())
-        assert s.operations.calls == ["dump", "flush", "error", "shut_down"]
-
-
-async def test_failed_operation_returns_the_reason(tmp_path: Path) -> None:
-    async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
-        stub = await admin_stub(s)
         for level in (pb.LOG_LEVEL_UNSPECIFIED, 99):
             error = await error_of(stub.SetLogLevel(pb.SetLogLevelRequest(level=level)))
             assert (error.reason, [v.field for v in error.violations]) == ("INVALID_REQUEST", ["level"])
+        await stub.Drain(pb.DrainRequest())
+        assert s.operations.calls == ["dump", "flush", "error", "shut_down"]
         s.operations.failure = RecordingFailed("the disk is full")
         error = await error_of(stub.DumpRecording(pb.DumpRecordingRequest()))
         assert (error.code, error.reason) == ("FAILED_PRECONDITION", "RECORDING_FAILED")
-        assert s.operations.calls == ["dump"]
 
 
 async def test_restart_of_workers_returns_their_pids(tmp_path: Path) -> None:
@@ -91,22 +85,39 @@ async def test_drain_returns_remaining_requests_and_time(tmp_path: Path) -> None
 
 # --- a real process --------------------------------------------------------------------------------------------------
 
+ADMIN = ("--admin-listen", "127.0.0.1:0")
+SLOW = {"min_step_seconds": 0.01, "max_step_seconds": 0.01}
+
+
+def admin_address(server: Process) -> str:
+    return str(server.wait_for("listening")["admin_address"])
+
+
+def admin(server: Process, *arguments: str) -> Result:
+    """Run `lineclear admin` against the server."""
+    command = ["admin", *arguments, "--target", admin_address(server)]
+    return CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+
 
 @pytest.fixture
-def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    with starting(model, "--admin-listen", f"unix:{tmp_path}/a") as start_scheduler:
+def start(model: Path) -> Iterator[Callable[..., Running]]:
+    with starting(model, *ADMIN) as start_scheduler:
         yield start_scheduler
 
 
-@pytest.fixture
-def admin(tmp_path: Path) -> Callable[..., Result]:
-    def invoke(*arguments: str) -> Result:
-        return CliRunner().invoke(app, ["admin", *arguments, "--target", f"unix:{tmp_path}/a"], env={"COLUMNS": "120"})
-
-    return invoke
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recording directory of `server`, which makes it."""
+    return tmp_path_factory.mktemp("admin") / "recordings"
 
 
-def test_drain_equals_sigterm(start: Callable[..., Running], admin: Callable[..., Result]) -> None:
+@pytest.fixture(scope="module")
+def server(model: Path, recordings: Path) -> Iterator[Running]:
+    with starting(model, *ADMIN, "--recording-directory", str(recordings)) as start_scheduler:
+        yield start_scheduler()
+
+
+def test_drain_equals_sigterm(start: Callable[..., Running]) -> None:
     """Running answers complete exactly, then the server exits; a second drain does not shorten the first."""
     server = start("--drain-timeout-seconds", "600", min_step_seconds=0.05, max_step_seconds=0.05)
     request = endless(3)
@@ -115,96 +126,46 @@ def test_drain_equals_sigterm(start: Callable[..., Running], admin: Callable[...
     tokens = list(next(short).token_ids)
     next(long)
     for _ in range(2):
-        result = admin("drain", "--json")
+        result = admin(server, "drain", "--json")
         assert result.exit_code == 0, result.stderr
         remaining = json.loads(result.stdout)
         assert remaining["requests_in_progress"] in (1, 2)  # the short one may have ended by itself
         assert 0 < remaining["seconds"] <= 600
     assert failure_of(server.stub.Generate(endless())).reason == "SERVER_DRAINING"
     tokens += [token for response in short for token in response.token_ids]
-    assert tokens == expected([5], Sampling(seed=3), 20, 512)
+    assert tokens == expected([5], Sampling(seed=3), 20, VOCABULARY)
     long.cancel()
     assert server.exit_code() == 0
     assert server.wait_for("shutdown_started")["reason"] == "an operator asked"
 
 
-def test_drain_timeout_ends_requests(start: Callable[..., Running], admin: Callable[..., Result]) -> None:
-    server = start("--drain-timeout-seconds", "0.3", min_step_seconds=0.05, max_step_seconds=0.05)
-    call = server.stub.Generate(endless())
-    tokens = list(next(call).token_ids)
-    assert admin("drain").exit_code == 0
-    error = failure_of(tokens.extend(response.token_ids) for response in call)
-    assert (error.reason, int(error.metadata["next_index"])) == ("SHUTDOWN_INTERRUPTED", len(tokens))
-    assert server.exit_code() == 0
-
-
-def test_recording_replays(start: Callable[..., Running], admin: Callable[..., Result], tmp_path: Path) -> None:
-    server = start("--recording-directory", str(tmp_path / "recordings"))
+def test_recording_replays(server: Running) -> None:
     assert len(list(server.stub.Generate(endless()))) > 1
     paths = []
     for _ in range(2):  # the second dump soon after the first is accepted
-        result = admin("dump")
+        result = admin(server, "dump")
         assert result.exit_code == 0, result.stderr
         paths.append(Path(result.stdout.strip()))
     assert [path.name for path in paths] == ["flight-0.jsonl", "flight-1.jsonl"]
-    for path in paths:
-        assert path.stat().st_mode & 0o777 == 0o600
-        command = [sys.executable, "-m", "lineclear.scheduler.main", "replay", str(path)]
-        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-        assert (done.returncode, "every decision the same" in done.stdout) == (0, True), done.stdout + done.stderr
+    assert [path.stat().st_mode & 0o777 for path in paths] == [0o600] * 2
+    command = [sys.executable, "-m", "lineclear.scheduler.main", "replay", str(paths[1])]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert (done.returncode, "every decision the same" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
-def test_unwritable_recording_returns_the_reason(
-    start: Callable[..., Running], admin: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_unwritable_recording_returns_the_reason(server: Running, recordings: Path) -> None:
     """A directory that others may enter is refused before the start; this one is opened to them later."""
-    server = start("--recording-directory", str(tmp_path / "recordings"))
-    (tmp_path / "recordings").chmod(0o777)
-    result = admin("dump")
+    recordings.chmod(0o777)
+    result = admin(server, "dump")
+    recordings.chmod(0o700)
     assert result.exit_code != 0
     assert "0700" in result.stderr
     assert len(list(server.stub.Generate(endless()))) > 1
 
 
-def test_the_log_level_changes(start: Callable[..., Running], admin: Callable[..., Result]) -> None:
-    server = start()
-    list(server.stub.Generate(endless()))
-    server.wait_for("request_ended")
-    assert admin("log-level", "warning").stdout == "warning, previously info\n"
-    list(server.stub.Generate(endless()))
-    assert admin("log-level", "info").stdout == "info, previously warning\n"
-    list(server.stub.Generate(endless()))
-    server.wait_for("request_ended", count=2)
-    assert [line["log_level"] for line in server.lines if line.get("rpc") == "set_log_level"] == ["warning", "info"]
-    assert admin("drain").exit_code == 0
-    assert server.exit_code() == 0
-    assert len([line for line in server.lines if line["event"] == "request_ended"]) == 2
-
-
-def test_log_level_reaches_restarted_workers(
-    start: Callable[..., Running], admin: Callable[..., Result], tmp_path: Path
-) -> None:
-    """At level info a worker logs the end of its epoch: not for the two at a higher level, but for the third."""
-    server = start()
-    assert admin("log-level", "warning").exit_code == 0
-    with grpc.insecure_channel(f"unix:{tmp_path}/a") as channel:
-        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        for number in (1, 2):
-            assert list(server.stub.Generate(endless()))  # plans follow the level, so the worker has it
-            signal_worker(lambda: stub.GetStats(inference_pb2.GetStatsRequest()).worker.pid, signal.SIGTERM)
-            server.wait_for("worker_crashed", number)
-    assert admin("log-level", "info").exit_code == 0
-    assert list(server.stub.Generate(endless()))
-    assert admin("drain").exit_code == 0
-    assert server.exit_code() == 0
-    events = [line["event"] for line in server.lines if line["process"] == "worker"]
-    assert events == ["waiting_for_scheduler"] * 3 + ["stopping", "epoch_ended"]
-
-
-def test_flush_empties_the_prefix_cache(start: Callable[..., Running], admin: Callable[..., Result]) -> None:
-    server = start()
+def test_flush_empties_the_prefix_cache(server: Running) -> None:
     request = endless()
-    request.token_ids.ids[:] = range(5, 105)
+    request.token_ids.ids[:] = range(6, 106)  # no other request begins with 6
     request.sampling.max_tokens = 2
 
     def cached() -> int:
@@ -212,13 +173,43 @@ def test_flush_empties_the_prefix_cache(start: Callable[..., Running], admin: Ca
 
     assert cached() == 0
     assert cached() > 0
-    assert admin("flush").exit_code == 0
+    assert admin(server, "flush").exit_code == 0
     assert cached() == 0
 
 
+def test_log_level_reaches_scheduler_and_restarted_workers(start: Callable[..., Running]) -> None:
+    """At level info a worker logs the end of its epoch: not for the two at a higher level, but for the third."""
+    server = start()
+    assert admin(server, "log-level", "warning").stdout == "warning, previously info\n"
+    for number in (1, 2):
+        assert list(server.stub.Generate(endless()))  # plans follow the level, so the worker has it
+        signal_worker(lambda: stats_of(server).worker.pid, signal.SIGTERM)
+        server.wait_for("worker_crashed", number)
+    assert admin(server, "log-level", "info").stdout == "info, previously warning\n"
+    assert list(server.stub.Generate(endless()))
+    assert admin(server, "drain").exit_code == 0
+    assert server.exit_code() == 0
+    assert [line["log_level"] for line in server.lines if line.get("rpc") == "set_log_level"] == ["warning", "info"]
+    assert len([line for line in server.lines if line["event"] == "request_ended"]) == 1
+    events = [line["event"] for line in server.lines if line["process"] == "worker"]
+    assert events == ["waiting_for_scheduler"] * 3 + ["stopping", "epoch_ended"]
+
+
 @pytest.mark.parametrize("arguments", [["log-level"], ["log-level", "loud"], ["drain", "info"], ["stop"]])
-def test_invalid_log_level_is_rejected(admin: Callable[..., Result], arguments: list[str]) -> None:
-    assert admin(*arguments).exit_code == 2
+def test_invalid_arguments_are_rejected(arguments: list[str]) -> None:
+    assert CliRunner().invoke(app, ["admin", *arguments, "--target", "unix:/absent"]).exit_code == 2
+
+
+def test_workers_that_another_program_started_are_not_restarted(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    flags = [*ADMIN, "--socket-directory", f"{tmp_path}/run"]
+    process = Process(["--model", str(model), "--listen", "127.0.0.1:0", "--log-format", "json", *flags])
+    try:
+        result = admin(process, "restart-workers")
+        assert result.exit_code != 0
+        assert "send SIGTERM to one after the other" in result.stderr
+    finally:
+        process.end()
 
 
 # --- several workers -------------------------------------------------------------------------------------------------
@@ -226,106 +217,88 @@ def test_invalid_log_level_is_rejected(admin: Callable[..., Result], arguments: 
 
 def stats_of(server: Running) -> Any:
     """Return GetStats, which is offered at the admin address only."""
-    with grpc.insecure_channel(server.wait_for("listening")["admin_address"]) as channel:
+    with grpc.insecure_channel(admin_address(server)) as channel:
         return inference_pb2_grpc.InferenceServiceStub(channel).GetStats(inference_pb2.GetStatsRequest())
 
 
-def workers_of(server: Running) -> list[Any]:
-    return list(stats_of(server).workers)
+def joined(server: Running) -> list[Any]:
+    return [worker for worker in stats_of(server).workers if worker.state == "joined"]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_rolling_restart_ends_no_stream(
-    count: int, start: Callable[..., Running], admin: Callable[..., Result]
-) -> None:
-    server = start("--num-workers", str(count), min_step_seconds=0.01, max_step_seconds=0.01)
-    wait_until(lambda: len(workers_of(server)) == count)
-    before = {worker.pid for worker in workers_of(server)}
+@pytest.fixture(scope="module")
+def pair(model: Path) -> Iterator[Running]:
+    """A server with two workers, which have joined."""
+    flags = ("--num-workers", "2", "--max-batch-size", "5", "--metrics-listen", "127.0.0.1:0")
+    with starting(model, *ADMIN, *flags) as start_scheduler:
+        server = start_scheduler(**SLOW)
+        wait_until(lambda: len(joined(server)) == 2)
+        yield server
+
+
+def test_stats_show_each_worker(pair: Running) -> None:
+    streams = [pair.stub.Generate(endless(seed)) for seed in range(8)]
+    for stream in streams:
+        next(stream)
+    found = joined(pair)
+    assert [worker.index for worker in found] == [0, 1]
+    assert all(worker.joins == 1 and worker.num_blocks and worker.device == "toy" for worker in found)
+    stats = stats_of(pair)
+    assert stats.gauges.num_blocks == sum(worker.num_blocks for worker in stats.workers)
+    shown = CliRunner().invoke(app, ["stats", "--target", admin_address(pair)], env={"COLUMNS": "160"})
+    assert shown.exit_code == 0, shown.stderr
+    for worker in found:
+        assert str(worker.pid) in shown.stdout
+    page = pair.metrics_page()
+    for index in (0, 1):
+        assert f'lineclear_worker_joined{{worker="{index}"}} 1.0' in page
+        assert f'lineclear_worker_slot_joins_total{{worker="{index}"}} 1.0' in page
+    for stream in streams:
+        stream.cancel()
+
+
+def test_batch_fills_the_slots_of_all_workers(pair: Running) -> None:
+    """Also where GetStats is at the admin address only."""
+    with Client(pair.address) as client:
+        assert client.model().limits.num_slots == 10
+
+
+def test_ready_while_one_worker_is_left(pair: Running) -> None:
+    os.kill(joined(pair)[0].pid, signal.SIGKILL)
+    wait_until(lambda: len(joined(pair)) == 1)
+    assert pair.health.Check(health_pb2.HealthCheckRequest(service="readiness")).status == 1
+    wait_until(lambda: [worker.joins for worker in joined(pair)] == [2, 1])
+    page = pair.metrics_page()
+    assert 'lineclear_worker_slot_joins_total{worker="0"} 2.0' in page
+    assert 'worker="2"' not in page
+
+
+def test_rolling_restart_ends_no_stream(pair: Running) -> None:
+    before = {worker.pid for worker in joined(pair)}
     request = endless(3)
     request.sampling.max_tokens = 200
-    streams = [server.stub.Generate(request) for _ in range(6)]
+    streams = [pair.stub.Generate(request) for _ in range(6)]
     firsts = [list(next(stream).token_ids) for stream in streams]
-    result = admin("restart-workers", "--json")
+    result = admin(pair, "restart-workers", "--json")
     assert result.exit_code == 0, result.stderr
     pids = json.loads(result.stdout)["pids"]
-    assert len(pids) == count
+    assert len(pids) == 2
     assert not {*pids} & before
-    wait_until(lambda: {worker.pid for worker in workers_of(server)} == {*pids})
+    wait_until(lambda: {worker.pid for worker in joined(pair)} == {*pids})
     right = expected((5,), Sampling(seed=3), 200, VOCABULARY)
     for first, stream in zip(firsts, streams, strict=True):
         assert first + [token for response in stream for token in response.token_ids] == list(right)
 
 
-def test_second_restart_joins_the_first(start: Callable[..., Running]) -> None:
-    server = start("--num-workers", "2")
-    wait_until(lambda: len(workers_of(server)) == 2)
-    with grpc.insecure_channel(server.wait_for("listening")["admin_address"]) as channel:
+def test_second_restart_joins_the_first(pair: Running) -> None:
+    def num_restarts() -> int:
+        return len([line for line in pair.lines if line.get("event") == "worker_restarting"])
+
+    before = num_restarts()
+    with grpc.insecure_channel(admin_address(pair)) as channel:
         stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
         given_up = stub.RestartWorkers.future(pb.RestartWorkersRequest())
-        server.wait_for("worker_restarting")
+        pair.wait_for("worker_restarting", before + 1)
         given_up.cancel()
         pids = list(stub.RestartWorkers(pb.RestartWorkersRequest()).pids)
-    wait_until(lambda: {worker.pid for worker in workers_of(server)} == {*pids})
-    assert len([line for line in server.lines if line.get("event") == "worker_restarting"]) == 2
-
-
-def test_workers_that_another_program_started_are_not_restarted(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir(mode=0o700)
-    flags = ["--admin-listen", f"unix:{tmp_path}/a", "--socket-directory", f"{tmp_path}/run"]
-    process = Process(["--model", str(model), "--listen", "127.0.0.1:0", "--log-format", "json", *flags])
-    try:
-        process.wait_for("listening")
-        command = ["admin", "restart-workers", "--target", f"unix:{tmp_path}/a"]
-        result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
-        assert result.exit_code != 0
-        assert "send SIGTERM to one after the other" in result.stderr
-    finally:
-        process.end()
-
-
-def test_batch_fills_the_slots_of_all_workers(start: Callable[..., Running]) -> None:
-    """Also where GetStats is at the admin address only."""
-    server = start("--num-workers", "2", "--max-batch-size", "5")
-    wait_until(lambda: len(workers_of(server)) == 2)
-    with Client(server.address) as client:
-        wait_until(lambda: client.model().limits.num_slots == 10)
-
-
-def test_stats_show_each_worker(start: Callable[..., Running]) -> None:
-    server = start("--num-workers", "2", "--metrics-listen", "127.0.0.1:0")
-    wait_until(lambda: [worker.state for worker in workers_of(server)] == ["joined", "joined"])
-    streams = [server.stub.Generate(endless(seed)) for seed in range(8)]
-    for stream in streams:
-        next(stream)
-    found = workers_of(server)
-    assert [worker.index for worker in found] == [0, 1]
-    assert all(worker.joins == 1 and worker.num_blocks and worker.device == "toy" for worker in found)
-    stats = stats_of(server)
-    assert stats.gauges.num_blocks == sum(worker.num_blocks for worker in stats.workers)
-    target = server.wait_for("listening")["admin_address"]
-    shown = CliRunner().invoke(app, ["stats", "--target", target], env={"COLUMNS": "160"})
-    assert shown.exit_code == 0, shown.stderr
-    for worker in found:
-        assert str(worker.pid) in shown.stdout
-    page = server.metrics_page()
-    for index in (0, 1):
-        assert f'lineclear_worker_joined{{worker="{index}"}} 1.0' in page
-        assert f'lineclear_worker_slot_joins_total{{worker="{index}"}} 1.0' in page
-    os.kill(found[0].pid, signal.SIGKILL)
-    wait_until(lambda: [worker.joins for worker in workers_of(server)] == [2, 1])
-    page = server.metrics_page()
-    assert 'lineclear_worker_slot_joins_total{worker="0"} 2.0' in page
-    assert 'worker="2"' not in page
-
-
-def test_ready_while_one_worker_is_left(start: Callable[..., Running]) -> None:
-    server = start("--num-workers", "2", load_seconds=0.0)
-
-    def joined() -> list[Any]:
-        return [worker for worker in workers_of(server) if worker.state == "joined"]
-
-    wait_until(lambda: len(joined()) == 2)
-    os.kill(joined()[1].pid, signal.SIGKILL)
-    wait_until(lambda: len(joined()) == 1)
-    assert server.health.Check(health_pb2.HealthCheckRequest(service="readiness")).status == 1
-    wait_until(lambda: len(joined()) == 2)
+    wait_until(lambda: {worker.pid for worker in joined(pair)} == {*pids})
+    assert num_restarts() == before + 2

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -78,11 +78,13 @@ async def occupied(s: Serving, client: Any) -> asyncio.Task[Any]:
     return first
 
 
-async def finish(s: Serving, first: asyncio.Task[Any]) -> None:
-    key = s.engine.submitted[0].request_id
+async def finish(s: Serving, call: asyncio.Task[Any], number: int = 1, tokens: Sequence[int] = ()) -> Any:
+    """Finish the call of the number-th request with these tokens and return its result."""
+    key = await s.engine.next_request(number)
     s.engine.start(key)
+    s.engine.tokens(key, tokens)
     s.engine.finish_by(key, FinishReason.LENGTH)
-    await first
+    return await call
 
 
 async def test_concurrent_requests_share_a_session(tmp_path: Path, connect: Open) -> None:
@@ -100,16 +102,15 @@ async def test_concurrent_requests_share_a_session(tmp_path: Path, connect: Open
         for key in keys:
             s.engine.finish_by(key, FinishReason.LENGTH)
         for result in await asyncio.gather(*tasks):
-            assert list(result.token_ids) == SMILE_IDS
-            assert result.text == SMILE
+            assert (result.text, list(result.token_ids)) == (SMILE, SMILE_IDS)
             assert result.usage.completion_tokens == len(SMILE_IDS)
             assert result.started.prompt_tokens
         await finish(s, first)
         await s.idle()
 
 
-async def test_session_requests_behave_like_direct_calls(tmp_path: Path, connect: Open) -> None:
-    async with serving(tmp_path) as s, connect(s) as client:
+async def test_session_requests_behave_like_direct_calls(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
         first = await occupied(s, client)
         with pytest.raises(InvalidRequest) as wrong:
             await client.generate("x", top_p=7.0)
@@ -138,15 +139,12 @@ async def test_closing_a_stream_cancels_one_request(tmp_path: Path) -> None:
             await anext(closed)
         await until(lambda: s.engine.cancelled == [key])
         other = asyncio.ensure_future(client.generate("y"))
-        last = await s.engine.next_request(3)
-        s.engine.start(last)
-        s.engine.finish_by(last, FinishReason.LENGTH)
-        await other
+        await finish(s, other, 3)
         await finish(s, first)
 
 
-async def test_closing_the_client_ends_all(s: Serving, connect: Open) -> None:
-    async with connect(s) as client:
+async def test_closing_the_client_ends_all(s: Serving) -> None:
+    async with AsyncClient(s.server.address, max_attempts=1) as client:
         tasks = [await occupied(s, client)]
         tasks += [asyncio.ensure_future(client.generate("x")) for _ in range(3)]
         await s.engine.next_request(4)
@@ -198,24 +196,25 @@ async def test_many_requests_travel_in_few_messages(tmp_path: Path, monkeypatch:
             call.cancel()
 
 
-@pytest.mark.parametrize("sessions", [False, None])
-async def test_multiplexing_can_be_disabled(tmp_path: Path, sessions: bool | None) -> None:
-    async with serving(tmp_path) as s, AsyncClient(s.server.address, sessions=sessions) as client:
-        metadata = [("x-a", "1"), ("x-a", "2")] if sessions is None else []
+async def test_multiplexing_can_be_disabled(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s, AsyncClient(s.server.address, sessions=False) as client:
         first = await occupied(s, client)
-        if sessions is None:  # calls with different metadata share no session
-            shared = asyncio.ensure_future(client.generate("x", metadata=metadata[:1]))
-            await s.engine.next_request(2)
-            alone = asyncio.ensure_future(client.generate("x", metadata=metadata[1:]))
-            await s.engine.next_request(3)
-            assert sum(len(session) for session in s.manager.sessions) == 1
-            alone.cancel()
-        else:
-            shared = asyncio.ensure_future(client.generate("x"))
-            await s.engine.next_request(2)
-            assert not s.manager.sessions
-        shared.cancel()
-        first.cancel()
+        second = asyncio.ensure_future(client.generate("x"))
+        await s.engine.next_request(2)
+        assert not s.manager.sessions
+        for call in (first, second):
+            call.cancel()
+
+
+async def test_calls_with_different_metadata_share_no_session(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s, AsyncClient(s.server.address) as client:
+        calls = [await occupied(s, client)]
+        for number in (1, 2):
+            calls.append(asyncio.ensure_future(client.generate("x", metadata=[("x-a", str(number))])))
+            await s.engine.next_request(1 + number)
+        assert sum(len(session) for session in s.manager.sessions) == 1
+        for call in calls:
+            call.cancel()
 
 
 @pytest.mark.parametrize(
@@ -242,10 +241,13 @@ async def test_closed_client_leaves_no_threads(s: Serving) -> None:
     await until(lambda: {t for t in threading.enumerate() if t.name == "lineclear-session"} == before)
 
 
-async def test_requests_survive_connection_and_session_age(tmp_path: Path, connect: Open) -> None:
+async def test_requests_survive_connection_and_session_age(tmp_path: Path) -> None:
     """An answer outlasts its connection's maximum age without an error, and new Sessions are opened."""
 
-    async with serving(tmp_path, max_connection_age_seconds=0.3) as s, connect(s, max_attempts=4) as client:
+    async with (
+        serving(tmp_path, max_connection_age_seconds=0.3) as s,
+        AsyncClient(s.server.address, max_attempts=4) as client,
+    ):
         opened: set[Any] = set()
         first = await occupied(s, client)
 
@@ -260,39 +262,32 @@ async def test_requests_survive_connection_and_session_age(tmp_path: Path, conne
 
         # This request keeps the first Session open to the end.
         long = asyncio.ensure_future(client.generate("long", request_id="long"))
-        key = await s.engine.next_request(2)
-        s.engine.start(key)
+        await s.engine.next_request(2)
         s.engine.answer = lambda request: SMILE_IDS
         await asyncio.gather(*(generate_repeatedly(number) for number in range(4)))
-        s.engine.tokens(key, SMILE_IDS)
-        s.engine.finish_by(key, FinishReason.LENGTH)
-        assert (await long).text == SMILE
+        assert (await finish(s, long, 2, SMILE_IDS)).text == SMILE
         await finish(s, first)
 
 
-async def test_too_large_request_fails_alone(tmp_path: Path, connect: Open) -> None:
+async def test_too_large_request_fails_alone(tmp_path: Path) -> None:
     """gRPC would end the session with this message, and all requests in it."""
 
-    async with serving(tmp_path) as s, connect(s) as client:
+    async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
         first = await occupied(s, client)
         neighbour = asyncio.ensure_future(client.generate("x"))
-        key = await s.engine.next_request(2)
+        await s.engine.next_request(2)
         for size in (200_000, 3_000_000, 5_000_000):
             with pytest.raises(LineclearError) as caught:
                 await client.generate("x" * size)
             assert caught.value.reason in ("PROMPT_TOO_LONG", "REQUEST_TOO_LARGE")
         assert re.search(r"the request has 50000\d\d bytes and the limit is \d+;", str(caught.value))
         assert caught.value.metadata["limit"] in str(caught.value)
-        s.engine.start(key)
-        s.engine.tokens(key, SMILE_IDS)
-        s.engine.finish_by(key, FinishReason.LENGTH)
-        assert list((await neighbour).token_ids) == SMILE_IDS
+        assert list((await finish(s, neighbour, 2, SMILE_IDS)).token_ids) == SMILE_IDS
         assert len(s.manager.sessions) == 1
         await finish(s, first)
 
 
-@pytest.mark.parametrize("kind", ["sync", "asyncio"])
-@pytest.mark.parametrize("submitted", [False, True])
+@pytest.mark.parametrize(("kind", "submitted"), [("sync", True), ("asyncio", False)])
 async def test_cancel_by_id_ends_the_request(tmp_path: Path, kind: str, submitted: bool) -> None:
     """The id is enough, whichever client has the request."""
     async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
@@ -311,9 +306,12 @@ async def test_cancel_by_id_ends_the_request(tmp_path: Path, kind: str, submitte
         await other.close()
 
 
-async def test_requests_of_a_session_have_their_own_tenant(tmp_path: Path, connect: Open) -> None:
+async def test_requests_of_a_session_have_their_own_tenant(tmp_path: Path) -> None:
     """The first request is a call of its own, the others share the session."""
-    async with serving(tmp_path) as s, connect(s, metadata={"x-tenant-id": "default"}) as client:
+    async with (
+        serving(tmp_path) as s,
+        AsyncClient(s.server.address, max_attempts=1, metadata={"x-tenant-id": "default"}) as client,
+    ):
         tenants = ["a", "b", None, "a"]
         calls = []
         for number, tenant in enumerate(tenants):

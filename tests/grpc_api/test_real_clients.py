@@ -1,4 +1,4 @@
-"""Foreign clients against a running server: grpc-js, buf with protobuf-es, and k6 where it is installed."""
+"""Foreign clients against a running server: grpc-js, and buf with protobuf-es."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from support.buf import find_buf
 from support.npm import install
 from support.processes import Running
@@ -82,27 +81,3 @@ def generated(out: Path) -> subprocess.CompletedProcess[str]:
 def test_buf_generates_javascript_that_can_be_imported(tmp_path: Path) -> None:
     done = generated(tmp_path)
     assert done.stdout.split() == ["full", SERVICE, "lineclear.v1.AdminService"], done.stderr
-
-
-def test_k6_streams_through_reflection(start: Callable[..., Running], tmp_path: Path) -> None:
-    """Runs with an installed k6 only: its makers publish it on no registry that tests may use."""
-    k6 = shutil.which("k6")
-    if k6 is None:
-        pytest.skip("k6 is not installed")
-    server = start()
-    script = tmp_path / "stream.js"
-    script.write_text(
-        "import { Client, Stream } from 'k6/net/grpc';\n"
-        "const client = new Client();\n"
-        "export const options = { vus: 2, iterations: 4 };\n"
-        "export default () => {\n"
-        f"  client.connect('{server.address}', {{ plaintext: true, reflect: true }});\n"
-        f"  const stream = new Stream(client, '{SERVICE}/Generate');\n"
-        "  stream.on('data', (message) => { if (message.finished) console.log('finished'); });\n"
-        "  stream.on('end', () => client.close());\n"
-        "  stream.write({ text: 'once', sampling: { max_tokens: 3, ignore_eos: true } });\n"
-        "  stream.end();\n"
-        "};\n"
-    )
-    done = subprocess.run([k6, "run", "--quiet", str(script)], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-    assert (done.stdout + done.stderr).count("finished") >= 4, done.stdout + done.stderr

@@ -14,6 +14,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 from google.rpc import error_details_pb2, status_pb2
 from grpc_api.test_real_clients import output_of
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from security.test_security import CHANNELZ, METHODS, REFLECTION, status_of
 from support.buf import find_buf
@@ -21,8 +22,9 @@ from support.processes import Running
 from support.serving import error_of, serving
 
 from lineclear.scheduler.grpc_api.health_service import SERVICE as HEALTH
-from lineclear.scheduler.grpc_api.server import NAMES
+from lineclear.scheduler.grpc_api.server import LIVE, READY, WORKER
 
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE = "lineclear.v1.InferenceService"
 HEALTH_METHODS = [f"/{HEALTH}/{name}" for name in ("Check", "Watch", "List")]
 VERSIONS = ("v1", "v1alpha")
@@ -42,13 +44,19 @@ class Described:
         return {f"/{name}/{method.name}" for name, methods in found for method in methods}
 
 
-async def described(channel: Any, version: str) -> Described:
-    """Like k6 and buf: list services, fetch the file of each, then the files that it depends on."""
-    call = channel.stream_stream(
+def reflection_call(
+    channel: Any, version: str, serializer: Any = reflection_pb2.ServerReflectionRequest.SerializeToString
+) -> Any:
+    return channel.stream_stream(
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        request_serializer=serializer,
         response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
     )()
+
+
+async def described(channel: Any, version: str) -> Described:
+    """Like k6 and buf: list services, fetch the file of each, then the files that it depends on."""
+    call = reflection_call(channel, version)
 
     async def query(**what: str) -> Any:
         await call.write(reflection_pb2.ServerReflectionRequest(**what))
@@ -85,52 +93,48 @@ async def addresses(tmp_path: Path, **settings: Any) -> AsyncIterator[list[Any]]
             yield [s.channel, admin]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("layout", ["data", "admin", "channelz"])
-async def test_each_address_describes_exactly_the_methods_that_it_serves(
-    tmp_path: Path, layout: str, version: str
-) -> None:
+async def test_each_address_describes_exactly_the_methods_that_it_serves(tmp_path: Path, layout: str) -> None:
     admin = {} if layout == "data" else {"admin_listen": f"unix:{tmp_path}/a", "channelz": layout == "channelz"}
     async with addresses(tmp_path, **admin) as channels:
         for channel in channels:
-            found = await described(channel, version)
             every = {*METHODS, *REFLECTION, *CHANNELZ, *HEALTH_METHODS}
             served = {method for method in every if await status_of(channel, method) != "UNIMPLEMENTED"}
-            assert found.methods == served
-            assert {f"/{name}/" for name in found.services} == {m[: m.rindex("/") + 1] for m in served}
-        assert f"/{SERVICE}/Generate" in (await described(channels[0], version)).methods
+            for version in VERSIONS:
+                found = await described(channel, version)
+                assert found.methods == served
+                assert {f"/{name}/" for name in found.services} == {m[: m.rindex("/") + 1] for m in served}
+            assert (f"/{SERVICE}/Generate" in served) == (channel is channels[0])
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_what_an_address_does_not_serve_is_not_described(tmp_path: Path, version: str) -> None:
     async with addresses(tmp_path, admin_listen=f"unix:{tmp_path}/a") as (data, admin):
-        for channel, symbol in ((data, "lineclear.v1.AdminService"), (data, f"{SERVICE}.GetStats")):
-            await is_unknown(channel, version, symbol)
-        await is_unknown(admin, version, f"{SERVICE}.Generate")
-        for channel in (data, admin):  # the plan protocol is private
-            await is_unknown(channel, version, "lineclear.wire.StepPlan")
-
-
-async def is_unknown(channel: Any, version: str, symbol: str) -> None:
-    call = channel.stream_stream(
-        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-    )()
-    await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol))
-    assert (await call.read()).error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0], symbol
-    await call.done_writing()
+        for channel, symbol in (
+            *((data, "lineclear.v1.AdminService"), (data, f"{SERVICE}.GetStats"), (admin, f"{SERVICE}.Generate")),
+            *((data, "lineclear.wire.StepPlan"), (admin, "lineclear.wire.StepPlan")),  # the plan protocol is private
+        ):
+            call = reflection_call(channel, version)
+            await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol))
+            assert (await call.read()).error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0], symbol
+            await call.done_writing()
 
 
 async def test_health_list_is_called_by_its_description(tmp_path: Path) -> None:
-    async with addresses(tmp_path) as (channel,):
-        found = await described(channel, "v1")
-        method = found.pool.FindMethodByName(f"{HEALTH}.List")
+    """Without a worker, at both addresses; only the first has reflection."""
+    async with (
+        serving(tmp_path, joined=False, health_listen="127.0.0.1:0") as s,
+        grpc.aio.insecure_channel(s.server.health_address) as probes,
+    ):
+        method = (await described(s.channel, "v1")).pool.FindMethodByName(f"{HEALTH}.List")
         request, answer = (message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type))
-        call = channel.unary_unary(
-            f"/{HEALTH}/List", request_serializer=request.SerializeToString, response_deserializer=answer.FromString
-        )
-        assert {*NAMES[:1], "readiness", "liveness", "worker", ""} == set((await call(request())).statuses)
+        for channel in (s.channel, probes):
+            call = channel.unary_unary(
+                f"/{HEALTH}/List", request_serializer=request.SerializeToString, response_deserializer=answer.FromString
+            )
+            statuses = {name: value.status for name, value in (await call(request())).statuses.items()}
+            serving_names, waiting_names = dict.fromkeys((*LIVE, WORKER), SERVING), dict.fromkeys(READY, NOT_SERVING)
+            assert statuses == serving_names | waiting_names
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -154,11 +158,7 @@ async def test_error_details_are_shown_by_their_descriptions(tmp_path: Path, ver
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_malformed_reflection_request_is_an_error(tmp_path: Path, version: str) -> None:
     async with addresses(tmp_path) as (channel,):
-        raw = channel.stream_stream(
-            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-            request_serializer=bytes,
-            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-        )()
+        raw = reflection_call(channel, version, bytes)
         await raw.write(b"\x1a\x02\xff\xfe")
         assert (await error_of(raw)).reason == "MALFORMED_MESSAGE"
 
@@ -170,19 +170,17 @@ async def test_reflection_can_be_switched_off(tmp_path: Path) -> None:
                 assert await status_of(channel, method) == "UNIMPLEMENTED"
 
 
-@pytest.mark.parametrize("version", ["grpc-v1", "grpc-v1alpha"])
-def test_buf_curl_lists_and_calls(start: Callable[..., Running], version: str) -> None:
+def test_buf_curl_lists_and_calls(start: Callable[..., Running]) -> None:
     """With an admin address, as the README recommends."""
     buf = find_buf()
     server = start("--admin-listen", "127.0.0.1:0")
     admin = server.wait_for("listening")["admin_address"]
 
     def curl(*arguments: str, fails: bool = False) -> str:
-        protocol = ("--protocol", "grpc", "--http2-prior-knowledge", "--reflect-protocol", version)
+        protocol = ("--protocol", "grpc", "--http2-prior-knowledge", "--reflect-protocol", "grpc-v1")
         return output_of(buf, "curl", *protocol, *arguments, fails=fails)
 
     url = f"http://{server.address}"
-    assert {HEALTH, "grpc.reflection.v1.ServerReflection", SERVICE} <= set(curl("--list-services", url).split())
     methods = set(curl("--list-methods", url).split())
     assert {f"{SERVICE}/Generate", f"{HEALTH}/List"} <= methods
     assert not {method for method in methods if "AdminService" in method}
@@ -192,5 +190,4 @@ def test_buf_curl_lists_and_calls(start: Callable[..., Running], version: str) -
     # buf decodes no details over gRPC, with any server.
     shown = json.loads(curl("--data", json.dumps(request), f"{url}/{SERVICE}/Generate", fails=True))
     assert "google.rpc.BadRequest" in {detail["type"] for detail in shown["details"]}
-    assert "lineclear.v1.AdminService/GetScheduling" in curl("--list-methods", f"http://{admin}").split()
     assert "schedulingPolicy" in curl("--data", "{}", f"http://{admin}/lineclear.v1.AdminService/GetScheduling")

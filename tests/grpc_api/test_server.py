@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.serving import (
     BOUND_SECONDS,
@@ -28,7 +27,7 @@ from support.serving import (
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.grpc_api import health_service
-from lineclear.scheduler.grpc_api.server import LIVE, READY, WORKER
+from lineclear.scheduler.grpc_api.server import LIVE, READY
 from lineclear.v1 import inference_pb2 as pb
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -71,38 +70,6 @@ async def test_probe_without_service_name_checks_liveness(tmp_path: Path) -> Non
         s.server.set_live(False)
         answer = await health_of(s.channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == NOT_SERVING
-
-
-def list_response() -> Any:
-    """Return grpc.health.v1.HealthListResponse built from its definition; the installed stubs are older."""
-    file = descriptor_pb2.FileDescriptorProto(name="list.proto", package="grpc.health.v1", syntax="proto3")
-    response = file.message_type.add(name="HealthCheckResponse")
-    response.field.add(name="status", number=1, type=5, label=1)
-    listing = file.message_type.add(name="HealthListResponse")
-    type_name = ".grpc.health.v1.HealthListResponse.StatusesEntry"
-    listing.field.add(name="statuses", number=1, type=11, label=3, type_name=type_name)
-    entry = listing.nested_type.add(name="StatusesEntry")
-    entry.options.map_entry = True
-    entry.field.add(name="key", number=1, type=9, label=1)
-    entry.field.add(name="value", number=2, type=11, label=1, type_name=".grpc.health.v1.HealthCheckResponse")
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("grpc.health.v1.HealthListResponse"))
-
-
-async def test_all_names_are_listed(tmp_path: Path) -> None:
-    async with serving(tmp_path, joined=False, health_listen="127.0.0.1:0") as s:
-        for target in (s.server.address, s.server.health_address):
-            async with grpc.aio.insecure_channel(target) as channel:
-                call = channel.unary_unary(
-                    "/grpc.health.v1.Health/List", response_deserializer=list_response().FromString
-                )
-                statuses = {name: value.status for name, value in (await call(b"")).statuses.items()}
-            assert statuses == {
-                **dict.fromkeys(LIVE, SERVING),
-                **dict.fromkeys(READY, NOT_SERVING),
-                WORKER: SERVING,
-            }
 
 
 async def test_an_unknown_name(s: Serving) -> None:

@@ -14,7 +14,7 @@ from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
-from support.processes import Running, endless, starting, until
+from support.processes import TOKENIZER, Running, endless, starting, until
 from support.serving import error_of, serving
 from support.time_limits import PATIENCE_SECONDS
 
@@ -54,97 +54,81 @@ def read_until(watched: Iterator[WatchStepsResponse], done: Callable[[list[StepR
     raise AssertionError("the stream ended")
 
 
-def test_the_steps_of_an_answer(start: Callable[..., Running], admin: AdminClient) -> None:
+def test_the_steps_of_an_answer_without_its_content(start: Callable[..., Running], admin: AdminClient) -> None:
     """Each position of prompt and answer is in one row; the request starts and ends once."""
     server = start()
-    request = endless()
-    request.token_ids.ids[:] = range(5, 25)
-    request.sampling.max_tokens = 10
+    text, prompt_len = "confidential words", len(TOKENIZER.encode("confidential words"))
+    sampling = {"max_tokens": 10, "ignore_eos": True}
     watched = admin.watch_steps(history=100)
-    list(server.stub.Generate(request))
+    list(server.stub.Generate(pb.GenerateRequest(text=text, request_id="invoice-4711", sampling=sampling)))
     found = read_until(watched, lambda steps: any(1 in step.ended for step in steps))
     rows = [row for step in found for row in step_rows(step)]
     assert [(row.request, row.slot, row.cached_tokens) for row in rows] == [(1, 0, 0)] * len(rows)
     computed = [position for row in rows for position in range(row.start, row.start + row.num_tokens)]
-    assert computed == [*range(29)]
-    assert [row.kind for row in rows if row.start >= 20] == ["decode"] * 9
+    assert computed == [*range(prompt_len + 9)]
+    assert [row.kind for row in rows if row.start >= prompt_len] == ["decode"] * 9
     assert sum(row.samples for row in rows) == 10
     assert [number for step in found for number in step.started] == [1]
     assert [step.step for step in found] == [*range(1, len(found) + 1)]
     assert {step.worker for step in found} == {0}
     assert all(a.planned_at.ToNanoseconds() <= b.planned_at.ToNanoseconds() for a, b in pairwise(found))
+    sent = b"".join(step.SerializeToString() for step in found)
+    assert not [secret for secret in (b"invoice", b"confidential") if secret in sent]
+    # All lists of numbers that the messages have: none is one of tokens.
+    assert {field.name for field in steps_pb2.StepRows.DESCRIPTOR.fields} == {
+        *("slot", "request", "start", "num_tokens", "cached_tokens", "kind", "samples")
+    }
 
 
-def test_history_and_later_steps_follow_without_a_gap(start: Callable[..., Running], admin: AdminClient) -> None:
-    server = start(**SLOW)
+@pytest.fixture(scope="module")
+def slow(model: Path) -> Iterator[tuple[Running, AdminClient]]:
+    """A server with a request that runs for seconds and places for two watchers."""
+    flags = ("--admin-listen", "127.0.0.1:0", "--max-step-watchers", "2")
+    with starting(model, *flags) as start_scheduler:
+        server = start_scheduler(**SLOW)
+        with Client(server.wait_for("listening")["admin_address"]) as client:
+            yield server, AdminClient(client)
+
+
+def test_history_and_later_steps_follow_without_a_gap(slow: tuple[Running, AdminClient]) -> None:
+    server, admin = slow
     call = server.stub.Generate(endless())
     list(islice(call, 20))
     found = read_until(admin.watch_steps(history=10, min_interval_seconds=0.02), lambda steps: len(steps) > 40)
     numbers = [step.number for step in found]
     assert numbers == [*range(numbers[0], numbers[0] + len(numbers))]
     assert numbers[0] > 5
+    call.cancel()
 
 
 def test_the_state_shows_queue_slots_and_blocks(start: Callable[..., Running], admin: AdminClient) -> None:
+    """The second request copies the full blocks of the first: those are shared."""
     server = start("--max-batch-size", "2", **SLOW)
-    calls = [server.stub.Generate(endless(seed)) for seed in range(4)]
-    for call in calls[:2]:
-        next(call)
-    states: list[Any] = []
+    request = endless()
+    request.token_ids.ids[:] = range(5, 105)
+    request.sampling.max_tokens = 400
+    calls = []
+    for number in range(4):
+        calls.append(server.stub.Generate(request))
+        if number < 2:
+            next(calls[number])
+
+    def is_complete(state: Any) -> bool:
+        return state.num_waiting == 2 and len(state.running) == 2 and state.workers[0].blocks_shared > 0
+
     with contextlib.closing(admin.watch_steps(include_block_map=True)) as watched:
-        for entry in watched:
-            if entry.HasField("state"):
-                states.append(entry.state)
-            if states and states[-1].num_waiting == 2 and len(states[-1].running) == 2:
-                break
-    state = states[-1]
+        states = (entry.state for entry in watched if entry.HasField("state"))
+        state = next(state for state in states if is_complete(state))
     assert [request.request for request in state.waiting] == [3, 4]
-    assert {(request.prompt_tokens, request.max_tokens) for request in state.waiting} == {(1, 500)}
+    assert {(request.prompt_tokens, request.max_tokens) for request in state.waiting} == {(100, 400)}
     assert sorted((request.request, request.slot) for request in state.running) == [(1, 0), (2, 1)]
-    assert all(0 < request.position < 500 for request in state.running)
+    assert all(100 <= request.position < 500 for request in state.running)
     (worker,) = state.workers
     assert (worker.worker, worker.num_slots, worker.num_running) == (0, 2, 2)
     assert len(worker.block_map) == worker.num_blocks
     assert sum(code > 1 for code in worker.block_map) == worker.blocks_used > 0
-    assert sum(code > 2 for code in worker.block_map) == worker.blocks_shared
+    assert worker.block_map.count(3) == worker.blocks_shared
     assert worker.block_map.count(1) == worker.blocks_cached
-
-
-def test_shared_blocks_are_marked(start: Callable[..., Running], admin: AdminClient) -> None:
-    server = start(**SLOW)
-    request = endless()
-    request.token_ids.ids[:] = range(5, 105)
-    request.sampling.max_tokens = 400
-    first = server.stub.Generate(request)
-    list(islice(first, 3))
-    second = server.stub.Generate(request)
-    next(second)
-    with contextlib.closing(admin.watch_steps(include_block_map=True)) as watched:
-        states = (entry.state for entry in watched if entry.HasField("state"))
-        worker = next(state.workers[0] for state in states if state.workers[0].blocks_shared)
-    assert worker.blocks_shared == worker.block_map.count(3) > 0
-
-
-def test_no_content_and_no_request_id_is_sent(start: Callable[..., Running], tmp_path: Path) -> None:
-    server = start()
-    request = pb.GenerateRequest(
-        text="confidential words", request_id="invoice-4711", sampling={"max_tokens": 20, "ignore_eos": True}
-    )
-    tokens = [token for response in server.stub.Generate(request) for token in response.token_ids]
-    assert len(tokens) == 20
-    with grpc.insecure_channel(f"unix:{tmp_path}/a") as channel:
-        stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
-        call = stub.WatchSteps(steps_pb2.WatchStepsRequest(history=1000, include_block_map=True))
-        message = next(call)
-        call.cancel()
-    sent = message.SerializeToString()
-    assert b"invoice" not in sent
-    assert b"confidential" not in sent
-    # All lists of numbers that the messages have: none is one of tokens.
-    assert {field.name for field in steps_pb2.StepRows.DESCRIPTOR.fields} == {
-        *("slot", "request", "start", "num_tokens", "cached_tokens", "kind", "samples")
-    }
-    assert len(message.steps) >= 20
 
 
 def test_a_watcher_that_does_not_read_misses_steps_and_delays_nobody(
@@ -203,8 +187,8 @@ def test_a_call_of_a_minute_makes_room() -> None:
     asyncio.run(serve())
 
 
-def test_watchers_are_limited(start: Callable[..., Running], admin: AdminClient) -> None:
-    server = start("--max-step-watchers", "2", **SLOW)
+def test_watchers_are_limited(slow: tuple[Running, AdminClient]) -> None:
+    server, admin = slow
     call = server.stub.Generate(endless())
     next(call)
     with contextlib.ExitStack() as stack:

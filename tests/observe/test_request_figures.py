@@ -11,9 +11,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
+from observe.test_metrics import page_with
 from structlog.testing import capture_logs
 from support.figures import Page, check_page
 from support.serving import (
@@ -48,6 +46,7 @@ from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.requests.request_manager import shutdown_interrupted
 from lineclear.v1 import inference_pb2 as pb
 
+GENERATE = "/lineclear.v1.InferenceService/Generate"
 Way = Callable[[Serving], Awaitable[Any]]
 WAYS: dict[str, tuple[Way, dict[str, int], dict[str, int]]] = {}
 """Ways to end, each with the outcomes of admitted requests and the reasons of rejected ones that it adds."""
@@ -78,13 +77,42 @@ def engine_fails(error: LineclearError) -> Way:
     return run
 
 
-def engine_refuses(error: LineclearError) -> Way:
+def engine_refuses(error: LineclearError, call: Callable[[Serving], Any] = Serving.generate) -> Way:
     async def run(s: Serving) -> None:
         s.engine.refusal = error
-        assert (await error_of(s.generate())).reason == error.reason
+        assert (await error_of(call(s))).reason == error.reason
         s.engine.refusal = None
 
     return run
+
+
+def refused(reason: str, call: Callable[[Serving], Any]) -> Way:
+    async def run(s: Serving) -> None:
+        assert (await error_of(call(s))).reason == reason
+
+    return run
+
+
+def hang_up(request: pb.GenerateRequest) -> Way:
+    async def run(s: Serving) -> None:
+        call, _ = await next_key(s, lambda: s.generate(request))
+        call.cancel()
+        await s.idle()
+
+    return run
+
+
+def answered(tokens: list[int], request: pb.GenerateRequest) -> Way:
+    async def run(s: Serving) -> None:
+        s.engine.answer = lambda request: tokens
+        await read_to_the_end(s.generate(request))
+
+    return run
+
+
+async def read_to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 FAILURES = (
@@ -102,18 +130,37 @@ for found in FAILURES:
     WAYS[f"engine_fails_{found.reason}"] = (engine_fails(found), {found.reason.lower(): 1}, {})
 for found in REFUSALS:
     WAYS[f"engine_refuses_{found.reason}"] = (engine_refuses(found), {}, {found.reason.lower(): 1})
-
-
-@way("length")
-async def complete(s: Serving) -> None:
-    s.engine.answer = lambda request: HELLO_IDS
-    await read_all(s.generate())
-
-
-@way("stop_eos")
-async def end_of_sequence(s: Serving) -> None:
-    s.engine.answer = lambda request: [*HELLO_IDS, EOS]
-    await read_all(s.generate())
+FULL = {
+    "best_of_refused": lambda s: s.generate(text_request(sampling={"best_of": 3})),
+    "beams_refused": lambda s: s.generate(text_request(sampling={"num_beams": 2})),
+    "submitted_and_refused": lambda s: s.stub.Submit(pb.SubmitRequest(request=text_request())),
+}
+for title, attempt in FULL.items():
+    WAYS[title] = (engine_refuses(QueueFull("x"), attempt), {}, {"queue_full": 1})
+FAILING_CHAT = pb.GenerateRequest(chat={"messages": [{"role": "fails", "content": "x"}]})
+REFUSED = {
+    "invalid": ("INVALID_REQUEST", lambda s: s.generate(text_request(sampling={"top_p": 7.0}))),
+    "unknown_model": ("MODEL_NOT_FOUND", lambda s: s.generate(text_request(model="other"))),
+    "malformed": ("MALFORMED_MESSAGE", lambda s: s.channel.unary_stream(GENERATE)(b"\xff")),
+    "too_long": ("PROMPT_TOO_LONG", lambda s: s.generate(text_request("a b " * 200))),
+    "template_fails": ("INVALID_REQUEST", lambda s: s.generate(FAILING_CHAT)),
+    "invalid_embed": ("INVALID_REQUEST", lambda s: s.stub.Embed(pb.EmbedRequest())),
+    "other_call": ("UNKNOWN_REQUEST", lambda s: s.stub.Attach(pb.AttachRequest(request_id="nobody"))),
+}
+for title, (reason, attempt) in REFUSED.items():
+    WAYS[title] = (refused(reason, attempt), {}, {reason.lower(): 1})
+for title, request in {
+    "hang_up_while_waiting": text_request(),
+    "beams_cancelled": text_request(sampling={"num_beams": 2}),
+}.items():
+    WAYS[title] = (hang_up(request), {"cancelled": 1}, {})
+for title, tokens, request, outcome in (
+    ("complete", HELLO_IDS, text_request(), "length"),
+    ("end_of_sequence", [*HELLO_IDS, EOS], text_request(), "stop_eos"),
+    ("several_outputs", HELLO_IDS, text_request(sampling={"n": 3}), "length"),
+    ("best_of", HELLO_IDS, text_request(sampling={"best_of": 3}), "length"),
+):
+    WAYS[title] = (answered(tokens, request), {outcome: 1}, {})
 
 
 @way("stop_string")
@@ -122,13 +169,6 @@ async def stop_string(s: Serving) -> None:
     s.engine.start(key)
     s.engine.tokens(key, HELLO_IDS)
     await read_all(call)
-
-
-@way("cancelled")
-async def hang_up_while_waiting(s: Serving) -> None:
-    call, _ = await next_key(s, s.generate)
-    call.cancel()
-    await s.idle()
 
 
 @way("cancelled")
@@ -198,94 +238,31 @@ async def complete_when_resumed(s: Serving) -> None:
 
 
 @way("length")
-async def several_outputs(s: Serving) -> None:
-    s.engine.answer = lambda request: HELLO_IDS
-    call = s.generate(text_request(sampling={"n": 3}))
-    while await call.read() is not grpc.aio.EOF:
-        pass
-
-
-@way("length")
 async def one_output_cancelled(s: Serving) -> None:
-    number = len(s.engine.submitted)
-    call = s.generate(text_request(request_id="two", sampling={"n": 2}))
-    await s.engine.next_request(number + 2)
-    keys = [request.request_id for request in s.engine.submitted[number:]]
-    for key in keys:
-        s.engine.start(key)
+    call, keys = await two_outputs(s)
     s.engine.tokens(keys[1], HELLO_IDS)
     s.engine.finish_by(keys[1], FinishReason.LENGTH)
     await until(lambda: next(iter(s.manager.requests)).outputs[1].has_ended)
     assert (await s.stub.Cancel(pb.CancelRequest(request_id="two", index=0))).found
-    while await call.read() is not grpc.aio.EOF:
-        pass
+    await read_to_the_end(call)
 
 
 @way("cancelled")
 async def all_outputs_cancelled(s: Serving) -> None:
-    number = len(s.engine.submitted)
-    call = s.generate(text_request(request_id="two", sampling={"n": 2}))
-    await s.engine.next_request(number + 2)
-    for request in s.engine.submitted[number:]:
-        s.engine.start(request.request_id)
+    call, _ = await two_outputs(s)
     for index in (0, 1):
         assert (await s.stub.Cancel(pb.CancelRequest(request_id="two", index=index))).found
-    while await call.read() is not grpc.aio.EOF:
-        pass
+    await read_to_the_end(call)
 
 
-@way("length")
-async def best_of(s: Serving) -> None:
-    s.engine.answer = lambda request: HELLO_IDS
-    await read_all(s.generate(text_request(sampling={"best_of": 3})))
-
-
-@way(rejected="queue_full")
-async def best_of_refused(s: Serving) -> None:
-    s.engine.refusal = QueueFull("x")
-    assert (await error_of(s.generate(text_request(sampling={"best_of": 3})))).reason == "QUEUE_FULL"
-    s.engine.refusal = None
-
-
-@way(rejected="queue_full")
-async def beams_refused(s: Serving) -> None:
-    s.engine.refusal = QueueFull("x")
-    assert (await error_of(s.generate(text_request(sampling={"num_beams": 2})))).reason == "QUEUE_FULL"
-    s.engine.refusal = None
-
-
-@way("cancelled")
-async def beams_cancelled(s: Serving) -> None:
-    call, _ = await next_key(s, lambda: s.generate(text_request(sampling={"num_beams": 2})))
-    call.cancel()
-    await s.idle()
-
-
-@way(rejected="invalid_request")
-async def invalid(s: Serving) -> None:
-    await error_of(s.generate(text_request(sampling={"top_p": 7.0})))
-
-
-@way(rejected="model_not_found")
-async def unknown_model(s: Serving) -> None:
-    await error_of(s.generate(text_request(model="other")))
-
-
-@way(rejected="malformed_message")
-async def malformed(s: Serving) -> None:
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        await s.channel.unary_unary("/lineclear.v1.InferenceService/Generate")(b"\xff")
-
-
-@way(rejected="prompt_too_long")
-async def too_long(s: Serving) -> None:
-    assert (await error_of(s.generate(text_request("a b " * 200)))).reason == "PROMPT_TOO_LONG"
-
-
-@way(rejected="invalid_request")
-async def template_fails(s: Serving) -> None:
-    chat = pb.GenerateRequest(chat={"messages": [{"role": "fails", "content": "x"}]})
-    await error_of(s.generate(chat))
+async def two_outputs(s: Serving) -> tuple[Any, list[str]]:
+    """Start a request named two; return its call and the engine's keys of its outputs."""
+    call = s.generate(text_request(request_id="two", sampling={"n": 2}))
+    await s.engine.next_request(2)
+    keys = [request.request_id for request in s.engine.submitted]
+    for key in keys:
+        s.engine.start(key)
+    return call, keys
 
 
 @way("length", rejected="duplicate_request")
@@ -373,7 +350,8 @@ async def session(s: Serving) -> None:
     await caller.send(cancel(4))
     await caller.until(lambda: 4 in caller.failed)
     await caller.call.done_writing()
-    await error_or_end(caller)
+    while await caller.read():
+        pass
 
 
 @way("cancelled", "cancelled")
@@ -385,23 +363,11 @@ async def session_ends_with_its_call(s: Serving) -> None:
     await s.idle()
 
 
-async def error_or_end(caller: Caller) -> None:
-    while await caller.read():
-        pass
-
-
 @way("length")
 async def submitted(s: Serving) -> None:
     s.engine.answer = lambda request: HELLO_IDS
     await s.stub.Submit(pb.SubmitRequest(request=text_request()))
     await s.idle()
-
-
-@way(rejected="queue_full")
-async def submitted_and_refused(s: Serving) -> None:
-    s.engine.refusal = QueueFull("x")
-    assert (await error_of(s.stub.Submit(pb.SubmitRequest(request=text_request())))).reason == "QUEUE_FULL"
-    s.engine.refusal = None
 
 
 @way("cancelled")
@@ -446,16 +412,6 @@ async def embed_beyond_the_quota(s: Serving) -> None:
     await s.idle()
 
 
-@way(rejected="invalid_request")
-async def invalid_embed(s: Serving) -> None:
-    await error_of(s.stub.Embed(pb.EmbedRequest()))
-
-
-@way(rejected="unknown_request")
-async def other_call(s: Serving) -> None:
-    await error_of(s.stub.Attach(pb.AttachRequest(request_id="nobody")))
-
-
 @way()
 async def hang_up_of_another_call(s: Serving) -> None:
     call = s.stub.Session()
@@ -468,18 +424,8 @@ async def awaited(call: Any) -> Any:
     return await call
 
 
-class _Collected(Collector):
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> list[Metric]:
-        return self._metrics
-
-
 async def page_of(s: Serving) -> Page:
-    registry = CollectorRegistry()
-    registry.register(_Collected(await metrics.current(s.manager, s.server.certificates)))
-    return check_page(Page(generate_latest(registry).decode()), idle=True)
+    return check_page(Page(page_with(await metrics.current(s.manager, s.server.certificates))), idle=True)
 
 
 TEMPLATE = (

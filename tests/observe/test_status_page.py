@@ -43,6 +43,13 @@ def start(model: Path) -> Iterator[Callable[..., Running]]:
         yield start_scheduler
 
 
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Running]:
+    """A server with the default settings."""
+    with starting(model, "--status-listen", "127.0.0.1:0") as start_scheduler:
+        yield start_scheduler()
+
+
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
     path = tmp_path / "tokens"
@@ -71,8 +78,7 @@ def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix(b"data:"))
 
 
-def test_the_page_needs_nothing_from_elsewhere(start: Callable[..., Running]) -> None:
-    server = start()
+def test_the_page_needs_nothing_from_elsewhere(server: Running) -> None:
     page = get(server, "/status").read().decode()
     for path in ("/status/status.css", "/status/status.js", "/status/pictures.js"):
         assert path in page
@@ -90,8 +96,7 @@ def test_the_page_needs_nothing_from_elsewhere(start: Callable[..., Running]) ->
     assert get(server, "/status", "POST").status == 405
 
 
-def test_the_stream_has_steps_and_state_without_content(start: Callable[..., Running]) -> None:
-    server = start()
+def test_the_stream_has_steps_and_state_without_content(server: Running) -> None:
     request = pb.GenerateRequest(
         text="confidential words", request_id="invoice-4711", sampling={"max_tokens": 20, "ignore_eos": True}
     )
@@ -129,8 +134,7 @@ def test_the_stream_needs_the_token_and_the_log_has_none(start: Callable[..., Ru
     assert TOKEN not in json.dumps(server.lines) + "".join(server.other)
 
 
-def test_other_sites_cannot_read_the_steps(start: Callable[..., Running]) -> None:
-    server = start()
+def test_other_sites_cannot_read_the_steps(server: Running) -> None:
     for name in ("attacker.example", "attacker.example:80", "10.0.0.1:8000", "localhost.attacker.example", ""):
         assert get(server, "/status/steps", Host=name).status == 403, name
     for name in ("localhost", "localhost:8000", "127.0.0.1", "[::1]:8000"):

@@ -63,7 +63,10 @@ def run(history: StepHistory, options: ToyOptions, requests: list[Request], **li
 
 
 def test_every_position_is_in_one_row_that_is_no_recomputation() -> None:
-    """With few blocks requests are preempted: their positions come again, as recomputation."""
+    """With few blocks requests are preempted: their positions come again, as recomputation.
+
+    The history keeps no prompt and no id.
+    """
     history = StepHistory(4096)
     requests = [request(i, prompt_len=5 + i, max_tokens=24) for i in range(12)]
     streams = run(history, SMALL, requests)
@@ -82,6 +85,7 @@ def test_every_position_is_in_one_row_that_is_no_recomputation() -> None:
         assert max(by_request[number][PREFILL]) < prompt_len
         assert len(again) >= stream.end.stats.recomputed_tokens
         recomputed += len(again)
+    check_nothing_secret(history)
     assert recomputed > 0, "no request was preempted: the test shows nothing"
     assert sum(len(record.preempted) for record in found) == sum(
         stream.end.stats.preemptions for stream in streams if isinstance(stream.end, Finished)
@@ -156,20 +160,15 @@ def test_the_history_is_bounded_by_steps() -> None:
     assert missed == history.last - 4 > 20
 
 
-def test_the_history_is_bounded_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_history, "MAX_ROWS", 10)
+def test_history_and_reads_are_bounded_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_history, "MAX_ROWS", 40)
     history = StepHistory(4096)
     run(history, ToyOptions(), [request(i, max_tokens=30) for i in range(4)])
     found, missed = history.after(0, 10**9)
-    assert 0 < sum(len(step.rows.slot) for step in found) <= 10
-    assert missed == history.last - len(found)
+    assert 0 < sum(len(step.rows.slot) for step in found) <= 40
+    assert missed == history.last - len(found) > 0
     assert found[-1].number == history.last
-
-
-def test_a_read_is_bounded_by_rows() -> None:
-    history = StepHistory(4096)
-    run(history, ToyOptions(), [request(i, max_tokens=30) for i in range(4)])
-    number, sizes = 0, []
+    number, sizes = missed, []
     while number < history.last:
         found, missed = history.after(number, 10)
         assert missed == 0
@@ -180,10 +179,8 @@ def test_a_read_is_bounded_by_rows() -> None:
     assert len(found) == 1, "a step of more rows is read alone"
 
 
-def test_the_history_keeps_no_prompt_and_no_id() -> None:
+def check_nothing_secret(history: StepHistory) -> None:
     """Follow every reference from the history: no sequence, no request, no first message of a slot."""
-    history = StepHistory(4096)
-    run(history, SMALL, [request(i, prompt_len=5 + i, max_tokens=24) for i in range(12)])
     seen: dict[int, Any] = {}
     unread: list[Any] = [vars(history)]
     while unread:

@@ -1,7 +1,9 @@
-"""`lineclear simulate` as a process: table, JSON, plot, arrivals files and errors."""
+"""`lineclear simulate`: table, JSON, plot, arrivals files and errors."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from support.time_limits import PATIENCE_SECONDS
 
+from lineclear.planner import command
 from lineclear.planner.arrivals import Arrival, BadArrivals, parse_length, read, scaled
 from lineclear.planner.settings import worker_counts
 
@@ -30,20 +33,37 @@ def steps(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lineclear.cli", "simulate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    """Run the command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = command.main([*map(str, arguments)])
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def test_command_is_a_process_of_its_own() -> None:
+    """Its help shows traffic and scheduling, but no certificates."""
+
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "lineclear.cli", "simulate", *arguments]
+        return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+
+    assert start("--rate", "5").returncode == 78
+    text = start("--help").stdout
+    assert "--model-of-steps" in text
+    assert "--scheduling-policy" in text
+    assert "--tls-cert-file" not in text
 
 
 def test_each_load_and_number_of_workers_has_a_row_and_a_curve(steps: Path, tmp_path: Path) -> None:
     out, svg = tmp_path / "out.json", tmp_path / "out.svg"
-    flags = ("--rate", "5,20,inf", "--workers", "1..4", "--num-requests", "60", "--max-batch-size", "4")
+    flags = ("--rate", "5,20,inf", "--workers", "1..4", "--num-requests", "30", "--max-batch-size", "4")
     done = run("--model-of-steps", steps, *flags, "--out", out, "--svg-file", svg)
     assert done.returncode == 0, done.stderr
     _, *rows = done.stdout.splitlines()
-    assert [row.split()[:3] for row in rows] == [[str(w), r, "60"] for r in ("5", "20", "inf") for w in (1, 2, 4)]
+    assert [row.split()[:3] for row in rows] == [[str(w), r, "30"] for r in ("5", "20", "inf") for w in (1, 2, 4)]
     found = json.loads(out.read_text())
     assert found["settings"]["max_batch_size"] == 4
-    assert [entry["finished"] for entry in found["runs"]] == [60] * 9
+    assert [entry["finished"] for entry in found["runs"]] == [30] * 9
     by_workers = [entry["time_to_first_token"]["p99"] for entry in found["runs"][-3:]]
     assert by_workers == sorted(by_workers, reverse=True)
     picture = ElementTree.parse(svg).getroot()
@@ -61,12 +81,7 @@ def test_arrivals_of_a_file_run_at_its_own_rate_and_at_others(steps: Path, tmp_p
     assert [line.split()[1] for line in done.stdout.splitlines()[1:]] == ["10", "20"]
 
 
-def test_losses_are_named(steps: Path) -> None:
-    done = run("--model-of-steps", steps, "--rate", "inf", "--num-requests", "50", "--max-queue-size", "10")
-    assert done.stdout.splitlines()[-1] == "lost with QUEUE_FULL: 40"
-
-
-def test_environment_and_file_set_the_scheduler(steps: Path, tmp_path: Path) -> None:
+def test_losses_are_named_with_the_settings_of_a_file(steps: Path, tmp_path: Path) -> None:
     config = tmp_path / "server.toml"
     config.write_text("max_queue_size = 10\n")
     flags = ("--model-of-steps", steps, "--rate", "inf", "--num-requests", "50", "--config", config)
@@ -95,39 +110,24 @@ def test_wrong_arguments_are_named(steps: Path, arguments: list[str], problem: s
 
 
 def test_target_names_the_number_of_workers(steps: Path) -> None:
-    flags = (
-        "--rate",
-        "5,inf",
-        "--workers",
-        "1..4",
-        "--num-requests",
-        "60",
-        "--max-batch-size",
-        "4",
-        "--no-step-spread",
-    )
-    rows = run("--model-of-steps", steps, *flags).stdout.splitlines()[1:]
-    first = {(row.split()[1], int(row.split()[0])): float(row.split()[7]) for row in rows}
+    flags = ("--rate", "5,inf", "--workers", "1..4", "--num-requests", "30", "--max-batch-size", "4")
+    given = ("--model-of-steps", steps, *flags, "--no-step-spread", "--target-ttft-p99-ms")
+    rows = run(*given, "0.001").stdout.splitlines()
+    assert rows[-1].count("needs more than 4 workers") == rows[-2].count("needs more than 4 workers") == 1
+    first = {(row.split()[1], int(row.split()[0])): float(row.split()[7]) for row in rows[1:-2]}
     target = (first["inf", 2] + first["inf", 4]) / 2
-    done = run("--model-of-steps", steps, *flags, "--target-ttft-p99-ms", str(target))
+    done = run(*given, str(target))
     assert done.returncode == 0, done.stderr
     at_five = min(workers for (rate, workers), p99 in first.items() if rate == "5" and p99 <= target)
     said = [line.rpartition(" requests/s ")[2] for line in done.stdout.splitlines()[-2:]]
     assert said == [f"needs {at_five} worker{'s' * (at_five > 1)}", "needs 4 workers"]
-    done = run("--model-of-steps", steps, *flags, "--target-ttft-p99-ms", "0.001")
-    assert done.stdout.count("needs more than 4 workers") == 2
 
 
 def records(path: Path, seconds: tuple[float, ...]) -> Path:
     """Write step records of equal work whose times are `seconds` in turn."""
+    rows = [{"start": 9, "num_tokens": 1}]
     lines = [
-        {
-            "epoch": 1,
-            "step": n,
-            "time_seconds": n,
-            "seconds": seconds[n % len(seconds)],
-            "rows": [{"start": 9, "num_tokens": 1}],
-        }
+        {"epoch": 1, "step": n, "time_seconds": n, "seconds": seconds[n % len(seconds)], "rows": rows}
         for n in range(200)
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
@@ -144,13 +144,6 @@ def test_poor_fit_is_said_loudly_or_refused(seconds: tuple[float, ...], code: in
     fitted = run("fit", path, "--out", tmp_path / "fit.json")
     assert fitted.returncode == 0
     assert run("--model-of-steps", tmp_path / "fit.json", "--rate", "5", "--num-requests", "10").returncode == 0
-
-
-def test_help_shows_traffic_and_scheduling_but_no_certificates() -> None:
-    text = run("--help").stdout
-    assert "--model-of-steps" in text
-    assert "--scheduling-policy" in text
-    assert "--tls-cert-file" not in text
 
 
 # --- arrivals --------------------------------------------------------------------------------------------------------

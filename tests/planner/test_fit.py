@@ -19,7 +19,7 @@ from lineclear.planner.step_timing import StepTiming, StepWork, WorkerCapacity
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.flight_recorder import recording_files
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
-from lineclear.wire.messages import StepPlan, StepResult
+from lineclear.wire.messages import StepResult
 
 TRUE = StepTiming(0.004, 0.0002, 3e-6, 0.0001, gap_seconds=0.0005, latency_seconds=0.003)
 
@@ -54,21 +54,14 @@ def test_recording_gives_the_times_of_its_steps(tmp_path: Path) -> None:
     recording(tmp_path / "flight.jsonl")
     timing, found = fit.load(tmp_path / "flight.jsonl")
     assert found is not None
-    assert timing.base_seconds == pytest.approx(TRUE.base_seconds, rel=1e-3)
-    assert timing.seconds_per_token == pytest.approx(TRUE.seconds_per_token, rel=1e-3)
-    assert timing.seconds_per_kv_token == pytest.approx(TRUE.seconds_per_kv_token, rel=1e-3)
+    for name in ("base_seconds", "seconds_per_token", "seconds_per_kv_token"):
+        assert getattr(timing, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
     assert timing.seconds_per_sample == pytest.approx(TRUE.seconds_per_sample, rel=1e-2)
     assert timing.gap_seconds == pytest.approx(TRUE.gap_seconds, rel=0.01)
     assert (found.r_squared, found.mean_error) == (pytest.approx(1.0), pytest.approx(0.0, abs=1e-6))
     assert timing.worker == WorkerCapacity(400, 4, max_model_len=256, max_step_tokens=4096), "slots are a setting"
-
-
-def test_fit_survives_its_file(tmp_path: Path) -> None:
-    recording(tmp_path / "flight.jsonl")
-    timing, _ = fit.load(tmp_path / "flight.jsonl")
     timing.save(tmp_path / "steps.json")
-    again, found = fit.load(tmp_path / "steps.json")
-    assert (again, found) == (timing, None)
+    assert fit.load(tmp_path / "steps.json") == (timing, None)
 
 
 def test_step_records_give_the_same_times(tmp_path: Path) -> None:
@@ -143,21 +136,14 @@ def test_work_of_a_plan_is_that_of_the_core() -> None:
     core.worker_joined(runner.hello(1), 0.0)
     for number in range(6):
         core.submit(make_request(f"r{number}", 5 + 9 * number, 9), 0.0)
-    works: list[StepWork] = []
-    while core.num_live:
-        plan = core.plan(1, 0.0)
-        if plan is None:
-            break
-        works.append(work_by_rows(plan))
-        assert StepWork.of(plan) == works[-1]
+    num_plans = 0
+    while (plan := core.plan(1, 0.0)) is not None:
+        positions = [p for row in plan.rows for p in range(row.start, row.start + row.num_tokens)]
+        kv = sum(row.num_tokens * (2 * row.start + row.num_tokens + 1) // 2 for row in plan.rows)
+        assert StepWork.of(plan) == StepWork(len(positions), kv, sum(row.sample for row in plan.rows))
         core.apply(runner.launch(plan).result(), 0.0)
-    assert len(works) > 20
-
-
-def work_by_rows(plan: StepPlan) -> StepWork:
-    positions = [p for row in plan.rows for p in range(row.start, row.start + row.num_tokens)]
-    kv = sum(row.num_tokens * (2 * row.start + row.num_tokens + 1) // 2 for row in plan.rows)
-    return StepWork(len(positions), kv, sum(row.sample for row in plan.rows))
+        num_plans += 1
+    assert num_plans > 20
 
 
 def test_json_has_every_field() -> None:

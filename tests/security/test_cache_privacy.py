@@ -47,7 +47,7 @@ def is_distinguishable(seed: int, first: tuple[Identity, str], second: tuple[Ide
     return plans[0] != plans[1]
 
 
-@pytest.mark.parametrize("num_blocks", [24, 64, 512], ids=["tight", "small", "ample"])
+@pytest.mark.parametrize("num_blocks", [24, 512], ids=["tight", "ample"])
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -60,10 +60,10 @@ def is_distinguishable(seed: int, first: tuple[Identity, str], second: tuple[Ide
     ],
 )
 def test_prompt_of_another_tenant_is_computed_in_full(first: Any, second: Any, num_blocks: int) -> None:
-    assert not any(is_distinguishable(seed, first, second, worker_num_blocks=num_blocks) for seed in range(20))
+    assert not any(is_distinguishable(seed, first, second, worker_num_blocks=num_blocks) for seed in range(12))
 
 
 @pytest.mark.parametrize("salt", ["", "a"])
 def test_own_cached_prompt_takes_fewer_steps(salt: str) -> None:
     """Check that the previous test can see a difference."""
-    assert all(is_distinguishable(seed, (ALICE, salt), (ALICE, salt), worker_num_blocks=512) for seed in range(20))
+    assert all(is_distinguishable(seed, (ALICE, salt), (ALICE, salt), worker_num_blocks=512) for seed in range(12))

@@ -41,6 +41,7 @@ from lineclear.scheduler.security.identity import ANONYMOUS, Identity, cache_sal
 from lineclear.scheduler.security.reloading_file import CHECK_SECONDS, ReloadingFile
 from lineclear.scheduler.security.token_file import read_tokens
 from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.v1 import steps_pb2
 
 REFLECTION = [f"/grpc.reflection.{v}.ServerReflection/ServerReflectionInfo" for v in ("v1", "v1alpha")]
 FILES = [importlib.import_module(f"lineclear.v1.{module.name}") for module in pkgutil.iter_modules(v1.__path__)]
@@ -56,6 +57,9 @@ CHANNELZ = [f"/{CHANNELZ_NAME}/{m.name}" for m in channelz_pb2.DESCRIPTOR.servic
 HEALTH = [f"/grpc.health.v1.Health/{method}" for method in ("Check", "Watch")]
 
 
+WATCH_STATE = steps_pb2.WatchStepsRequest(include_state=True).SerializeToString()
+
+
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),)
 
@@ -63,12 +67,12 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
 async def status_of(channel: Any, method: str, *metadata: tuple[str, str]) -> str:
     """Call a method of any kind with an empty message; return its status, or "OK" after the first response.
 
-    WatchSteps responds at the next step: DEADLINE_EXCEEDED shows that it is served where none is made.
+    WatchSteps would respond at the next step, and responds with the state at once if it is asked for that.
     """
     # unary_stream sends the message and its end in one write. In two writes the second may fail on a rejected call
     # before the status is read, and gRPC's client then reports INTERNAL.
-    seconds = 2.0 if method.endswith("/WatchSteps") else BOUND_SECONDS
-    call = channel.unary_stream(method)(b"", metadata=metadata or None, timeout=seconds)
+    request = WATCH_STATE if method.endswith("/WatchSteps") else b""
+    call = channel.unary_stream(method)(request, metadata=metadata or None, timeout=BOUND_SECONDS)
     try:
         answer = await call.read()
         return "OK" if answer is not grpc.aio.EOF else (await call.code()).name

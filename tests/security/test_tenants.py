@@ -10,6 +10,9 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from security.test_security import bearer
+from security.test_token_file import ALICE, BOB
+from security.test_token_file import token_file as write_tokens
 from structlog.testing import capture_logs
 from support.serving import SMILE_IDS, Serving, error_of, read_all, serving, text_request
 from support.session_driver import Caller
@@ -21,21 +24,18 @@ from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
 
-TOKENS = {"alice": "alice-token-0123456789abcdef", "bob": "bob-token-0123456789abcdefgh"}
+TOKENS = {"alice": ALICE, "bob": BOB}
 LONG = text_request(sampling={"max_tokens": 100})
 
 
 @pytest.fixture
 def token_file(tmp_path: Path) -> str:
-    path = tmp_path / "tokens"
-    path.write_text("".join(f"{name} {token}\n" for name, token in TOKENS.items()))
-    path.chmod(0o600)
-    return str(path)
+    return str(write_tokens(tmp_path, f"alice {ALICE}", f"bob {BOB}"))
 
 
 def of(tenant: str) -> dict[str, Any]:
     """Return the call options of a tenant."""
-    return {"metadata": (("authorization", f"Bearer {TOKENS[tenant]}"),)}
+    return {"metadata": bearer(TOKENS[tenant])}
 
 
 async def submit(s: Serving, tenant: str, request: pb.GenerateRequest | None = None) -> str:
