@@ -84,7 +84,7 @@ def test_unread_stack_dumps_block_nothing(tmp_path: Path, stuck: int) -> None:
     command = [sys.executable, "-c", code, "--model", str(save(tmp_path, byte_level())), "--listen", address]
     command += ["--watchdog-timeout-seconds", "0.2", "--spawn-worker", "--log-format", "json"]
     command += [f"--worker-command={sys.executable} -m support.toy_worker_command"]
-    environment = {**ENVIRONMENT, "TOY_OPTIONS": '{"vocab_size": 512}'}
+    environment = {**ENVIRONMENT, "TOY_OPTIONS": '{"vocab_size": 512}', "PYTHONUNBUFFERED": ""}
     server = subprocess.Popen(command, env=environment, stderr=stuck, stdin=subprocess.DEVNULL)
     try:
         with Client(address, max_attempts=1000) as client, grpc.insecure_channel(address) as channel:

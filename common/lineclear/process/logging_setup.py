@@ -12,6 +12,7 @@ gives to services cannot be opened a second time. Then descriptor 2 becomes a pi
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import fcntl
 import json
@@ -79,6 +80,8 @@ class LineWriter:
         self._thread.join(timeout_seconds)
         if self.relay is not None and self._thread.is_alive():
             _discard(_STDERR)  # which blocks again since the relay is closed
+        elif _is_standard_error():
+            _flush_or_discard()
 
     def _run(self) -> None:
         is_closed = False
@@ -160,8 +163,15 @@ def standard_error_of_children() -> int | None:
 
 def write_stderr(text: str) -> None:
     """Print to standard error before `configure`. A pipe without a reader does not change the exit code."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
+    _flush_or_discard()
+
+
+def _flush_or_discard() -> None:
+    """Write what sys.stderr holds, or drop it: Python would end with exit code 120 for a full pipe."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.flush()
     except OSError:
         _discard(_STDERR)
 
