@@ -150,9 +150,9 @@ WITHOUT_EFFECT = {
     "Tokenize.chat.parallel_tool_calls": "the same",
 }
 ELSEWHERE = {
-    "Generate.sampling.num_beams": ("tests/e2e/test_beam_search.py", "num_beams="),
-    "Generate.sampling.length_penalty": ("tests/e2e/test_beam_search.py", "length_penalty="),
-    "Generate.sampling.early_stopping": ("tests/e2e/test_beam_search.py", "early_stopping="),
+    "Generate.sampling.num_beams": ("tests/e2e/test_sampling_parameters.py", "num_beams="),
+    "Generate.sampling.length_penalty": ("tests/e2e/test_sampling_parameters.py", "length_penalty="),
+    "Generate.sampling.early_stopping": ("tests/e2e/test_sampling_parameters.py", "early_stopping="),
     "WatchSteps.history": ("tests/grpc_api/test_watch_steps.py", "history="),
     "WatchSteps.min_interval": ("tests/grpc_api/test_watch_steps.py", "min_interval_seconds="),
     "WatchSteps.include_state": ("tests/grpc_api/test_watch_steps.py", "include_state="),

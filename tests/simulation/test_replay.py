@@ -34,11 +34,13 @@ def record(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [json.dumps(entry) for entry in run.scheduler.core.recording()]
 
 
-@pytest.mark.parametrize("seeds", [*(range(first, first + 50) for first in range(0, 200, 50)), [*regressions(), 329]])
-def test_history_replays(seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "histories", [*(range(first, first + 50) for first in range(0, 200, 50)), [*regressions(), 329]]
+)
+def test_history_replays(histories: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In history 329, accepted drafts behind the end of an answer, which a recording lacks, once gave credit."""
     calls = 0
-    for seed in seeds:
+    for seed in histories:
         try:
             lines = record(seed, monkeypatch)
             calls += replay(map(json.loads, lines))

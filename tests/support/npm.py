@@ -22,7 +22,8 @@ def install(name: str, *packages: str) -> Path:
     mark = home / "installed"
     if not mark.exists() or mark.read_text() != " ".join(packages):
         home.mkdir(exist_ok=True)
-        command = [npm, "install", "--prefix", str(home), "--no-save", "--no-audit", "--no-fund", "--silent", *packages]
+        command = [npm, "install", "--prefix", str(home), "--no-save", "--no-audit", "--no-fund", "--silent"]
+        command += ["--fetch-retries=1", "--fetch-retry-mintimeout=1000", *packages]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_SECONDS, cwd=home)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
