@@ -19,8 +19,8 @@ PEERS ?= transformers
 WORK ?= w1
 BENCH_HOME ?= build/bench
 
-# Test processes at a time. Tests of one file stay in one process, in order.
-JOBS ?= 2
+# Test processes at a time, for two cores: many tests wait. Tests of one file stay in one process, in order.
+JOBS ?= 3
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 
 # Modules to compile at set-up, by importing them.
