@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ class Server(Process):
         return self.exit_code()
 
 
-class Reader(threading.Thread):
+class Reader(threading.Thread, ABC):
     """Request one answer after another by `ask` until `stop`, each to its end."""
 
     def __init__(self) -> None:
@@ -131,8 +132,9 @@ class Reader(threading.Thread):
         """Time of the last token."""
         self._stopped = threading.Event()
 
+    @abstractmethod
     def ask(self) -> None:
-        raise NotImplementedError
+        """Request one answer and read it to its end."""
 
     def run(self) -> None:
         while not self._stopped.is_set():
