@@ -266,7 +266,7 @@ class Hello:
     protocol: int = PROTOCOL
 
     def step_tokens(self, target: int) -> int:
-        """Return the most tokens of a step: `target`, or what the worker can compute if that is fewer or `target` 0."""
+        """Return the most tokens of a step: the smaller of `target` and `max_step_tokens`. 0: no target."""
         return min(target or self.max_step_tokens, self.max_step_tokens)
 
 
