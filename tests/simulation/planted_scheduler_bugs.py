@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulation.mutations import Bugs, always, boundary, drop, never, replace, swap, without
 
-from lineclear.scheduler.core.adapters import AdapterTable
+from lineclear.scheduler.core.adapter_table import AdapterTable
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.worker_state import WorkerState

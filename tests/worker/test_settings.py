@@ -9,8 +9,8 @@ import torch
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker.attention.registry import BACKENDS
+from lineclear.worker.machine_share import MachineShare
 from lineclear.worker.memory_budget import _cgroup_bytes, blocks_that_fit
-from lineclear.worker.placement import MachineShare
 from lineclear.worker.runner_factory import _num_sharing, choose_device
 from lineclear.worker.settings import WorkerSettings, load
 

@@ -17,10 +17,10 @@ from .cpu.thread_tuner import ThreadTuner, openmp_setter, probe_threads
 from .draft_model import check_vocabulary
 from .host_info import usable_cores
 from .kernels import native_library as kernels
+from .machine_share import MachineShare, bind, claim, cores_of, named_cores
 from .model.loaded_model import LoadedModel
 from .model.loader import build_fused, import_model_class, load, to_int8
 from .model_runner import ModelRunner, RunnerOptions
-from .placement import MachineShare, bind, claim, cores_of, named_cores
 from .settings import WorkerSettings
 
 log = structlog.get_logger(__name__)

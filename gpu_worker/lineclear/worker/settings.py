@@ -15,7 +15,7 @@ from lineclear.process import settings_base
 from lineclear.process.command_line import Hints
 from lineclear.process.device_names import check_device
 from lineclear.process.setting_fields import Group
-from lineclear.worker.placement import MachineShare
+from lineclear.worker.machine_share import MachineShare
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]

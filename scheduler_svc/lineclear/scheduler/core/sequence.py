@@ -27,8 +27,8 @@ class Request:
     """A validated request. `sampling.stop_ids` holds `eos_ids` and `stop_ids` together.
 
     `deadline` is on the core's clock. Requests share cached prefixes only within one `cache_salt` and `adapter`.
-    `adapter` is the key of the adapter that the model runs with (core/adapters.py); empty: none. `tenant` is the hashed
-    tenant id that the fair order counts by.
+    `adapter` is the key of the adapter that the model runs with (core/adapter_table.py); empty: none. `tenant` is the
+    hashed tenant id that the fair order counts by.
     `expected_tokens` estimates the output tokens, at most `max_tokens`; 0: as many as `max_tokens`. Only the order of
     requests depends on it. `wants_position` asks for its place in the queue.
     `output` is the beginning of the answer, fewer than `max_tokens` tokens, if another server made it.

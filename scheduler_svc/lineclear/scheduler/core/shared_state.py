@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lineclear.scheduler.core.adapters import AdapterTable
+from lineclear.scheduler.core.adapter_table import AdapterTable
 from lineclear.scheduler.core.events import Preempted
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import PoisonDetector

@@ -15,7 +15,7 @@ from worker.test_host_info import put
 from lineclear.process.device_names import split_devices
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker.host_info import divide_quota, usable_cores
-from lineclear.worker.placement import MachineShare, bind, claim, cores_of, named_cores
+from lineclear.worker.machine_share import MachineShare, bind, claim, cores_of, named_cores
 from lineclear.worker.runner_factory import choose_device
 
 
@@ -99,7 +99,7 @@ def test_a_core_that_is_not_usable_is_a_configuration_error() -> None:
 
 BOUND = """
 import os, threading
-from lineclear.worker.placement import bind
+from lineclear.worker.machine_share import bind
 started, done = threading.Event(), threading.Event()
 found = []
 def run():
@@ -120,7 +120,7 @@ assert found == [{core}] and os.sched_getaffinity(0) == {core}, found
 def claimed(directory: Path, cores: list[int], gpu: int | None = None) -> subprocess.Popen[str]:
     """Start a process that claims the places and then waits for its end."""
     code = (
-        "import sys; from pathlib import Path; from lineclear.worker.placement import claim\n"
+        "import sys; from pathlib import Path; from lineclear.worker.machine_share import claim\n"
         f"print(claim(Path({str(directory)!r}), {cores}, {gpu}), flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
