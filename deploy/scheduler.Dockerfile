@@ -19,7 +19,7 @@ COPY common common
 COPY scheduler_svc scheduler_svc
 COPY gpu_worker gpu_worker
 COPY client client
-COPY planner planner
+COPY tools tools
 COPY embedded embedded
 COPY demo/model demo/model
 # The base has no compiler, so the worker's kernels are not built.

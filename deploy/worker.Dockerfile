@@ -27,7 +27,7 @@ COPY common common
 COPY scheduler_svc scheduler_svc
 COPY gpu_worker gpu_worker
 COPY client client
-COPY planner planner
+COPY tools tools
 COPY embedded embedded
 COPY demo/model demo/model
 RUN python3 -m pip --python /opt/lineclear/bin/python install --no-cache-dir --compile --no-deps --prefix /opt/product .

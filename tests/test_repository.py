@@ -131,7 +131,8 @@ EXTRAS = {
     "scheduler_svc": ("scheduler",),
     "gpu_worker": ("worker",),
     "client/lineclear": ("cli",),
-    "planner": ("scheduler",),
+    "tools/lineclear/planner": ("scheduler",),
+    "tools/lineclear/render": ("cli",),
     "embedded": (),
     **dict.fromkeys(("tests", "demo", "bench", "docs"), ("dev",)),
 }

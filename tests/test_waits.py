@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("protos", "common", "scheduler_svc", "gpu_worker", "planner", "embedded")
+PACKAGES = ("protos", "common", "scheduler_svc", "gpu_worker", "tools", "embedded")
 WITHOUT_ARGUMENTS = frozenset({"join", "wait", "get", "acquire", "result", "communicate", "recv", "recv_multipart"})
 """Methods that wait for ever if called without arguments."""
 

@@ -51,8 +51,8 @@ def test_wheel_has_the_client_and_nothing_of_a_server(wheel: Path) -> None:
     own = {path for path in files if path.parts[0] == "lineclear"}
     sources = [
         path.relative_to(root)
-        for root in (CLIENT, REPOSITORY / "protos")
-        for path in root.glob("lineclear/**/*")
+        for root, pattern in ((CLIENT, "**/*"), (REPOSITORY / "protos", "**/*"), (REPOSITORY / "tools", "render/*"))
+        for path in root.glob(f"lineclear/{pattern}")
         if path.is_file() and path.suffix != ".pyc"
     ]
     assert own == set(sources)

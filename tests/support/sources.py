@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_NAMES = ("protos", "common", "scheduler_svc", "gpu_worker", "client", "planner", "embedded")
+_NAMES = ("protos", "common", "scheduler_svc", "gpu_worker", "client", "tools", "embedded")
 ROOTS = tuple(REPOSITORY / name for name in _NAMES)
 
 

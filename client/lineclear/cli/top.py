@@ -13,10 +13,10 @@ from rich.live import Live
 
 from lineclear.client import Client
 from lineclear.errors import LineclearError, Unreachable
+from lineclear.render.top_view import TopHistory, view
 
 from . import output
 from .step_reader import StepReader
-from .top_view import TopHistory, view
 
 _REDRAW_SECONDS = 1.0
 """Longest time between two redraws: rates fall while the server is idle."""

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from support.steps import decode, record
 
-from lineclear.cli.top_view import WINDOW_SECONDS, TopHistory, view
 from lineclear.client import StepRow
+from lineclear.render.top_view import WINDOW_SECONDS, TopHistory, view
 from lineclear.v1 import steps_pb2 as pb
 
 WORKER = pb.WatchedWorker(
