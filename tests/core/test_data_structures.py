@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool, OutOfBlocks
 from lineclear.scheduler.core.child_blocks import ChildBlocks, token_bytes
-from lineclear.scheduler.core.sorted_keys import SortedKeys
+from lineclear.scheduler.core.request_queue import SortedKeys
 
 
 def test_pool_hands_out_low_and_used_blocks_first() -> None:

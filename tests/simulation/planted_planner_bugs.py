@@ -6,13 +6,12 @@ from simulation.mutations import Bugs, always, boundary, drop, never, off_by_one
 
 from lineclear.scheduler.core import placement
 from lineclear.scheduler.core.drafts import DraftPlan
-from lineclear.scheduler.core.isolation import Isolation
-from lineclear.scheduler.core.placement import Placement
+from lineclear.scheduler.core.placement import Isolation, Placement
 from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import PoisonDetector
-from lineclear.scheduler.core.queue_walk import QueueWalk, _Cursor
+from lineclear.scheduler.core.request_queue import QueueWalk, _Cursor
 from lineclear.scheduler.core.step_time_model import StepTimeModel
-from lineclear.scheduler.core.token_budget import TokenBudget
+from lineclear.scheduler.core.worker_state import TokenBudget
 
 _INDEX = "state.adapters.index(request.adapter)"
 

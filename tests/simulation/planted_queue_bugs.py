@@ -18,9 +18,8 @@ from lineclear.scheduler.core.policies import (
     Priority,
     Shortest,
 )
-from lineclear.scheduler.core.request_queue import RequestQueue
+from lineclear.scheduler.core.request_queue import RequestQueue, SortedKeys
 from lineclear.scheduler.core.slot_pace import SlotPace
-from lineclear.scheduler.core.sorted_keys import SortedKeys
 
 QUEUE_BUGS: Bugs = {
     CoreLimits.order: {"a switch keeps the tenants' weights": replace("self.policy.share_weights", "None")},

@@ -14,7 +14,7 @@ from lineclear.scheduler.core.drafts import DraftPlan
 from lineclear.scheduler.core.events import Event, Started
 from lineclear.scheduler.core.inflight_step import ChunkRow, kv_of_drafts
 from lineclear.scheduler.core.placement import Placement
-from lineclear.scheduler.core.queue_walk import QueueWalk
+from lineclear.scheduler.core.request_queue import QueueWalk
 from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.worker_state import WorkerState

@@ -1,12 +1,74 @@
-"""The queue of waiting requests, ordered by queue key. Every operation takes O(log n), but for short copies of keys."""
+"""The queue of waiting requests, ordered by queue key, and passes over it.
+
+Every operation takes O(log n), but for short copies of keys.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
 from lineclear.scheduler.core.sequence import Sequence
-from lineclear.scheduler.core.sorted_keys import SortedKeys
+
+Key = tuple[float, int]
+
+_MAX_LENGTH = 1024  # of one list; a longer one is halved
+
+
+class SortedKeys:
+    """Unique keys, lowest first, in lists of bounded length: insertion, removal and the rank of a key stay cheap.
+
+    The structure of sortedcontainers' SortedList: a list of sorted lists, and the largest key of each.
+    """
+
+    def __init__(self) -> None:
+        self._lists: list[list[Key]] = []
+        self._largest: list[Key] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lists))
+
+    def __iter__(self) -> Iterator[Key]:
+        for keys in self._lists:
+            yield from keys
+
+    def add(self, key: Key) -> None:
+        """Insert a key."""
+        if not self._lists:
+            self._lists, self._largest = [[key]], [key]
+            return
+        index = min(bisect_left(self._largest, key), len(self._lists) - 1)
+        keys = self._lists[index]
+        if key > keys[-1]:
+            keys.append(key)
+        else:
+            insort(keys, key)
+        self._largest[index] = keys[-1]
+        if len(keys) > _MAX_LENGTH:
+            half = len(keys) // 2
+            self._lists[index : index + 1] = keys[:half], keys[half:]
+            self._largest[index : index + 1] = keys[half - 1], keys[-1]
+
+    def remove(self, key: Key) -> None:
+        """Remove a key. Raises KeyError if it is not there."""
+        index = bisect_left(self._largest, key)
+        keys = self._lists[index] if index < len(self._lists) else []
+        place = bisect_left(keys, key)
+        if place == len(keys) or keys[place] != key:
+            raise KeyError(key)
+        del keys[place]
+        if keys:
+            self._largest[index] = keys[-1]
+        else:
+            del self._lists[index], self._largest[index]
+
+    def rank(self, key: Key) -> int:
+        """Return the number of keys below `key`."""
+        index = bisect_left(self._largest, key)
+        below = sum(map(len, self._lists[:index]))
+        return below + (bisect_left(self._lists[index], key) if index < len(self._lists) else 0)
 
 
 class RequestQueue:
@@ -99,3 +161,43 @@ class RequestQueue:
     def sequences(self) -> list[Sequence]:
         """Return all sequences by arrival in this queue."""
         return list(self._live.values())
+
+
+class QueueWalk:
+    """A pass over two queues in order, while some of their sequences start: returns each once, by queue key.
+
+    The caller may remove sequences that it got. It adds none.
+    """
+
+    def __init__(self, resuming: RequestQueue, fresh: RequestQueue) -> None:
+        self._resuming, self._fresh = _Cursor(resuming), _Cursor(fresh)
+
+    def next(self, *, with_fresh: bool) -> Sequence | None:
+        """Return the next sequence, of both queues or only of those that have started; None at the end."""
+        cursors = (self._resuming, self._fresh) if with_fresh else (self._resuming,)
+        heads = [(head.queue_key, cursor) for cursor in cursors if (head := cursor.head()) is not None]
+        return min(heads, key=lambda entry: entry[0])[1].pop() if heads else None
+
+
+class _Cursor:
+    """A place in a queue."""
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue = queue
+        self._ahead: deque[Sequence] = deque()
+        self._count = 1  # sequences to look at next, from the head of the queue
+        self._at_end = False
+        self._last_key = (float("-inf"), 0)
+
+    def head(self) -> Sequence | None:
+        while not self._ahead and not self._at_end:
+            found = self._queue.first(self._count)
+            self._at_end = len(found) < self._count
+            self._ahead.extend(s for s in found if s.queue_key > self._last_key)
+            self._count *= 2
+        return self._ahead[0] if self._ahead else None
+
+    def pop(self) -> Sequence:
+        sequence = self._ahead.popleft()
+        self._last_key = sequence.queue_key
+        return sequence

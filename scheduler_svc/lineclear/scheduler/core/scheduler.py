@@ -26,9 +26,9 @@ from lineclear.scheduler.core import limits
 from lineclear.scheduler.core.block_pool import BlockHash, BlockHasher
 from lineclear.scheduler.core.events import Admitted, Event, FinishReason, QueuePosition, WorkerJoined, WorkerLost
 from lineclear.scheduler.core.inflight_step import ChunkRow, InflightStep
-from lineclear.scheduler.core.isolation import Isolation
 from lineclear.scheduler.core.limits import SWITCHABLE, CoreLimits
 from lineclear.scheduler.core.live_requests import LiveRequests
+from lineclear.scheduler.core.placement import Isolation
 from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS

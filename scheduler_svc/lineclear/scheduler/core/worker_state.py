@@ -16,8 +16,38 @@ from lineclear.scheduler.core.running_batch import ChooseDonor, RunningBatch
 from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.stats import WorkerSnapshot
 from lineclear.scheduler.core.step_time_model import StepTimeModel
-from lineclear.scheduler.core.token_budget import TokenBudget
 from lineclear.wire.messages import Hello
+
+_RECOVERY_STEPS = 200
+
+
+class TokenBudget:
+    """The tokens of a step: halved by an out-of-memory step, doubled again after 200 steps without one."""
+
+    def __init__(self) -> None:
+        self._halvings = 0
+        self._steps_to_doubling = 0  # while it is halved
+
+    def tokens(self, max_tokens: int) -> int:
+        """Return how many of `max_tokens` tokens the next step may compute."""
+        return max(1, max_tokens >> self._halvings)
+
+    def halve(self) -> None:
+        """Halve the budget, after an out-of-memory step of several requests."""
+        self._halvings += 1
+        self._steps_to_doubling = _RECOVERY_STEPS
+
+    def restore(self) -> None:
+        """Restore the whole budget: the size of the batch was not the cause."""
+        self._halvings = 0
+
+    def count_step(self) -> None:
+        """Count a step that was planned."""
+        if self._halvings:
+            self._steps_to_doubling -= 1
+            if self._steps_to_doubling == 0:
+                self._halvings -= 1
+                self._steps_to_doubling = _RECOVERY_STEPS
 
 
 class WorkerState:
