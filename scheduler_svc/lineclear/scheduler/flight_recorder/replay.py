@@ -24,6 +24,13 @@ from lineclear.scheduler.flight_recorder.recorder import FORMAT, event_summary, 
 from lineclear.wire.messages import RowOutput, Scores, StepError, StepErrorKind, StepPlan, StepResult
 
 _VECTOR = bytes(4)
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("expire", "drain", "stop_placing", "clear_prefix_cache"), int),
+    **dict.fromkeys(("load_adapter", "unload_adapter"), bytes.fromhex),
+    **dict.fromkeys(("switch", "worker_joined"), load),
+}
+"""Calls whose facts are their arguments, and what reads one of these."""
+_WITHOUT_TIME = {"stop_placing", "clear_prefix_cache"}
 
 
 class NotARecording(Exception):
@@ -75,7 +82,7 @@ def replay(recording: Iterable[Any], on_plan: Callable[[float, StepPlan], None] 
 
 
 class _Replayer:
-    """A core with recorded facts in place of content. Its private methods are named after the recorded calls."""
+    """A core with recorded facts in place of content. Its private methods are named after recorded calls."""
 
     def __init__(self, limits: CoreLimits, core_state: Any, on_plan: Callable[[float, StepPlan], None]) -> None:
         self._on_plan = on_plan
@@ -87,7 +94,7 @@ class _Replayer:
     def replay(self, call: str, now: float, facts: list[Any], keys: list[str]) -> Any:
         """Return the core's answer to one recorded call."""
         self._keys = deque(map(bytes.fromhex, keys))
-        answer = getattr(self, f"_{call}")(now, *facts)
+        answer = self._plain(call, now, facts) if call in _PLAIN else getattr(self, f"_{call}")(now, *facts)
         if self._keys:
             raise Divergence(f"{call} at {now} made {len(self._keys)} prefix keys fewer than were recorded")
         return answer
@@ -103,6 +110,15 @@ class _Replayer:
         recorded = self._donors.popleft()
         return None if recorded is None else Donor(*recorded)
 
+    def _plain(self, call: str, now: float, facts: list[Any]) -> Any:
+        """Return the answer to a call whose facts are its arguments."""
+        time = () if call in _WITHOUT_TIME else (now,)
+        try:
+            answer = getattr(self._core, call)(*map(_PLAIN[call], facts), *time)
+        except LineclearError as error:
+            return type(error).__name__
+        return answer if isinstance(answer, int) else event_summary(answer or [], int)
+
     def _submit(self, now: float, number: int, request: Any) -> str:
         try:
             self._core.submit(load_request(request, number), now)
@@ -117,39 +133,8 @@ class _Replayer:
     def _finish(self, now: float, number: int, num_tokens: int) -> Any:
         return event_summary(self._core.finish_at_stop_string(str(number), num_tokens, now), int)
 
-    def _expire(self, now: float) -> Any:
-        return event_summary(self._core.expire(now), int)
-
-    def _drain(self, now: float) -> Any:
-        self._core.drain(now)
-        return []
-
-    def _switch(self, now: float, limits: Any) -> Any:
-        self._core.switch(load(limits), now)
-        return []
-
-    def _clear_prefix_cache(self, now: float) -> Any:
-        self._core.clear_prefix_cache()
-        return []
-
-    def _load_adapter(self, now: float, key: str) -> Any:
-        try:
-            return self._core.load_adapter(bytes.fromhex(key), now)
-        except LineclearError as error:
-            return type(error).__name__
-
-    def _unload_adapter(self, now: float, key: str) -> int:
-        return self._core.unload_adapter(bytes.fromhex(key), now)
-
-    def _worker_joined(self, now: float, hello: Any) -> Any:
-        return event_summary(self._core.worker_joined(load(hello), now), int)
-
     def _worker_lost(self, now: float, epoch: int, loss: str) -> Any:
         return event_summary(self._core.worker_lost(epoch, now, WorkerLoss[loss]), int)
-
-    def _stop_placing(self, now: float, epoch: int) -> Any:
-        self._core.stop_placing(epoch)
-        return []
 
     def _on_step_error(self, now: float, epoch: int, step: int, kind: int) -> Any:
         return event_summary(self._core.on_step_error(StepError(epoch, step, StepErrorKind(kind)), now), int)
