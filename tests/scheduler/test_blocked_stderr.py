@@ -102,19 +102,36 @@ def test_unread_stack_dumps_block_nothing(tmp_path: Path, stuck: int) -> None:
         server.wait()
 
 
+FAULTS = {"wrong flag": "", "missing package": "sys.modules['structlog'] = None"}
+
+
 @pytest.mark.parametrize(
-    ("module", "reader"), [("lineclear.scheduler.main", "stopped"), ("lineclear.worker.main", "gone")]
+    ("module", "fault", "reader"),
+    [
+        ("lineclear.scheduler.main", "wrong flag", "stopped"),
+        ("lineclear.worker.main", "wrong flag", "gone"),
+        ("lineclear.scheduler.command", "missing package", "stopped"),
+        ("lineclear.scheduler.command", "missing package", "gone"),
+        ("lineclear.scheduler.command", "missing package", "closed"),
+        ("lineclear.worker.main", "missing package", "stopped"),
+    ],
 )
-def test_exit_code_of_a_wrong_flag_with_unread_stderr(module: str, reader: str) -> None:
+def test_exit_code_of_a_fault_at_start_with_unread_stderr(module: str, fault: str, reader: str) -> None:
     """A parent like Node.js makes its end non-blocking, which makes its children's end non-blocking too."""
     reading, writing = os.pipe()
     if reader == "stopped":
         fill(writing)
     else:
         os.close(reading)
+    code = f"import runpy, sys\n{FAULTS[fault]}\nrunpy.run_module({module!r}, run_name='__main__')"
+    command = [sys.executable, "-c", code, "--nonsense"]
+    if reader == "closed":
+        command = ["/bin/sh", "-c", 'exec "$@" 2>&-', "sh", *command]
     try:
-        process = subprocess.Popen([sys.executable, "-m", module, "--nonsense"], env=ENVIRONMENT, stderr=writing)
-        assert process.wait(PATIENCE_SECONDS) == 78
+        environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": ""}
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=writing)
+        assert process.communicate(timeout=PATIENCE_SECONDS) == (b"", None)
+        assert process.returncode == 78
     finally:
         if reader == "stopped":
             os.close(reading)

@@ -12,7 +12,6 @@ gives to services cannot be opened a second time. Then descriptor 2 becomes a pi
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
 import fcntl
 import json
@@ -30,9 +29,9 @@ import structlog
 from structlog.typing import EventDict, Processor
 
 from .exception_location import exception_fields
+from .standard_error import STDERR, discard, flush_or_discard
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-_STDERR = 2
 _MAX_UNFINISHED_BYTES = 1 << 16
 _MAX_LINES_AT_ONCE = 64
 _level = "info"
@@ -79,9 +78,9 @@ class LineWriter:
         self._lines.put(None)
         self._thread.join(timeout_seconds)
         if self.relay is not None and self._thread.is_alive():
-            _discard(_STDERR)  # which blocks again since the relay is closed
+            discard(STDERR)  # which blocks again since the relay is closed
         elif _is_standard_error():
-            _flush_or_discard()
+            flush_or_discard()
 
     def _run(self) -> None:
         is_closed = False
@@ -128,7 +127,7 @@ class _Relay:
         self.original = original
         self._reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(writing, False)
-        os.dup2(writing, _STDERR)
+        os.dup2(writing, STDERR)
         os.close(writing)
         if faulthandler.is_enabled():
             faulthandler.enable(original)
@@ -138,7 +137,7 @@ class _Relay:
     def close(self, timeout_seconds: float) -> None:
         """Restore descriptor 2 and pass on the remaining lines. Idempotent."""
         if self._thread.is_alive():
-            os.dup2(self.original, _STDERR)
+            os.dup2(self.original, STDERR)
             self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
@@ -159,27 +158,6 @@ _relay: _Relay | None = None
 def standard_error_of_children() -> int | None:
     """Return the standard error for child processes; None: they inherit that of this process."""
     return None if _relay is None else _relay.original
-
-
-def write_stderr(text: str) -> None:
-    """Print to standard error before `configure`. A pipe without a reader does not change the exit code."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr)
-    _flush_or_discard()
-
-
-def _flush_or_discard() -> None:
-    """Write what sys.stderr holds, or drop it: Python would end with exit code 120 for a full pipe."""
-    try:
-        sys.stderr.flush()
-    except OSError:
-        _discard(_STDERR)
-
-
-def _discard(descriptor: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
 
 
 def configure(process: str, level: str = "info", form: str = "auto") -> LineWriter:
@@ -218,20 +196,20 @@ def _lines_target() -> TextIO:
     standard_error = sys.__stderr__
     if standard_error is None or not _is_standard_error():
         return sys.stderr
-    kind = os.fstat(_STDERR).st_mode
+    kind = os.fstat(STDERR).st_mode
     if stat.S_ISSOCK(kind):
-        copy = fcntl.fcntl(_STDERR, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1)
+        copy = fcntl.fcntl(STDERR, fcntl.F_DUPFD_CLOEXEC, STDERR + 1)
         return os.fdopen(copy, "w", encoding=standard_error.encoding, errors="backslashreplace")
     if not stat.S_ISFIFO(kind) and not stat.S_ISCHR(kind):
         return standard_error
     flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         # Without O_NONBLOCK, opening a pipe without a reader would block until there is one.
-        lines, others = (os.open(f"/proc/self/fd/{_STDERR}", flags) for _ in range(2))
+        lines, others = (os.open(f"/proc/self/fd/{STDERR}", flags) for _ in range(2))
     except OSError:
         return standard_error
     os.set_blocking(lines, True)
-    os.dup2(others, _STDERR)
+    os.dup2(others, STDERR)
     os.close(others)
     return os.fdopen(lines, "w", encoding=standard_error.encoding, errors="backslashreplace")
 
@@ -239,14 +217,14 @@ def _lines_target() -> TextIO:
 def _is_standard_error() -> bool:
     """Return whether sys.stderr is the original stream on descriptor 2."""
     standard_error = sys.__stderr__
-    return standard_error is not None and standard_error is sys.stderr and standard_error.fileno() == _STDERR
+    return standard_error is not None and standard_error is sys.stderr and standard_error.fileno() == STDERR
 
 
 def _relay_socket(writer: LineWriter) -> None:
     """Replace descriptor 2 by a pipe if it is a socket."""
     global _relay
-    if _is_standard_error() and stat.S_ISSOCK(os.fstat(_STDERR).st_mode):
-        _relay = _Relay(writer, fcntl.fcntl(_STDERR, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1))
+    if _is_standard_error() and stat.S_ISSOCK(os.fstat(STDERR).st_mode):
+        _relay = _Relay(writer, fcntl.fcntl(STDERR, fcntl.F_DUPFD_CLOEXEC, STDERR + 1))
         writer.relay = _relay
 
 

@@ -17,6 +17,7 @@ from lineclear.model_files.model_directory import NotServable
 from lineclear.process import logging_setup
 from lineclear.process.private_dir import PathError
 from lineclear.process.settings_base import ConfigurationError
+from lineclear.process.standard_error import write_stderr
 from lineclear.process.standby import Standby
 from lineclear.wire.messages import Hello
 
@@ -32,7 +33,7 @@ def serve(argv: Sequence[str], supervised: bool, standby: Standby | None = None)
     try:
         settings = load(argv)
     except ConfigurationError as error:
-        logging_setup.write_stderr(f"lineclear-worker: {error}")
+        write_stderr(f"lineclear-worker: {error}")
         return ExitCode.CONFIGURATION
     writer = logging_setup.configure("worker", settings.log_level, settings.log_format)
     # torch reads this when it is imported: memory for KV pools and activations in huge pages, where the system allows.

@@ -14,6 +14,7 @@ from typing import NoReturn
 from lineclear.exit_codes import ExitCode
 from lineclear.extras import missing_package
 from lineclear.process import core_dumps, parent_death
+from lineclear.process.standard_error import write_stderr
 from lineclear.process.standby import Standby
 
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             standby.run_in_background(_import_app)
         from .app import serve
     except ModuleNotFoundError as error:
-        print(f"lineclear-worker: {missing_package(error, 'worker')}", file=sys.stderr)
+        write_stderr(f"lineclear-worker: {missing_package(error, 'worker')}")
         return ExitCode.CONFIGURATION
 
     return serve(sys.argv[1:] if argv is None else argv, supervised, standby)

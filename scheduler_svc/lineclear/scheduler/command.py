@@ -6,6 +6,7 @@ import sys
 
 from lineclear.exit_codes import ExitCode
 from lineclear.extras import missing_package
+from lineclear.process.standard_error import write_stderr
 
 
 def main() -> int:
@@ -13,7 +14,7 @@ def main() -> int:
     try:
         from lineclear.scheduler.main import main as run
     except ModuleNotFoundError as error:
-        print(f"lineclear-scheduler: {missing_package(error, 'scheduler')}", file=sys.stderr)
+        write_stderr(f"lineclear-scheduler: {missing_package(error, 'scheduler')}")
         return ExitCode.CONFIGURATION
     return run()
 

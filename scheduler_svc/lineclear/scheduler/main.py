@@ -32,6 +32,7 @@ from lineclear.process.device_names import split_devices
 from lineclear.process.private_dir import PathError, private_directory
 from lineclear.process.setting_fields import flag_of
 from lineclear.process.settings_base import ConfigurationError
+from lineclear.process.standard_error import write_stderr
 from lineclear.scheduler.addresses import check_bindable
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings, worker_flags = load(arguments)
     except ConfigurationError as error:
-        logging_setup.write_stderr(f"lineclear-scheduler: {error}")
+        write_stderr(f"lineclear-scheduler: {error}")
         return ExitCode.CONFIGURATION
     writer = logging_setup.configure("scheduler", settings.log_level, settings.log_format)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or gRPC writes unstructured lines into the log
