@@ -33,7 +33,7 @@ turn = EngineLoop._run_once
 def slow(self):
     if os.path.exists({path!r}):
         os.unlink({path!r})
-        time.sleep(0.6)
+        time.sleep(1.0)
     turn(self)
 EngineLoop._run_once = slow
 import os
@@ -82,7 +82,7 @@ def test_unread_stack_dumps_block_nothing(tmp_path: Path, stuck: int) -> None:
     address, flag = f"unix:{tmp_path}/s", tmp_path / "stand-still"
     code = RUN.replace("sys.exit", NOTES + STANDING_STILL.format(path=str(flag)) + "sys.exit", 1)
     command = [sys.executable, "-c", code, "--model", str(save(tmp_path, byte_level())), "--listen", address]
-    command += ["--watchdog-timeout-seconds", "0.2", "--spawn-worker", "--log-format", "json"]
+    command += ["--watchdog-timeout-seconds", "0.5", "--spawn-worker", "--log-format", "json"]
     command += [f"--worker-command={sys.executable} -m support.toy_worker_command"]
     environment = {**ENVIRONMENT, "TOY_OPTIONS": '{"vocab_size": 512}', "PYTHONUNBUFFERED": ""}
     server = subprocess.Popen(command, env=environment, stderr=stuck, stdin=subprocess.DEVNULL)

@@ -17,6 +17,7 @@ from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS,
 from lineclear.scheduler.engine.worker_session import WorkerTimeouts
 from lineclear.scheduler.engine.worker_slot import SupervisorLimits
 from lineclear.scheduler.settings import SchedulerSettings, load
+from lineclear.scheduler.stall_watchdog import TICK_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -154,6 +155,10 @@ def test_policies_match_the_core() -> None:
             "--max-prompt-bytes is 3000000, but a request has at most 2000000 bytes .--max-message-bytes.; raise",
         ),
         (["--drain-timeout-seconds", "-1"], "--drain-timeout-seconds -1"),
+        (
+            ["--watchdog-timeout-seconds", f"{2 * TICK_SECONDS - 0.01:g}"],
+            "^--watchdog-timeout-seconds 0.49 is not a nu",
+        ),
         (["--num-workers", "2"], "--num-workers needs --spawn-worker"),
         (["--spawn-worker", "--num-workers", "3", "--worker-devices", "cuda:0,cuda:1"], "names 2 devices"),
         (["--spawn-worker", "--worker-devices", "gpu0"], "'gpu0' is no device"),

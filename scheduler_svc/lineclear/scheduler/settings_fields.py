@@ -306,7 +306,8 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Executed steps kept for those who watch (WatchSteps). They take about 40 bytes a row, and at most 10 MB."""
     max_step_watchers: int = DIAGNOSIS.field(16, ge=0, le=1024)
     """Most callers that watch the steps at a time."""
-    watchdog_timeout_seconds: float = DIAGNOSIS.field(5.0, gt=0, le=3600)
+    # Below two ticks of the watchdog, the time between two ticks would be reported.
+    watchdog_timeout_seconds: float = DIAGNOSIS.field(5.0, ge=0.5, le=3600)
     """An event loop or engine blocked this long is reported."""
 
     # --- worker ---
