@@ -342,6 +342,13 @@ def test_waiting_worker_takes_over_at_once() -> None:
         assert [worker.poll() for worker in harness.workers].count(None) == 1
 
 
+def test_waiting_worker_asks_again_by_itself() -> None:
+    """Where the scheduler that refused it has forgotten it."""
+    with EngineHarness(options=ToyOptions(standby_seconds=0.2), max_workers=1, num_workers=1) as harness:
+        harness.start_worker()
+        eventually(lambda: harness.engine.snapshot().membership.refused_joins >= 3, what="asking again")
+
+
 def refused(harness: EngineHarness, scheduler: FakeScheduler) -> tuple[subprocess.Popen[bytes], int]:
     """Return a worker that was refused by this scheduler and waits, and its epoch."""
     worker = harness.start_worker(ToyOptions(standby_seconds=600.0))

@@ -50,6 +50,17 @@ PATHS: dict[SessionState, list[SessionEvent]] = {
     S.GONE: [E.REJECTED],
 }
 """How a session comes into each state."""
+LEGAL = {
+    S.CONNECTING: "ACCEPTED:JOINED REFUSED:WAITING REJECTED:GONE REPLACED:ENDED DISCONNECTED:CONNECTING "
+    "TIMED_OUT:ENDED PROCESS_EXITED:GONE",
+    S.WAITING: "REJECTED:GONE REPLACED:ENDED PLACE_FREED:ENDED PROCESS_EXITED:GONE",
+    S.JOINED: "EPOCH_ENDED:ENDED RETIRED:ENDED FAILED:UNHEALTHY DISCONNECTED:CUT_OFF PROCESS_EXITED:GONE",
+    S.CUT_OFF: "SUPERSEDED:ENDED EPOCH_ENDED:ENDED FAILED:UNHEALTHY TIMED_OUT:ENDED PROCESS_EXITED:GONE",
+    S.UNHEALTHY: "SUPERSEDED:ENDED DISCONNECTED:ENDED CONDEMNED:CONDEMNED SPARED:UNHEALTHY PROCESS_EXITED:GONE",
+    S.CONDEMNED: "SUPERSEDED:GONE DISCONNECTED:GONE PROCESS_EXITED:GONE",
+    S.ENDED: "PROCESS_EXITED:GONE",
+    S.GONE: "PROCESS_EXITED:GONE",
+}
 """The table once more, written by hand: an event that is not named is illegal in that state."""
 
 
@@ -84,12 +95,17 @@ def lost(reason: str, loss: WorkerLoss, *, must_kill: bool = False, was_stopping
     return Lost(HELLO, reason, loss, must_kill, was_stopping)
 
 
-@pytest.mark.parametrize("state", [S.ENDED, S.GONE])
-def test_illegal_event_is_refused_and_changes_nothing(state: SessionState) -> None:
-    session = session_in(state)
-    with pytest.raises(IllegalTransition, match=f"ACCEPTED in state {state.name}"):
-        session.handle(E.ACCEPTED, 100.0)
-    assert session.state is state
+@pytest.mark.parametrize("state", S)
+def test_each_event_changes_the_state_or_is_refused(state: SessionState) -> None:
+    legal = dict(entry.split(":") for entry in LEGAL[state].split())
+    for event in E:
+        session = session_in(state)
+        if event.name in legal:
+            session.handle(event, 100.0)
+        else:
+            with pytest.raises(IllegalTransition, match=f"{event.name} in state {state.name}"):
+                session.handle(event, 100.0)
+        assert session.state.name == legal.get(event.name, state.name), event
 
 
 @pytest.mark.parametrize("state", [S.JOINED, S.CUT_OFF])
@@ -201,6 +217,14 @@ def test_connect_timeout() -> None:
     assert session.state is S.CONNECTING
     assert session.check(95.0) == []
     assert session.state is S.ENDED
+
+
+def test_suspended_scheduler_extends_deadlines(session: WorkerSession) -> None:
+    session.timer.plan_sent(plan(WARM), now=100.0)
+    session.extend_deadlines(now=3700.0)
+    assert session.check(3700.0) == []
+    session.receive(HEARTBEAT, 3708.0)
+    assert session.next_check() == 3710.0
 
 
 # --- progress -------------------------------------------------------------------------------------------------------

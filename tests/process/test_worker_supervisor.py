@@ -233,6 +233,18 @@ async def test_a_killed_process_is_waited_for_within_a_bound(exits: bool, monkey
     assert await supervisor.stop(kill=True)
 
 
+async def test_stop_kills_a_worker_that_ignores_sigterm() -> None:
+    supervisor, calls = started(FOR_EVER, stop_timeout_seconds=0.2)
+    pid = kill(supervisor.pids[0], signal.SIGSTOP)
+    await until(
+        lambda: Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
+    )  # of two pending signals, TERM is first
+    begin = time.monotonic()
+    assert await supervisor.stop()
+    assert time.monotonic() - begin >= 0.2
+    assert len(calls.exits) == supervisor.num_starts == 1
+
+
 async def test_stop_during_a_back_off_starts_nothing() -> None:
     supervisor, calls = started(["/bin/false"], min_backoff_seconds=0.3)
     await until(lambda: bool(calls.exits))
