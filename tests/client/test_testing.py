@@ -54,6 +54,10 @@ def test_script_by_prompt(ask: Any) -> None:
         ask(fake, "something else")
 
 
+def test_each_output_has_the_reply(ask: Any) -> None:
+    assert [output.text for output in ask(FakeTransport("one two"), "x", n=3).outputs] == ["one two"] * 3
+
+
 def test_script_as_function_or_single_reply(ask: Any) -> None:
     assert ask(FakeTransport(lambda request: request.text.upper()), "abc").text == "ABC"
     fake = FakeTransport(["first", "then"])

@@ -87,7 +87,9 @@ def test_beams_of_an_adapter_are_those_of_its_model(service: ToyService, adapter
     params: dict[str, Any] = {"num_beams": 3, "n": 3, "max_tokens": 8, "ignore_eos": True}
     settings = BeamSettings(3, 8, frozenset())
     with Client(service.target) as client:
-        check_beams(client.generate(PROMPT, **params), settings, 3)
+        plain = client.generate(PROMPT, top_logprobs=20, **params)
+        check_beams(plain, settings, 3)
+        assert {len(entry.top_logprobs) for output in plain.outputs for entry in output.logprobs} == {20}
         check_beams(client.generate(PROMPT, adapter="a", **params), settings, 3, toy_model(adapter))
 
 

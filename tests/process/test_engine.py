@@ -255,22 +255,21 @@ def test_unsent_log_level_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None
         worker = peer(7)
         worker.send(hello(7))
         harness.wait_joined()
-        send, refused = harness.link.send_control, list[Message]()
+        send, told = harness.link.send_control, list[Message]()
 
         def refuse_once(message: SetLogLevel) -> bool:
-            if not refused:
-                refused.append(message)
-                return False
-            return send(message)
+            told.append(message)
+            return len(told) > 1 and send(message)
 
         monkeypatch.setattr(harness.link, "send_control", refuse_once)
         harness.engine.set_log_level("warning")
-        eventually(lambda: bool(refused))
+        eventually(lambda: bool(told))
         worker.send(Heartbeat(7, 0))
-        assert worker.receive_kind(SetLogLevel) == refused[0] == SetLogLevel(7, LogLevel.WARNING)
+        assert worker.receive_kind(SetLogLevel) == SetLogLevel(7, LogLevel.WARNING)
         later = peer(9)
         later.send(hello(9))
         assert later.receive_kind(SetLogLevel) == SetLogLevel(9, LogLevel.WARNING)
+        assert [message.epoch for message in told] == [7, 7, 9], "each worker is sent a level once"
 
 
 def test_stuck_thread_is_reported_and_keeps_its_link() -> None:

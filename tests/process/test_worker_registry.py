@@ -249,6 +249,16 @@ def test_status_follows_the_worker(player: Player) -> None:
     assert status("9.2 hello", "9.2 reachable") == WorkerStatus(second, second, num_joins=2)
 
 
+def test_hung_worker_is_looked_at_until_its_connection_closes(player: Player) -> None:
+    for line in ("7.1 asks", "7.1 exception", "7.1 condemned"):
+        player.play(line)
+    assert player.workers.status.is_unhealthy
+    assert player.workers.next_check(200.0) == 200.5
+    (session,) = player.workers.to_probe(have_connections_changed=False)
+    player.workers.on_probe(session, False, 200.5)
+    assert not player.workers.status.is_unhealthy
+
+
 def test_worker_with_other_files_is_rejected(player: Player) -> None:
     other = replace(hello(7, instance=1), text_fingerprint="other")
     player.workers.on_message(other, 100.0)

@@ -124,6 +124,16 @@ SCRIPTS = {
         < worker_lost 7: its process ended
         < anomaly: its process ended
     """,
+    "a stopping worker is released when the server ends": """
+        > submit
+        > 7 asks as 1
+        < worker_joined 7
+        < 7 gets StepPlan 1
+        > 7 sends stopping
+        < worker_stopping 7
+        > release
+        < 7 gets Goodbye: no request is left to run
+    """,
     "a request that comes too late for a stopping worker": """
         > 7 asks as 1
         < worker_joined 7
@@ -177,13 +187,15 @@ class Player:
         self._num_tokens = 0
 
     def play(self, line: str) -> None:
-        if " and " in line:
-            for part in line.split(" and "):
-                self.play(part)
-            return
+        for part in line.split(" and "):
+            self._play(part)
+
+    def _play(self, line: str) -> None:
         match line.split():
             case ["submit"]:
                 self._stream = self._harness.submit(request(0, prompt_len=4, max_tokens=4))
+            case ["release"]:
+                self._harness.engine.release_worker()
             case ["the", "supervisor", "kills"]:
                 self._harness.is_killing = True
             case ["process", pid, "exits", code]:
@@ -191,8 +203,7 @@ class Player:
             case [epoch, "connects", *which]:
                 self._connect(int(epoch), " ".join(which))
             case [epoch, "asks", "as", instance]:
-                self.play(f"{epoch} connects")
-                self.play(f"{epoch} sends hello {instance}")
+                self.play(f"{epoch} connects and {epoch} sends hello {instance}")
             case [epoch, "closes"]:
                 self._peers[int(epoch)].close()
                 self._closed.add(int(epoch))
