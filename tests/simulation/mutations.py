@@ -1,6 +1,6 @@
-"""Mutation operators on the syntax tree of one function, and `planted`, which puts the result in the function's place.
+"""Mutation operators on the syntax tree of a function, class or module, and `planted`, which plants the result.
 
-An operator names its target by a pattern in Python: a statement or an expression, compared as syntax trees, so that
+An operator names its place by a pattern in Python: a statement or an expression, compared as syntax trees, so that
 format and comments do not matter. In a pattern `_` matches any expression, `_1` to `_9` match and capture one, and
 `f(...)` matches a call with any arguments. In a replacement `_0` is the whole match. An operator whose pattern does not
 match exactly as often as it says is an error, and not a silent pass.
@@ -16,17 +16,20 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from lineclear.scheduler.core import policies
 
-Operator = Callable[[ast.FunctionDef], None]
-"""Changes a function in place. AssertionError unless its pattern matches as often as it says."""
+Operator = Callable[[ast.AST], None]
+"""Changes a tree in place. AssertionError unless its pattern matches as often as it says."""
 
 Bugs = dict[Any, dict[str, Operator]]
-"""By function of the product: its bugs by title."""
+"""Bugs by title, by class or module of the product, or by function where several have what the pattern names."""
 
 _WILDCARD = re.compile(r"_\d?")
 _OPPOSITE_BOUNDARY = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
@@ -34,11 +37,21 @@ _OPPOSITE_BOUNDARY = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE
 
 @dataclass(frozen=True)
 class Bug:
-    """One change of `function`: a function, a method or a property of the product."""
+    """One change of `target`: a module, a class, a function, a method or a property of the product."""
 
     title: str
-    function: Any
+    target: Any
     operator: Operator
+
+
+class Change(NamedTuple):
+    """A function of the product, and what takes its place."""
+
+    owners: list[Any]
+    """Its class, or the modules that have it."""
+    name: str
+    original: Any
+    mutant: Any
 
 
 # --- operators ------------------------------------------------------------------------------------------------------
@@ -53,13 +66,14 @@ def replace(old: str, new: str, role: str = "", times: int = 1) -> Operator:
     def make(node: ast.AST, captures: dict[int, ast.AST]) -> ast.AST:
         return _filled(replacement, {0: node, **captures})
 
-    return lambda function: _rewrite(function, pattern, make, role, times)
+    return lambda tree: _rewrite(tree, pattern, make, role, times)
 
 
-def drop(statement: str, times: int = 1) -> Operator:
-    """Replace a statement by `pass`."""
+def drop(statement: str, times: int = 1, after: str = "") -> Operator:
+    """Replace a statement by `pass`; with `after`, only where it follows that statement."""
     (pattern,) = ast.parse(statement).body
-    return lambda function: _rewrite(function, pattern, lambda node, captures: ast.Pass(), times=times)
+    before = ast.parse(after).body[0] if after else None
+    return lambda tree: _rewrite(tree, pattern, lambda node, captures: ast.Pass(), times=times, after=before)
 
 
 def twice(statement: str) -> Operator:
@@ -70,7 +84,7 @@ def twice(statement: str) -> Operator:
         assert isinstance(node, ast.stmt)
         return ast.If(ast.Constant(True), [copy.deepcopy(node), copy.deepcopy(node)], [])
 
-    return lambda function: _rewrite(function, pattern, run_twice)
+    return lambda tree: _rewrite(tree, pattern, run_twice)
 
 
 def always(condition: str, role: str = "") -> Operator:
@@ -96,7 +110,7 @@ def boundary(comparison: str) -> Operator:
         (operator,) = node.ops
         return ast.Compare(node.left, [_OPPOSITE_BOUNDARY[type(operator)]()], node.comparators)
 
-    return lambda function: _rewrite(function, _parsed(comparison), moved)
+    return lambda tree: _rewrite(tree, _parsed(comparison), moved)
 
 
 def swap(name: str, other: str) -> Operator:
@@ -124,9 +138,9 @@ def without(operand: str) -> Operator:
                 return node.right
             return node
 
-    def apply(function: ast.FunctionDef) -> None:
+    def apply(tree: ast.AST) -> None:
         remover = Remover()
-        remover.visit(function)
+        remover.visit(tree)
         _require_matches(remover.count, 1)
 
     return apply
@@ -167,33 +181,35 @@ def _matches(pattern: Any, node: Any, captures: dict[int, ast.AST]) -> bool:
 
 
 def _rewrite(
-    function: ast.FunctionDef,
+    tree: ast.AST,
     pattern: ast.AST,
     make: Callable[[ast.AST, dict[int, ast.AST]], ast.AST],
     role: str = "",
     times: int = 1,
+    after: ast.AST | None = None,
 ) -> None:
-    """Replace every match of `pattern` below `function`, outermost first."""
+    """Replace every match of `pattern` in `tree`, outermost first."""
     count = 0
 
     def visit(node: ast.AST) -> None:
         for field, value in ast.iter_fields(node):
             if isinstance(value, list):
-                value[:] = [changed(item, field) for item in value]
+                value[:] = [changed(item, field, before) for before, item in pairwise([None, *value])]
             elif isinstance(value, ast.AST):
-                setattr(node, field, changed(value, field))
+                setattr(node, field, changed(value, field, None))
 
-    def changed(node: Any, field: str) -> Any:
+    def changed(node: Any, field: str, before: Any) -> Any:
         nonlocal count
         captures: dict[int, ast.AST] = {}
         if isinstance(node, ast.AST):
-            if role in ("", field) and _matches(pattern, node, captures):
+            is_place = role in ("", field) and (after is None or _matches(after, before, {}))
+            if is_place and _matches(pattern, node, captures):
                 count += 1
                 return make(node, captures)
             visit(node)
         return node
 
-    visit(function)
+    visit(tree)
     _require_matches(count, times)
 
 
@@ -214,45 +230,45 @@ def _filled(replacement: ast.AST, captures: dict[int, ast.AST]) -> ast.AST:
 # --- planting -------------------------------------------------------------------------------------------------------
 
 
-def mutate(bug: Bug) -> Any:
-    """Return the function with the bug in it. AssertionError where the operator does not find its target."""
-    function = bug.function.fget if isinstance(bug.function, property) else bug.function
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    assert isinstance(tree, ast.FunctionDef)
-    tree.decorator_list = []
-    before = ast.unparse(tree)
+def mutate(bug: Bug) -> list[Change]:
+    """Return the functions that the bug changes. AssertionError where the operator does not find its place."""
+    target = bug.target.fget if isinstance(bug.target, property) else bug.target
+    module = target if inspect.ismodule(target) else sys.modules[target.__module__]
+    scope = "" if inspect.ismodule(target) else target.__qualname__.rpartition(".")[0]
+    tree = ast.parse(textwrap.dedent(inspect.getsource(target)))
+    before = {path: ast.unparse(node) for path, node in _functions(tree, scope)}
     bug.operator(tree)
-    assert ast.unparse(tree) != before, f"the function is as before: {bug.title}"
-    module = ast.fix_missing_locations(ast.Module([tree], []))
+    changed = [(path, node) for path, node in _functions(tree, scope) if ast.unparse(node) != before[path]]
+    assert changed, f"all functions are as before: {bug.title}"
+    return [_change(bug.title, module, path, node) for path, node in changed]
+
+
+def _functions(tree: ast.Module | ast.ClassDef, scope: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the functions and methods of `tree` with their qualified names."""
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef():
+                yield f"{scope}.{node.name}".lstrip("."), node
+            case ast.ClassDef():
+                yield from _functions(node, f"{scope}.{node.name}".lstrip("."))
+            case _:
+                pass
+
+
+def _change(title: str, module: ModuleType, path: str, node: ast.FunctionDef) -> Change:
+    node.decorator_list = []
+    code = ast.fix_missing_locations(ast.Module([node], []))
     scope: dict[str, Any] = {}
     flags = __future__.annotations.compiler_flag
-    exec(compile(module, f"<planted: {bug.title}>", "exec", flags, dont_inherit=True), function.__globals__, scope)
-    changed = scope[tree.name]
-    return property(changed) if isinstance(bug.function, property) else changed
-
-
-@contextmanager
-def planted(bug: Bug) -> Iterator[None]:
-    """Run the block with the bug in the product."""
-    original, mutant = bug.function, mutate(bug)
-    function = original.fget if isinstance(original, property) else original
-    *classes, name = function.__qualname__.split(".")
-    owners = [_class_of(function, classes)] if classes else _modules_with(name, original)
-    entries = [key for key, policy in policies.PREEMPTION_POLICIES.items() if policy is original]
-    _put(owners, name, mutant)
-    policies.PREEMPTION_POLICIES.update(dict.fromkeys(entries, mutant))
-    try:
-        yield
-    finally:
-        _put(owners, name, original)
-        policies.PREEMPTION_POLICIES.update(dict.fromkeys(entries, original))
-
-
-def _class_of(function: Any, names: list[str]) -> Any:
-    owner: Any = sys.modules[function.__module__]
-    for name in names:
-        owner = getattr(owner, name)
-    return owner
+    exec(compile(code, f"<planted: {title}>", "exec", flags, dont_inherit=True), vars(module), scope)
+    *classes, name = path.split(".")
+    owner: Any = module
+    for each in classes:
+        owner = vars(owner)[each]
+    original, mutant = vars(owner)[name], scope[name]
+    if isinstance(original, property | staticmethod | classmethod):
+        mutant = type(original)(mutant)
+    return Change([owner] if classes else _modules_with(name, original), name, original, mutant)
 
 
 def _modules_with(name: str, function: Any) -> list[Any]:
@@ -261,6 +277,15 @@ def _modules_with(name: str, function: Any) -> list[Any]:
     return [module for module in modules if vars(module).get(name) is function]
 
 
-def _put(owners: list[Any], name: str, value: Any) -> None:
-    for owner in owners:
-        setattr(owner, name, value)
+@contextmanager
+def planted(bug: Bug) -> Iterator[None]:
+    """Run the block with the bug in the product."""
+    changes = mutate(bug)
+    with ExitStack() as undo:
+        for change in changes:
+            for owner in change.owners:
+                undo.enter_context(patch.object(owner, change.name, change.mutant))
+            for key, policy in list(policies.PREEMPTION_POLICIES.items()):
+                if policy is change.original:
+                    undo.enter_context(patch.dict(policies.PREEMPTION_POLICIES, {key: change.mutant}))
+        yield

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from simulation.invariant_error import InvariantViolated
-from simulation.mutations import Bug, drop, mutate, off_by_one, planted, without
+from simulation.mutations import Bug, drop, mutate, never, off_by_one, planted, without
 from simulation.planted_bugs import BUGS
 from simulation.simulated_run import SimulatedRun, run_seed
 from simulation.sweep import SEEDS_FILE, planted_bug_seeds, regressions
@@ -67,7 +67,7 @@ def test_plan_with_expired_request_is_caught() -> None:
             return str(error)
         return ""
 
-    with planted(Bug("deadlines do not pass", SimulatedRun._run_engine, drop("self._expire()"))):
+    with planted(Bug("deadlines do not pass", SimulatedRun, drop("self._expire()"))):
         assert "I16: no plan has a request whose deadline has passed" in map(breach, range(60))
 
 
@@ -92,6 +92,8 @@ def test_bug_is_planted_where_its_function_is_imported() -> None:
         Bug("no such statement", Sequence.stats, drop("self.x = 1")),
         Bug("two matches, not one", Sequence.num_unplanned, off_by_one("_")),
         Bug("no such operand", Sequence.num_unplanned, without("self.x")),
+        Bug("in two methods of a class", Sequence, never("self.num_drafts")),
+        Bug("after another statement", Sequence, drop("return 0", after="self.x = 1")),
     ],
     ids=lambda bug: bug.title,
 )
