@@ -428,8 +428,6 @@ class SimulatedRun:
         self.scheduler.check()
         for epoch in self.workers:
             require(self.scheduler.plan(epoch, self.now) is None, "I22", "nothing is planned without requests")
-        # Private containers must be bounded by the live requests.
-        require(self.scheduler.core._live.num_deadlines == 0, "I23", "the heap of deadlines is empty")
 
 
 def run_seed(seed: int, *, twice: bool = True) -> RunReport:
