@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from e2e.transformers_answers import generated
 from support.demo import model
 from support.inprocess import InProcess
@@ -18,6 +19,7 @@ from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
 from lineclear.worker.kernels import native_library as kernels
 from lineclear.worker.kernels.native_library import library_name
+from lineclear.worker.model.loader import build_fused, load
 from lineclear.worker.model_runner import ModelRunner
 from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
@@ -36,7 +38,9 @@ def make_ready(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     runner = runner_of(dtype="float32", cpu_kernels=request.param)
     assert library_name() == ("" if request.param == kernels.NONE else request.param)
     assert runner.backend_name == ("torch_paged" if request.param == kernels.NONE else "native")
-    assert (runner._loaded.decoder is None) == (request.param == kernels.NONE)
+    loaded = build_fused(load(str(DEMO_MODEL), torch.device("cpu"), torch.float32))
+    assert loaded is not None
+    assert (loaded.decoder is None) == (request.param == kernels.NONE)
     yield runner
     kernels.choose(kernels.AUTO)
 

@@ -27,7 +27,7 @@ from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.grammar_process import grammar_of
 from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.wire.messages import Row, Sampling
-from lineclear.worker.constraints import ConstraintTable
+from lineclear.worker import constraints
 from lineclear.worker.drafts.verification import Drafts, ReadTokens
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, wrap_model
@@ -92,13 +92,13 @@ def test_tokens_do_not_depend_on_scheduling(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("limits", [{"pipeline_depth": 1}, {"pipeline_depth": 3}], ids=str)
-def test_tokens_do_not_depend_on_late_masks(loaded: LoadedModel, limits: dict[str, Any]) -> None:
+def test_tokens_do_not_depend_on_late_masks(
+    loaded: LoadedModel, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows whose mask is late are planned again. Half of the masks are late, up to three times."""
     expected = server(loaded).serve(requests())
+    monkeypatch.setattr(constraints, "MaskThreads", lambda: LateThreads(500))
     late = server(loaded, **limits)
-    runner = late.runner
-    assert isinstance(runner, ModelRunner)
-    runner._constraints = ConstraintTable(runner._grammars, 4096, LateThreads(500))
     assert late.serve(requests()) == expected
     assert late.counters.wasted_samples > 50
     assert late.counters.generation_tokens == sum(map(len, expected.values()))

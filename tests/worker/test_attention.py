@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.attention_pools import fill_pools
 from support.kernel_variants import needs_kernels
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from lineclear.wire.messages import BlockCopy
 from lineclear.worker.attention.base import AttentionBackend, Batch, Chunk, LayerSpec, block_bytes, pack_chunks
 from lineclear.worker.attention.reference import ReferenceAttention, attention
 from lineclear.worker.attention.registry import BACKENDS, choose
-from lineclear.worker.attention.torch_paged import TorchPagedAttention
 from lineclear.worker.kernels.native_library import ELEMENTS, NONE
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
@@ -78,7 +78,7 @@ class Story:
 
     def backend(self, backend_class: type[AttentionBackend], fill: float) -> AttentionBackend:
         backend = backend_class(self.layers, self.num_blocks, self.block_size, self.dtype, self.device, self.kv_dtype)
-        poison(backend, self.num_blocks, fill)
+        fill_pools(backend, fill)
         return backend
 
     def steps(self) -> list[tuple[Batch, int]]:
@@ -106,18 +106,6 @@ class Story:
         heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
         made = [torch.randn(h, num_tokens, layer.head_dim).to(self.device, self.dtype).transpose(0, 1) for h in heads]
         return made[0], made[1], made[2]
-
-
-def poison(backend: AttentionBackend, num_blocks: int, fill: float) -> None:
-    """Every cell that a sequence may be given holds `fill`, as if its last owner had left it."""
-    pools: list[Tensor] = [*backend._keys, *backend._values, *getattr(backend, "_scales", ())]  # type: ignore[attr-defined]
-    for pool in pools:
-        if not pool.is_floating_point():
-            pool.fill_(77)
-        elif not isinstance(backend, TorchPagedAttention):
-            pool.fill_(fill)
-        else:
-            pool[:, :num_blocks] = fill
 
 
 @pytest.mark.parametrize(("name", "dtype", "device"), CASES)
@@ -183,27 +171,6 @@ def test_cells_are_block_and_offset() -> None:
     assert batch.num_single == 1
 
 
-@pytest.mark.parametrize("name", [pytest.param("native", marks=needs_kernels), "reference", "torch_paged"])
-def test_zeroed_blocks_are_zero_in_every_layer(name: str) -> None:
-    story = Story(3, torch.float32, CPU, native=name == "native")
-    backend = story.backend(BACKENDS[name], 5.0)
-    backend.zero([1, 4])
-    pools: list[Tensor] = [*backend._keys, *backend._values]  # type: ignore[attr-defined]
-    for pool, layer in zip(pools, story.layers * 2, strict=True):
-        zeros = int((pool == 0).sum())
-        padding = 1 if name == "torch_paged" else 0  # the block that stays zero
-        assert zeros == (2 + padding) * story.block_size * layer.num_kv_heads * layer.head_dim
-
-
-@needs_kernels
-def test_zeroed_int8_blocks_have_zero_values() -> None:
-    backend = Story(3, torch.float32, CPU, native=True, kv_dtype=torch.int8).backend(BACKENDS["native"], float("nan"))
-    backend.zero([1, 4])
-    for scales in backend._scales:  # type: ignore[attr-defined]
-        assert scales[:, [1, 4]].eq(0).all()
-        assert scales[:, [0, 2, 3]].isnan().all()
-
-
 COPIED = [
     pytest.param("native", None, marks=needs_kernels),
     pytest.param("native", torch.int8, marks=needs_kernels),
@@ -214,13 +181,27 @@ COPIED = [
 
 
 @pytest.mark.parametrize(("name", "kv_dtype"), COPIED)
+def test_zeroed_blocks_are_read_as_zeros_in_every_layer(name: str, kv_dtype: torch.dtype | None) -> None:
+    layers = [LayerSpec(4, 2, 16, 0.25), LayerSpec(2, 2, 32, 0.2)]
+    tested, zeros = (BACKENDS[name](layers, 5, 16, torch.float32, CPU, kv_dtype) for _ in range(2))
+    fill_pools(tested, float("nan"))
+    fill_pools(zeros, 0.0)
+    tested.zero([1, 4])
+    qkv = [_qkv(spec, 1) for spec in layers]
+    for blocks, is_zeroed in (([1, 4, 3], True), ([0, 2, 3], False)):
+        chunks = [Chunk(0, 1, 32, np.array(blocks))]
+        for found, wanted in zip(_attend(tested, qkv, chunks), _attend(zeros, qkv, chunks), strict=True):
+            assert torch.equal(found, wanted) if is_zeroed else found.isnan().all()
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), COPIED)
 @pytest.mark.parametrize("num_copied", [1, 15])
 def test_copied_positions_are_read_like_the_source(name: str, kv_dtype: torch.dtype | None, num_copied: int) -> None:
     """Two sequences copy positions, one of them from the block that the other copy replaces. Other cells are NaN."""
     torch.manual_seed(num_copied)
     layers = [LayerSpec(4, 2, 16, 0.25), LayerSpec(2, 2, 32, 0.2)]
     backend = BACKENDS[name](layers, 8, 16, torch.float32, CPU, kv_dtype)
-    poison(backend, 8, float("nan"))
+    fill_pools(backend, float("nan"))
     first, second = num_copied, max(1, num_copied - 3)
     # Sequence A has blocks 0 and 1, B has blocks 2 and 3. C copies from 1 to 3, D from 3 to 5, as both have ended.
     stored = [_qkv(spec, 64) for spec in layers]
@@ -231,7 +212,7 @@ def test_copied_positions_are_read_like_the_source(name: str, kv_dtype: torch.dt
     found = _attend(backend, rest, chunks)
 
     expected = BACKENDS[name](layers, 8, 16, torch.float32, CPU, kv_dtype)
-    poison(expected, 8, float("nan"))
+    fill_pools(expected, float("nan"))
     kept = [*range(16 + first), *range(32, 48 + second)]
     cut = [tuple(x[kept] for x in qkv) for qkv in stored]
     both = [Chunk(0, 16 + first, 0, np.array([0, 1])), Chunk(16 + first, 16 + second, 0, np.array([2, 3]))]

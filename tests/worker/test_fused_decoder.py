@@ -71,6 +71,5 @@ def test_packing_frees_the_matrices(build: Callable[[LoadedModel], LoadedModel |
 def test_failed_comparison_falls_back_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model("llama", **WIDE).save_pretrained(tmp_path)
     monkeypatch.setattr(loader, "relative_error", lambda found, wanted: float("inf"))
-    runner = runner_with(tmp_path)
-    assert runner._loaded.decoder is None
-    assert InProcess(runner, CoreLimits()).serve(requests()) == expected("llama")
+    assert build_fused(loader.load(str(tmp_path), torch.device("cpu"), None)) is None
+    assert InProcess(runner_with(tmp_path), CoreLimits()).serve(requests()) == expected("llama")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.attention_pools import fill_pools
 from torch import Tensor
 
 from lineclear.worker.attention import cpu_native
@@ -107,8 +108,7 @@ def test_attention_in_every_library(dtype: torch.dtype, group: int) -> None:
     torch.manual_seed(group)
     cpu, table = torch.device("cpu"), np.random.default_rng(group).permutation(12)
     backends = [kind(layers, 12, 16, dtype, cpu) for kind in (cpu_native.NativeAttention, ReferenceAttention)]
-    for pool in (*backends[0]._keys, *backends[0]._values):  # type: ignore[attr-defined]
-        pool.fill_(float("nan"))
+    fill_pools(backends[0], float("nan"))
     for start, end in ((0, 33), (33, 34), (34, 35), (35, 130)):
         batch = pack_chunks([Chunk(0, end - start, start, table[: -(-end // 16)])], 16)
         for backend in backends:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lineclear.process.settings_base import ConfigurationError
 from lineclear.wire.messages import Row, Sampling, SlotInit, StepPlan
 from lineclear.worker.app import serve
 from lineclear.worker.attention.base import AttentionBackend
+from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kv_prefault import KvPrefaulter
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import wrap_model
@@ -131,7 +133,7 @@ def test_refused_allocation_is_a_configuration_error(monkeypatch: pytest.MonkeyP
     def take(*_: object) -> Tensor:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("lineclear.worker.attention.cpu_native.HugePageArena.allocate", take)
+    monkeypatch.setattr(HugePageArena, "allocate", take)
     with pytest.raises(ModelRefused, match=r"8 blocks.*Cannot allocate memory.*num-blocks"):
         ModelRunner(wrap_model(tiny_model("llama", head_dim=64)), RunnerOptions(num_blocks=8))
 
@@ -140,12 +142,22 @@ def test_refused_allocation_is_a_configuration_error(monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(sys.platform != "linux", reason="asks mincore(2) of Linux")
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_prefaulted_steps_have_no_page_faults(ahead: bool, kv_dtype: torch.dtype | None) -> None:
+def test_prefaulted_steps_have_no_page_faults(
+    ahead: bool, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[Tensor] = []
+    allocate = HugePageArena.allocate
+
+    def noted(*arguments: Any) -> Tensor:
+        pools.append(allocate(*arguments))
+        return pools[-1]
+
+    monkeypatch.setattr(HugePageArena, "allocate", noted)
     runner = ModelRunner(
         wrap_model(tiny_model("llama", head_dim=64, num_hidden_layers=2, max_position_embeddings=4096)),
         RunnerOptions(num_blocks=8192, kv_prefault_tokens=4096 if ahead else 0, kv_dtype=kv_dtype),
     )
-    pool: Tensor = runner._backend._pool  # type: ignore[attr-defined]
+    (pool,) = pools
     while runner.idle_work():
         pass
     before, there = resident(pool)

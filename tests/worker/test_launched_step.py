@@ -16,16 +16,16 @@ class Event:
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
-        self._number, Event.count = Event.count, Event.count + 1
+        self.number, Event.count = Event.count, Event.count + 1
 
     def record(self, stream: object) -> None:
         assert stream == "the stream"
 
     def synchronize(self) -> None:
-        Event.synchronized.append(self._number)
+        Event.synchronized.append(self.number)
 
     def elapsed_time(self, end: Event) -> float:
-        return 250.0 * (end._number - self._number)
+        return 250.0 * (end.number - self.number)
 
 
 def test_a_step_on_cuda_takes_the_time_between_its_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.families import WIDE, tiny_model
 from support.kernel_variants import needs_kernels
+from transformers import AutoModelForCausalLM
 from worker.settings_runner import runner_with
 
 from lineclear.worker.model import loader
@@ -42,14 +43,14 @@ def test_fingerprint_depends_on_files_and_formats(tmp_path: Path) -> None:
 
 def load_while(act: Callable[[], object], model: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     """Load `model`, and `act` once its weights are read."""
-    original = loader._from_pretrained
+    original = AutoModelForCausalLM.from_pretrained
 
-    def acting(*arguments: Any) -> Any:
-        found = original(*arguments)
+    def acting(*arguments: Any, **options: Any) -> Any:
+        found = original(*arguments, **options)
         act()
         return found
 
-    monkeypatch.setattr(loader, "_from_pretrained", acting)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", acting)
     return loader.load(str(model), torch.device("cpu"), None)
 
 

@@ -5,19 +5,19 @@ The request fails alone, and its blocks are clean for their next owner.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support.families import WIDE, tiny_model
 from support.inprocess import Failure, InProcess
 from support.kernel_variants import needs_kernels
+from torch import Tensor
 
 from lineclear.errors import NonFiniteLogits
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
-from lineclear.wire.messages import Logprobs, Sampling, StepPlan
-from lineclear.worker.cpu.fused_decoder import FusedDecoder
+from lineclear.wire.messages import Logprobs, Sampling
 from lineclear.worker.model.loader import to_int8, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
@@ -34,57 +34,46 @@ def neighbours(name: str) -> list[Request]:
     return [Request(f"{name}-{i}", prompt, sampling, 24) for i, prompt in enumerate(prompts)]
 
 
-class CheckedServer:
-    """A server of an int8 model, whose integer sums are exact. Records after each step whether the pools are finite."""
+class Served(NamedTuple):
+    """A server of an int8 model, whose integer sums are exact, and its embeddings."""
 
-    def __init__(self, decoder: list[FusedDecoder], dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
-        loaded = to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE)))
-        assert loaded.decoder is not None
-        decoder.append(loaded.decoder)
-        runner = ModelRunner(loaded, RunnerOptions(num_blocks=18, num_slots=8, max_step_tokens=64, kv_dtype=kv_dtype))
-        backend: Any = runner._backend
-        self._pools = [*backend._keys, *backend._values, *backend._scales]
-        for pool in self._pools:
-            pool.zero_()
-        self.finite: list[bool] = []
-        launch = runner.launch
-
-        def watched(plan: StepPlan) -> Any:
-            inflight = launch(plan)
-            self.finite.append(all(bool(torch.isfinite(pool.float()).all()) for pool in self._pools))
-            return inflight
-
-        runner.launch = watched  # type: ignore[method-assign]
-        self.server = InProcess(runner, LIMITS)
+    server: InProcess
+    embeddings: Tensor
 
     def answers(self, requests: list[Request]) -> list[Answer]:
         tokens = self.server.serve(requests)
         return [(tokens[x.request_id], self.server.logprobs(x.request_id)) for x in requests]
 
 
+def served(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> Served:
+    loaded = to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE)))
+    runner = ModelRunner(loaded, RunnerOptions(num_blocks=18, num_slots=8, max_step_tokens=64, kv_dtype=kv_dtype))
+    return Served(InProcess(runner, LIMITS), loaded.model.model.embed_tokens.weight)
+
+
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float32, torch.int8), (torch.bfloat16, None)])
 def test_non_finite_first_chunk_fails_the_request(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
-    decoders: list[FusedDecoder] = []
-    wanted = CheckedServer(decoders, dtype, kv_dtype).answers(neighbours("x"))
-    tested = CheckedServer(decoders, dtype, kv_dtype)
+    wanted = served(dtype, kv_dtype).answers(neighbours("x"))
+    tested = served(dtype, kv_dtype)
     server = tested.server
     with torch.inference_mode():
-        decoders[-1]._embedding[POISON] = float("nan")
+        tested.embeddings[POISON] = float("nan")
     for request in neighbours("beside"):
         server.events += server.core.submit(request, 0)
     prompt = (9, POISON, *range(20, 78))  # of four chunks, of which the last one samples
     with pytest.raises(Failure) as caught:
         server.serve([Request("bad", prompt, Sampling(), 8)])
     assert isinstance(caught.value.args[0], NonFiniteLogits)
-    slot = next(init.slot for plan in server.plans for init in plan.inits if init.prompt_len == len(prompt))
-    (first,) = (row for row in server.plans[tested.finite.index(False)].chunks if row.slot == slot)
+    started = [(plan, x.slot) for plan in server.plans for x in plan.inits if x.prompt_len == len(prompt)]
+    (first,) = (row for row in started[0][0].chunks if row.slot == started[0][1])
     assert (first.start, first.sample) == (0, False), "nothing was sampled where it was computed"
 
     for i, request in enumerate(neighbours("beside")):
         tokens = [token for event in server.events for token in _tokens(event, request.request_id)]
         assert (tokens, server.logprobs(request.request_id)) == wanted[i]
     assert tested.answers(neighbours("after")) == wanted, "in the blocks that it had, among others"
-    assert tested.finite[-1], "what it left behind was cleared"
+    cleared = {block for x in server.plans for block in (*x.zero_blocks, *(copy.target for copy in x.copy_blocks))}
+    assert cleared >= {*first.new_blocks}, "what it left behind was cleared"
     with pytest.raises(Failure) as caught:  # alone, in steps that are greedy throughout
         server.serve([Request("again", prompt, Sampling(), 8)])
     assert isinstance(caught.value.args[0], NonFiniteLogits)

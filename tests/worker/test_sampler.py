@@ -14,8 +14,7 @@ from support.sampling import all_logprobs, random_logits, run
 from worker.test_truncation import by_warpers
 
 from lineclear.wire.sampling import SCALARS, Sampling
-from lineclear.worker import sampler as module
-from lineclear.worker import truncation
+from lineclear.worker import sampling_metadata
 from lineclear.worker.logits import with_argmax
 from lineclear.worker.uniform_noise import uniform
 
@@ -111,27 +110,6 @@ def test_argmax_equals_torch_in_every_library(dtype: torch.dtype) -> None:
 
 
 # --- truncation and penalties ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.5), (700, 0.5)])
-def test_truncation_keeps_ties(top_k: int, top_p: float) -> None:
-    probabilities = torch.zeros(9000)
-    probabilities[100:1100] = 1e-3
-    falling = probabilities.sort(descending=True).values[None]
-    by_sorting = truncation._cutoff_of_sorted(falling, torch.tensor([[top_k]]), torch.tensor([[top_p]]))
-    assert by_sorting.item() == truncation._cutoff_by_radix(probabilities, top_k, top_p) == pytest.approx(1e-3)
-
-
-def test_radix_and_sorted_cutoffs_agree() -> None:
-    rng = random.Random(0)
-    for seed in range(100):
-        probabilities = torch.softmax(random_logits(1, rng.choice([5, 300, 5000]), seed) * rng.choice([0, 0.1, 2]), -1)
-        top_k, top_p = rng.choice([0, 1, 2, 100]), rng.choice([1e-6, 0.3, 0.9, 0.999999, 1.0])
-        falling = probabilities.sort(descending=True).values
-        wanted = truncation._cutoff_of_sorted(falling, torch.tensor([[top_k]]), torch.tensor([[top_p]])).item()
-        found = truncation._cutoff_by_radix(probabilities[0], top_k, top_p)
-        kept, wanted_kept = (probabilities >= found).sum().item(), (probabilities >= wanted).sum().item()
-        assert kept == wanted_kept, (seed, top_k, top_p)
 
 
 def test_presence_and_frequency_count_the_output_only() -> None:
@@ -346,18 +324,20 @@ def drawn_sampling(rng: random.Random) -> Sampling:
     return Sampling(**values, stop_ids=(9,), seed=rng.getrandbits(64))
 
 
-def test_draw_inverts_the_running_sum() -> None:
-    weights = torch.tensor([[0.0, 1.0, 0.0, 3.0, 0.0]])
-    for noise, token in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.9, 3), (1 - 2**-52, 3)):
-        assert module._inverse_cdf(weights, torch.tensor([[noise]], dtype=torch.float64)).tolist() == [token]
+def test_draw_inverts_the_running_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.array([0.0, 0.2499, 0.25, 0.4999, 0.5, 1 - 2**-52])
+    monkeypatch.setattr(sampling_metadata, "uniform", lambda *_: noise)
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, 0.0, 0.0, -math.inf]])
+    found = run(logits.repeat(len(noise), 1), [Sampling(temperature=1.0)] * len(noise))
+    assert found.tokens.tolist() == [1, 1, 3, 3, 4, 5]
 
 
 def test_draw_over_a_wide_row_equals_a_plain_running_sum() -> None:
-    weights = torch.rand(20, 3001, generator=torch.Generator().manual_seed(0)) ** 8
-    noise = torch.rand(20, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    running = weights.double().cumsum(dim=-1)
+    logits, seeds = random_logits(20, 3001), range(20)
+    running = torch.softmax(logits, dim=-1).double().cumsum(dim=-1)
+    noise = torch.from_numpy(uniform(np.arange(20, dtype=np.uint64), np.ones(20, np.int64)))[:, None]
     wanted = (running <= noise * running[:, -1:]).sum(dim=-1)
-    assert module._inverse_cdf(weights, noise).tolist() == wanted.tolist()
+    assert run(logits, [Sampling(temperature=1.0, seed=seed) for seed in seeds]).tokens.tolist() == wanted.tolist()
 
 
 @pytest.mark.usefixtures("each_way")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from simulation import mutations
+from simulation.mutations import Bug, planted
 from support.families import WIDE, tiny_model
 
 from lineclear.wire.messages import Row, Sampling, SlotInit, StepErrorKind, StepPlan
 from lineclear.worker import self_test
+from lineclear.worker.attention.cpu_native import NativeAttention
+from lineclear.worker.attention.torch_paged import TorchPagedAttention
+from lineclear.worker.input_batch import InputBatch
 from lineclear.worker.kernels.native_library import NONE, selected_library
-from lineclear.worker.logits import with_argmax
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
@@ -79,7 +83,7 @@ def test_check_resets_the_runner() -> None:
     tested, fresh = runner_of(loaded), runner_of(wrap_model(tiny_model("llama")))  # a model has one runner at a time
     self_test.check(tested, right, loaded.dtype)
     for slot, answer in enumerate(right):
-        continuation = Row(slot, len(answer.prompt) + self_test._NUM_TOKENS - 1, 1, True)
+        continuation = Row(slot, len(answer.prompt) + len(answer.tokens) - 1, 1, True)
         with pytest.raises(StepFailed) as refused:
             tested.launch(StepPlan(1, 1, chunks=(continuation,)))
         assert refused.value.kind is StepErrorKind.PROTOCOL
@@ -97,80 +101,53 @@ def answers(runner: ModelRunner) -> list[int]:
     return tokens
 
 
-def a_weight_differs(runner: ModelRunner, loaded: LoadedModel) -> None:
-    with torch.no_grad():
-        loaded.model.model.layers[0].mlp.down_proj.weight.mul_(-1)
-
-
-def keys_are_stored_wrongly(runner: ModelRunner, loaded: LoadedModel) -> None:
-    backend: Any = runner._backend
-    attend = backend.attend
-    backend.attend = lambda index, query, key, value: attend(index, query, -key, value)
-
-
-def positions_are_off_by_one(runner: ModelRunner, loaded: LoadedModel) -> None:
-    slots: Any = runner._batch
-    pack = slots._pack
-    slots._pack = lambda rows: pack(rows)._replace(positions=pack(rows).positions // 2)
-
-
-def decodes_go_one_back(runner: ModelRunner, loaded: LoadedModel) -> None:
-    slots: Any = runner._batch
-    pack = slots._pack
-
-    def packed(plan: StepPlan) -> Any:
-        starts = tuple(start - 1 for start in plan.decodes.starts)
-        return pack(replace(plan, decodes=plan.decodes._replace(starts=starts)))
-
-    slots._pack = packed
-
-
-def the_sampler_is_wrong(runner: ModelRunner, loaded: LoadedModel) -> None:
-    real = runner._logits
-    runner._logits = lambda packed: with_argmax(-real(packed).values)  # type: ignore[method-assign]
-
-
-def it_gives_nan(runner: ModelRunner, loaded: LoadedModel) -> None:
-    real = runner._logits
-    runner._logits = lambda packed: with_argmax(real(packed).values * float("nan"))  # type: ignore[method-assign]
-
-
-def it_raises(runner: ModelRunner, loaded: LoadedModel) -> None:
-    def fail(packed: Any) -> Any:
-        raise RuntimeError("device")
-
-    runner._logits = fail  # type: ignore[method-assign]
+def with_logits(change: str) -> mutations.Operator:
+    return mutations.replace("with_argmax(logits if _1 else _2)", f"with_argmax({change} * (logits if _1 else _2))")
 
 
 FAULTS = (
-    a_weight_differs,
-    keys_are_stored_wrongly,
-    positions_are_off_by_one,
-    decodes_go_one_back,
-    the_sampler_is_wrong,
-    it_gives_nan,
+    Bug("positions are halved", InputBatch, mutations.replace("by_token[1]", "by_token[1] // 2")),
+    Bug("decodes go one back", InputBatch, mutations.replace("decodes.starts", "(n - 1 for n in decodes.starts)")),
+    Bug("the logits are negated", LoadedModel, with_logits("-1")),
+    Bug("the logits are NaN", LoadedModel, with_logits("float('nan')")),
 )
+STORED_KEYS = {
+    "native": Bug("", NativeAttention, mutations.replace("self._to_pool_format(key)", "self._to_pool_format(-key)")),
+    "torch_paged": Bug("", TorchPagedAttention, mutations.replace("key.transpose(0, 1)", "-key.transpose(0, 1)")),
+}
+"""By backend: it stores keys wrongly."""
 
 
 @pytest.mark.usefixtures("best_and_none")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_wrong_answers_fail(fault: Callable[[ModelRunner, LoadedModel], None]) -> None:
+@pytest.mark.parametrize("fault", [*FAULTS, STORED_KEYS], ids=lambda fault: getattr(fault, "title", "keys are negated"))
+def test_wrong_answers_fail(fault: Bug | dict[str, Bug]) -> None:
     loaded = wrap_model(tiny_model("llama", seed=3, **WIDE))
     right = self_test.expected_answers(loaded)
     runner = runner_of(loaded, block_size=16)
     assert runner.backend_name == ("torch_paged" if selected_library() is None else "native")
-    fault(runner, loaded)
+    bug = fault[runner.backend_name] if isinstance(fault, dict) else fault
+    with planted(bug), pytest.raises(SelfTestFailed):
+        self_test.check(runner, right, loaded.dtype)
+    self_test.check(runner, right, loaded.dtype)
+
+
+@pytest.mark.usefixtures("best_and_none")
+def test_wrong_weight_fails() -> None:
+    loaded = wrap_model(tiny_model("llama", seed=3, **WIDE))
+    right = self_test.expected_answers(loaded)
+    runner = runner_of(loaded, block_size=16)
+    with torch.no_grad():
+        loaded.model.model.layers[0].mlp.down_proj.weight.mul_(-1)
     with pytest.raises(SelfTestFailed):
         self_test.check(runner, right, loaded.dtype)
 
 
-def test_failed_step_fails_the_self_test() -> None:
+def test_failed_step_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = wrap_model(tiny_model("llama"))
     right = self_test.expected_answers(loaded)
-    runner = runner_of(loaded)
-    it_raises(runner, loaded)
+    monkeypatch.setattr(LoadedModel, "logits", Mock(side_effect=RuntimeError("device")))
     with pytest.raises(SelfTestFailed, match="step 1 of the self-test failed: RuntimeError at"):
-        self_test.check(runner, right, loaded.dtype)
+        self_test.check(runner_of(loaded), right, loaded.dtype)
 
 
 def test_ties_pass() -> None:

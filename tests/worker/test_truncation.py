@@ -89,6 +89,28 @@ def test_typical_p_of_a_large_vocabulary_is_found_without_sorting(scale: float) 
         assert torch.equal(found[row] > 0, by_warpers(logits[:1], s)[0] > 0), s
 
 
+@pytest.mark.parametrize("vocabulary", [3000, 9000])
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.5), (700, 0.5)])
+def test_tokens_that_tie_are_kept(top_k: int, top_p: float, vocabulary: int) -> None:
+    logits = torch.full((1, vocabulary), -math.inf)
+    logits[:, 100:1100] = 0.0
+    found = distributions(logits, [replace(BASE, top_k=top_k, top_p=top_p)])
+    assert (found[0] > 0).nonzero()[:, 0].tolist() == list(range(100, 1100))
+
+
+def test_search_of_a_large_vocabulary_equals_sorting() -> None:
+    """Tokens that cannot be drawn make a vocabulary large, which is searched and not sorted."""
+    rng = random.Random(0)
+    choices = [(k, p) for k in (0, 1, 2, 280) for p in (1e-6, 0.3, 0.9, 0.999999, 1.0) if k or p < 1.0]
+    for seed in range(100):
+        size = rng.choice([300, 1000, 3000])
+        logits = random_logits(1, size, seed) * rng.choice([0, 0.1, 2])
+        top_k, top_p = rng.choice(choices)
+        sampling = replace(BASE, top_k=top_k, top_p=top_p)
+        searched = distributions(torch.nn.functional.pad(logits, (0, 5000), value=-math.inf), [sampling])
+        assert torch.equal(searched[:, :size] > 0, distributions(logits, [sampling]) > 0), (seed, sampling)
+
+
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("sampling", [replace(BASE, top_k=300), replace(BASE, top_k=300, typical_p=0.5)])
 def test_row_without_a_token_leaves_the_others_alone(value: float, sampling: Sampling) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
 from support.families import WIDE, tiny_model
 from support.kernel_variants import needs_kernels
-from torch import Tensor
+from torch import Tensor, nn
 
 from lineclear.worker.cpu import linear
+from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels import native_library as kernels
 from lineclear.worker.model import loader
 from lineclear.worker.model.loader import build_fused, wrap_model
@@ -26,17 +29,19 @@ class OneDnnLinear(linear.TorchLinear):
 
 def products(
     monkeypatch: pytest.MonkeyPatch, *, dtype: torch.dtype, free_weights: float, onednn: bool = True
-) -> list[type]:
+) -> set[type]:
     """Return the kinds of linear layers on a processor with AMX and `free_weights` times the weights in free memory.
 
     `onednn` False: oneDNN may not use its instructions, as with ONEDNN_MAX_CPU_ISA=AVX2.
     """
-    flags = kernels._x86_flags()
+    flags, made = kernels._x86_flags(), set[type]()
     loaded = wrap_model(tiny_model("llama", **WIDE).to(dtype))
     free = int(free_weights * loaded.weight_bytes)
     with monkeypatch.context() as patched:
         patched.setattr(kernels, "_x86_flags", lambda: flags | AMX)
         patched.setattr(kernels, "_prefers_bf16_gemm", lambda chosen: True)
+        for name, packer in (("pack", linear.pack), ("pack_twice", linear.pack_twice)):
+            patched.setattr(loader, name, noting(packer, made))
         patched.setattr(linear, "onednn", OneDnnLinear)
         for module in (kernels, linear):
             patched.setattr(module, "onednn_packs", lambda _: onednn)
@@ -44,12 +49,21 @@ def products(
         fused = build_fused(loaded)
     assert fused is not None
     assert fused.decoder is not None
-    return [type(layer.down) for layer in fused.decoder._layers]
+    return made
+
+
+def noting(packer: linear.Packer, made: set[type]) -> linear.Packer:
+    def pack(layers: Sequence[nn.Linear], arena: HugePageArena) -> linear.Linear:
+        packed = packer(layers, arena)
+        made.add(type(packed))
+        return packed
+
+    return pack
 
 
 @needs_kernels
 def test_amx_packs_bf16_weights_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(products(monkeypatch, dtype=torch.bfloat16, free_weights=8.1)) == {linear.LinearByRows}
+    assert products(monkeypatch, dtype=torch.bfloat16, free_weights=8.1) == {linear.LinearByRows}
 
 
 @needs_kernels
@@ -57,10 +71,9 @@ def test_amx_packs_bf16_weights_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_weights_are_packed_once(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, free_weights: float
 ) -> None:
-    assert set(products(monkeypatch, dtype=dtype, free_weights=free_weights)) == {OneDnnLinear}
+    assert products(monkeypatch, dtype=dtype, free_weights=free_weights) == {OneDnnLinear}
 
 
 @needs_kernels
 def test_amx_without_onednn_uses_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = products(monkeypatch, dtype=torch.bfloat16, free_weights=8.1, onednn=False)
-    assert set(found) == {linear.Bf16Linear}
+    assert products(monkeypatch, dtype=torch.bfloat16, free_weights=8.1, onednn=False) == {linear.Bf16Linear}
