@@ -169,8 +169,15 @@ def test_an_alias_has_one_meaning() -> None:
     assert mentioned <= {flag for name in settings for flag in (flag_of(name), f"--no-{flag_of(name)[2:]}")}
 
 
+def flags_of(program: Program) -> set[str]:
+    """Return the flags of all settings."""
+    fields = program.kind.model_fields.items()
+    names = {name: field.annotation is bool for setting, field in fields for name in names_of(setting)}
+    return {flag_of(name) for name in names} | {flag_of(f"no_{name}") for name, is_switch in names.items() if is_switch}
+
+
 def test_a_flag_of_the_worker_is_suggested_where_it_has_it() -> None:
-    ours, theirs = (set(command_line._flags(program.kind)) for program in (SCHEDULER, WORKER))
+    ours, theirs = map(flags_of, (SCHEDULER, WORKER))
     assert set(flags_of_worker()) == theirs - ours
     for flag in flags_of_worker():
         said = problem(SCHEDULER, [flag, "1"])
@@ -186,7 +193,7 @@ def test_no_flag_of_the_migration_page_is_unknown() -> None:
     first = [line.split(" | ")[0] for part in tables for line in part.splitlines() if line.startswith("| `")]
     there = {flag for cell in first for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", cell)}
     assert len(there) > 30
-    known = {*command_line._flags(SCHEDULER.kind), *flags_of_worker(), *OTHER_SERVERS}
+    known = {*flags_of(SCHEDULER), *flags_of_worker(), *OTHER_SERVERS}
     assert there <= known
 
 

@@ -130,9 +130,9 @@ def test_no_server_is_unreachable(tmp_path: Path, client: Any) -> None:
 class LateNetwork(BlackHole):
     """Its port is open from the start, but it accepts connections a second late, like a busy machine."""
 
-    def _run(self) -> None:
+    def run(self) -> None:
         time.sleep(1.0)
-        super()._run()
+        super().run()
 
 
 def test_server_that_accepts_late_is_reached(server: Any, client: Any) -> None:

@@ -10,6 +10,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -54,17 +55,20 @@ class Recorder(FakeTransport):
     """Notes what reaches a server. The first answer is of a model that is replaced."""
 
     def __init__(self) -> None:
-        super().__init__([Answer(pieces=("a", "b"), error=ModelChanged("another model")), "c d"])
+        answers = iter((Answer(pieces=("a", "b"), error=ModelChanged("another model")), *repeat("c d", 1000)))
 
-    def _reply(self, request: Any) -> Any:
-        if not isinstance(request, pb.GenerateRequest):
-            raise QueueFull("the call is seen")
-        return super()._reply(request)
+        def reply(request: Any) -> Any:
+            if not isinstance(request, pb.GenerateRequest):
+                raise QueueFull("the call is seen")
+            return next(answers)
 
-    def _unary_answer(self, path: str, request: Any) -> Any:
-        if "AdminService" in path:
-            raise QueueFull("the call is seen")
-        answer = super()._unary_answer(path, request)
+        super().__init__(reply)
+
+    def unary(self, method: Any, request: Any, **options: Any) -> Any:
+        try:
+            answer = super().unary(method, request, **options)
+        except KeyError:  # of an AdminClient
+            raise QueueFull("the call is seen") from None
         if isinstance(answer, pb.SubmitResponse) and request.request.output.queue_position:
             answer.queued.requests_ahead = 3
         return answer

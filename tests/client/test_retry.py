@@ -11,8 +11,8 @@ from client.conftest import Clock
 
 from lineclear.client import Client
 from lineclear.client.call_settings import ClientConfig, submit_request
-from lineclear.client.parameters import UNSET
 from lineclear.client.retry import MAX_TIMEOUT_SECONDS, ResumeState, RetryPolicy, RetryState, may_retry
+from lineclear.client.testing import FakeTransport
 from lineclear.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -109,8 +109,10 @@ def test_starting_server_has_its_own_timeout(make: Callable[[RetryPolicy, Clock]
 
 def test_submit_waits_thirty_seconds_for_a_starting_server() -> None:
     """An answer waits as long as its deadline; a call that generates nothing, such as Submit, has one of its own."""
-    with Client("127.0.0.1:1") as client:
-        left = client._config.short(UNSET).begin()
+    transport = FakeTransport("x")
+    with Client(transport=transport) as client:
+        client.submit("x")
+    left = transport.calls[0].timeout_seconds
     assert left is not None
     assert 29.0 < left <= 30.0
     clock = Clock()

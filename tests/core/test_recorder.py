@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from core.harness import CoreHarness
+from simulation.mutations import Bug, planted, replace
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.flight_recorder import recorder, replay
 from lineclear.scheduler.flight_recorder.recorder import KEY_BYTES, RecordingScheduler
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles, write
@@ -109,9 +111,7 @@ def test_directory_readable_by_others_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_replay_finds_a_core_that_decides_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_finds_a_core_that_decides_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     harness = RecordingHarness(4096)
     for number in range(6):
         harness.submit(f"r{number}", 9 + number, max_tokens=9)
@@ -119,12 +119,8 @@ def test_replay_finds_a_core_that_decides_otherwise(
     path = tmp_path / "flight.jsonl"
     write(path, harness.recorded.recording())
     assert replay.main([str(path)]) == 0
-    monkeypatch.setattr("lineclear.scheduler.core.planner._MAX_FREE_CHUNK", 1)
-    monkeypatch.setattr(
-        "lineclear.scheduler.core.planner.StepPlanner._plan_decodes",
-        lambda planning: planning._plan_decodes_one_by_one(),
-    )
-    assert replay.main([str(path)]) == 1
+    with planted(Bug("it takes other slots", RunningBatch, replace("heapq.heappop(_1)", "_1.pop()"))):
+        assert replay.main([str(path)]) == 1
     assert "recorded" in capsys.readouterr().out
 
 

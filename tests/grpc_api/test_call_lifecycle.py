@@ -118,7 +118,8 @@ async def test_hang_up_before_a_unary_response_is_no_incident() -> None:
 
     handler = grpc.unary_unary_rpc_method_handler(answer_empty, pb.CancelRequest.FromString)
     reading = Mock(first=AsyncMock(return_value=pb.CancelRequest()))
-    guarded = ErrorInterceptor("s", reading=reading)._guard("/s/Cancel", handler)
+    interceptor, call = ErrorInterceptor("s", reading=reading), cast("Any", Mock(method="/s/Cancel"))
+    guarded: Any = await interceptor.intercept_service(AsyncMock(return_value=handler), call)
     await check_cancellation(guarded.stream_stream(None, LostClient()))
     with pytest.raises(cygrpc.ExecuteBatchError):
         await write_only(cast("Any", LostClient()), pb.CancelResponse(), 0.001)

@@ -180,13 +180,14 @@ async def test_ended_session_resumes_its_answers(tmp_path: Path, connect: Open) 
 
 async def test_many_requests_travel_in_few_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    obey = Session._handle
+    run = Session.run
 
-    async def counted(self: Session, message: pb.SessionRequest) -> None:
-        counts.append(len(message.submits))
-        await obey(self, message)
+    async def counted(messages: AsyncIterator[pb.SessionRequest]) -> AsyncIterator[pb.SessionRequest]:
+        async for message in messages:
+            counts.append(len(message.submits))
+            yield message
 
-    monkeypatch.setattr(Session, "_handle", counted)
+    monkeypatch.setattr(Session, "run", lambda self, messages: run(self, counted(messages)))
     async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
         first = await occupied(s, client)
         tasks = [asyncio.ensure_future(client.generate("x")) for _ in range(COUNT)]

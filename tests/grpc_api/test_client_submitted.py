@@ -11,6 +11,7 @@ import pytest
 from support.serving import SMILE, SMILE_IDS, Serving, serving, until
 
 from lineclear.client import AsyncClient, Client
+from lineclear.client._async.transport import AsyncGrpcTransport
 from lineclear.client.testing import FakeTransport
 from lineclear.errors import DuplicateRequest, NonFiniteLogits, QueueFull, UnknownRequest
 from lineclear.scheduler.core.events import FinishReason
@@ -93,20 +94,20 @@ async def test_errors_equal_those_of_a_call(tmp_path: Path) -> None:
         assert isinstance(snapshot.error, NonFiniteLogits)
 
 
-async def test_retried_submit_finds_the_first(tmp_path: Path) -> None:
+async def test_retried_submit_finds_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A retry after a lost response finds the first request, which must not run twice."""
 
     async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
-        real = client._transport.unary_async
+        real = AsyncGrpcTransport.unary_async
         sent = []
 
-        async def call_twice(method: Any, request: Any, **more: Any) -> Any:
+        async def call_twice(self: AsyncGrpcTransport, method: Any, request: Any, **more: Any) -> Any:
             sent.append(request)
             if method.path.endswith("/Submit"):
-                await real(method, request, **more)
-            return await real(method, request, **more)
+                await real(self, method, request, **more)
+            return await real(self, method, request, **more)
 
-        client._transport.unary_async = call_twice  # type: ignore[method-assign]
+        monkeypatch.setattr(AsyncGrpcTransport, "unary_async", call_twice)
         submitted = await client.submit("x")
         assert submitted.request_id == sent[0].request.request_id
         await until(lambda: len(s.service.streams) == 1)

@@ -33,10 +33,10 @@ class Harness:
         self.history = StepHistory(size)
         self.history.worker_joined(HELLO, 0)
         self.feed = StepFeed(
-            self.history, self.calls.append, self._state, max_watchers=max_watchers, clock=lambda: self.now
+            self.history, self.calls.append, self.state, max_watchers=max_watchers, clock=lambda: self.now
         )
 
-    def _state(self) -> TakenState:
+    def state(self) -> TakenState:
         self.num_states += 1
         return take_state(self.core.state, self.history.worker_indices, self.now, 1)
 
@@ -136,12 +136,12 @@ def test_a_state_is_sent_when_it_has_changed() -> None:
     harness = Harness()
     with harness.feed.watch() as plain, harness.feed.watch() as with_map:
         for watcher in (plain, with_map):
-            assert watcher.read(harness._state(), block_maps=watcher is with_map).HasField("state")
+            assert watcher.read(harness.state(), block_maps=watcher is with_map).HasField("state")
         harness.now += 1.0
-        assert plain.read(harness._state()) == NOTHING, "only the time differs"
+        assert plain.read(harness.state()) == NOTHING, "only the time differs"
         harness.core.drain(harness.now)
-        assert plain.read(harness._state()).state.workers[0].block_map == b""
-        assert with_map.read(harness._state(), block_maps=True).state.workers[0].block_map == bytes(16)
+        assert plain.read(harness.state()).state.workers[0].block_map == b""
+        assert with_map.read(harness.state(), block_maps=True).state.workers[0].block_map == bytes(16)
 
 
 def test_nothing_is_computed_without_a_watcher(monkeypatch: pytest.MonkeyPatch) -> None:

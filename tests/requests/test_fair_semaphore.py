@@ -19,6 +19,11 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+def is_idle(gate: FairSemaphore) -> bool:
+    """Return whether nothing of any flow is left."""
+    return not (gate.num_inside or gate.num_waiting or gate._finish or gate._starts or gate._waiting)
+
+
 class Queued:
     """Requests for a semaphore. `admitted` are the flows in the order of admission, and `costs` their costs."""
 
@@ -50,8 +55,7 @@ class Queued:
         while self.num_released < len(self.admitted):
             await self.release()
         await asyncio.gather(*self._tasks)
-        assert (self.gate.num_inside, self.gate.num_waiting) == (0, 0)
-        assert not any((self.gate._finish, self.gate._starts, self.gate._waiting))
+        assert is_idle(self.gate)
 
 
 async def test_flood_waits_behind_the_first_of_another_flow() -> None:
@@ -170,8 +174,7 @@ async def test_cancelled_waiters_leave_nothing() -> None:
     assert waiting[2].done()
     assert gate.num_inside == 1
     gate.release("c")
-    assert (gate.num_inside, gate.num_waiting) == (0, 0)
-    assert not any((gate._finish, gate._starts, gate._waiting))
+    assert is_idle(gate)
 
 
 async def test_slot_without_a_waiting_queue() -> None:

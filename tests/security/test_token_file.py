@@ -7,14 +7,12 @@ import errno
 import os
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trustme
 from structlog.testing import capture_logs
 
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.scheduler.security import tls
 from lineclear.scheduler.security.reloading_file import CHECK_SECONDS, ReloadingFile
 from lineclear.scheduler.security.tls import ServerCertificates, read_certificates
 from lineclear.scheduler.security.token_file import TokenTable, read_tokens
@@ -296,15 +294,15 @@ def test_encrypted_key_is_rejected_without_a_prompt(tmp_path: Path) -> None:
 def test_files_replaced_during_the_read_stay_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both files are replaced between the reads of the certificate and the key."""
     files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
-    real = tls._read
+    real = Path.read_bytes
 
-    def read_and_exchange(setting: str, path: Any) -> bytes:
-        data = real(setting, path)
-        if setting == "--tls-cert-file":
+    def read_and_exchange(path: Path) -> bytes:
+        data = real(path)
+        if str(path) == files["tls_cert_file"]:
             pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
         return data
 
-    monkeypatch.setattr(tls, "_read", read_and_exchange)
+    monkeypatch.setattr(Path, "read_bytes", read_and_exchange)
     with pytest.raises(ConfigurationError, match="is not the key of"):
         read(**files)
     monkeypatch.undo()

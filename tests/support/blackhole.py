@@ -26,7 +26,7 @@ class BlackHole:
         self._sockets: list[socket.socket] = []
         self._vanished = threading.Event()
         self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._run, name="black-hole", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="black-hole", daemon=True)
         self._thread.start()
 
     def vanish(self) -> None:
@@ -48,7 +48,8 @@ class BlackHole:
     ) -> None:
         self.close()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Forward until `vanish`."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ, None)
             selector.register(self._woken, selectors.EVENT_READ, None)
