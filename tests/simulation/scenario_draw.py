@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 from simulation.scenario import Capacity, Scenario, draw_capacity, draw_limits
 
@@ -94,6 +95,14 @@ def _mixed(rng: random.Random, seed: int) -> Scenario:
     )
 
 
+def _changed(
+    scenario: Scenario, limits: dict[str, Any] | None = None, weights: dict[str, float] | None = None, **fields: Any
+) -> Scenario:
+    """Replace some limits, weights and other fields of a scenario."""
+    changed = replace(scenario.limits, **(limits or {}))
+    return replace(scenario, limits=changed, weights=scenario.weights | (weights or {}), **fields)
+
+
 def _unchanged(rng: random.Random, scenario: Scenario) -> Scenario:
     return scenario
 
@@ -107,24 +116,18 @@ def _cancelling(rng: random.Random, scenario: Scenario) -> Scenario:
     """Chunked prompts, late results and cancelled requests: preempted requests soon have blocks again."""
     order = rng.choice(("prefill_first", scenario.limits.scheduling_policy))
     scenario = _short_of_blocks(rng, scenario, budget=rng.choice((8, 12)), longest_prompt=24, pace=1)
-    limits = replace(scenario.limits, scheduling_policy=order, pipeline_depth=3)
-    return replace(scenario, limits=limits, cancel_after_preemption=0.5, late=0.0)
+    limits = {"scheduling_policy": order, "pipeline_depth": 3}
+    return _changed(scenario, limits, cancel_after_preemption=0.5, late=0.0)
 
 
 def _short_of_blocks(
     rng: random.Random, scenario: Scenario, *, budget: int, longest_prompt: int, pace: int
 ) -> Scenario:
     block_size = rng.choice((1, 1, 2, 4))
-    return replace(
+    limits = {"batching_strategy": rng.choice(("continuous", "adaptive")), "max_preemptions": rng.choice((1, 2, 4))}
+    return _changed(
         scenario,
-        limits=replace(
-            scenario.limits,
-            batching_strategy=rng.choice(("continuous", "adaptive")),
-            max_batch_size=8,
-            target_batch_tokens=budget,
-            max_queue_size=40,
-            max_preemptions=rng.choice((1, 2, 4)),
-        ),
+        limits | {"max_batch_size": 8, "target_batch_tokens": budget, "max_queue_size": 40},
         capacity=Capacity(rng.randint(24, 64) // block_size, block_size, 8, 200, 4096),
         longest_prompt=longest_prompt,
         shortest_answer=8,
@@ -135,10 +138,10 @@ def _short_of_blocks(
 def _fragile(rng: random.Random, scenario: Scenario) -> Scenario:
     """Workers are replaced often, each with another capacity, and most prompts share a prefix."""
     template = tuple(rng.randrange(scenario.vocab_size) for _ in range(40))
-    return replace(
+    return _changed(
         scenario,
-        limits=replace(scenario.limits, prefix_cache=True),
-        weights=scenario.weights | {"crash": 0.5, "replace": 0.3, "step_error": 0.3, "stale": 0.2},
+        {"prefix_cache": True},
+        {"crash": 0.5, "replace": 0.3, "step_error": 0.3, "stale": 0.2},
         change=1.0,
         templates=(template,),
         salts=scenario.salts[:1],
@@ -169,9 +172,8 @@ def _shared(rng: random.Random, scenario: Scenario) -> Scenario:
     if rng.random() < 0.4:
         weights_of = {f"t{tenant}": rng.choice((0.5, 1.0, 4.0)) for tenant in range(2)}
         limits = replace(limits, policy=replace(limits.policy, share_weights=weights_of))
-    weights = scenario.weights | {"submit": 2.0, "burst": 0.4}
-    scenario = replace(scenario, estimated=rng.choice((0.0, 1.0)))
-    return replace(scenario, limits=limits, weights=weights, num_tenants=rng.randint(2, 4))
+    scenario = replace(scenario, limits=limits, estimated=rng.choice((0.0, 1.0)))
+    return _changed(scenario, weights={"submit": 2.0, "burst": 0.4}, num_tenants=rng.randint(2, 4))
 
 
 def _several(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -196,21 +198,13 @@ def _spoiled(rng: random.Random, scenario: Scenario) -> Scenario:
     """Bad rows of requests that start together with the same prompt, in few blocks: others have read their blocks."""
     block_size = rng.choice((1, 2, 4))
     template = tuple(rng.randrange(scenario.vocab_size) for _ in range(rng.choice((4, 8, 12))))
-    limits = replace(
-        scenario.limits,
-        batching_strategy="continuous",
-        max_batch_size=8,
-        target_batch_tokens=rng.choice((16, 64)),
-        pipeline_depth=rng.randint(2, 3),
-        max_queue_size=40,
-        prefix_cache=True,
-    )
-    return replace(
+    limits = {"target_batch_tokens": rng.choice((16, 64)), "pipeline_depth": rng.randint(2, 3), "prefix_cache": True}
+    capacity = Capacity(rng.randint(24, 56) // block_size, block_size, 8, 64, 4096)
+    return _changed(
         scenario,
-        limits=limits,
-        capacity=Capacity(rng.randint(24, 56) // block_size, block_size, 8, 64, 4096),
-        weights=scenario.weights
-        | {"burst": 1.0, "bad_token": rng.choice((0.05, 0.3)), "crash": rng.choice((0.05, 0.5))},
+        limits | {"batching_strategy": "continuous", "max_batch_size": 8, "max_queue_size": 40},
+        {"burst": 1.0, "bad_token": rng.choice((0.05, 0.3)), "crash": rng.choice((0.05, 0.5))},
+        capacity=capacity,
         bad_per_mille=rng.choice((50, 150)),
         longest_prompt=20,
         behind=0.8,
@@ -225,27 +219,22 @@ def _spoiled(rng: random.Random, scenario: Scenario) -> Scenario:
 def _switching_victims(rng: random.Random, scenario: Scenario) -> Scenario:
     """An operator changes which of many sequences is preempted."""
     scenario = _short_of_blocks(rng, scenario, budget=64, longest_prompt=12, pace=2)
-    weights = scenario.weights | {"switch": 0.8, "burst": 0.8, "submit": 2.0}
-    limits = replace(scenario.limits, batching_strategy="continuous", max_preemptions=4)
+    weights, limits = (
+        {"switch": 0.8, "burst": 0.8, "submit": 2.0},
+        {"batching_strategy": "continuous", "max_preemptions": 4},
+    )
     capacity = replace(scenario.capacity, num_blocks=56 // scenario.capacity.block_size)
-    return replace(scenario, limits=limits, capacity=capacity, weights=weights, switched=("preemption_policy",))
+    return _changed(scenario, limits, weights, capacity=capacity, switched=("preemption_policy",))
 
 
 def _poisoned_workers(rng: random.Random, scenario: Scenario) -> Scenario:
     """Poison requests on several workers, some of which are stopping: the suspects run alone on one of them."""
     scenario = _several(rng, _poisoned(rng, scenario))
-    weights = scenario.weights | {"join": 4.0, "burst": 1.0, "submit": 2.0, "crash": 0.1}
-    weights["stop"] = rng.choice((0.0, 0.5))
-    limits = replace(
-        scenario.limits,
-        batching_strategy="continuous",
-        max_batch_size=4,
-        max_queue_size=40,
-        max_isolated_crashes=rng.choice((1, 2)),
-    )
-    capacity = Capacity(30, 4, 4, 64, 4096)
+    weights = {"join": 4.0, "burst": 1.0, "submit": 2.0, "crash": 0.1, "stop": rng.choice((0.0, 0.5))}
+    limits = {"batching_strategy": "continuous", "max_batch_size": 4, "max_queue_size": 40}
+    limits["max_isolated_crashes"] = rng.choice((1, 2))
     workers = {"num_workers": rng.randint(2, 3), "change": 0.0, "slow": 0.0, "pace": 4}
-    return replace(scenario, limits=limits, capacity=capacity, weights=weights, longest_prompt=12, **workers)
+    return _changed(scenario, limits, weights, capacity=Capacity(30, 4, 4, 64, 4096), longest_prompt=12, **workers)
 
 
 def _cut_off(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -256,15 +245,13 @@ def _cut_off(rng: random.Random, scenario: Scenario) -> Scenario:
 def _adapted(rng: random.Random, scenario: Scenario) -> Scenario:
     """Requests with and without adapters, which are loaded and unloaded under them; often too few indices."""
     keys = (b"\1" * 32, b"\2" * 32, b"\3" * 32)
-    weights = scenario.weights | {"load_adapter": rng.choice((0.5, 2.0)), "unload_adapter": rng.choice((0.1, 0.5))}
-    limits = replace(scenario.limits, max_loras=rng.choice((1, 2, 3)))
-    return replace(scenario, weights=weights, limits=limits, adapters=keys[: rng.choice((2, 3))])
+    weights = {"load_adapter": rng.choice((0.5, 2.0)), "unload_adapter": rng.choice((0.1, 0.5))}
+    return _changed(scenario, {"max_loras": rng.choice((1, 2, 3))}, weights, adapters=keys[: rng.choice((2, 3))])
 
 
 def _updated(rng: random.Random, scenario: Scenario) -> Scenario:
     """A rolling update: some workers join with another model."""
-    weights = scenario.weights | {"crash": 0.3, "replace": 0.3}
-    return replace(scenario, updates=rng.choice((0.5, 1.0)), weights=weights)
+    return _changed(scenario, weights={"crash": 0.3, "replace": 0.3}, updates=rng.choice((0.5, 1.0)))
 
 
 def _estimated(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -274,8 +261,8 @@ def _estimated(rng: random.Random, scenario: Scenario) -> Scenario:
 
 def _switching(rng: random.Random, scenario: Scenario) -> Scenario:
     """An operator changes limits and policies while the server runs."""
-    weights = scenario.weights | {"switch": rng.choice((0.1, 0.5))}
-    return replace(scenario, weights=weights, num_tenants=max(scenario.num_tenants, rng.choice((1, 2, 4))))
+    weights = {"switch": rng.choice((0.1, 0.5))}
+    return _changed(scenario, weights=weights, num_tenants=max(scenario.num_tenants, rng.choice((1, 2, 4))))
 
 
 def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -283,20 +270,12 @@ def _deep(rng: random.Random, scenario: Scenario) -> Scenario:
     template = tuple(rng.randrange(scenario.vocab_size) for _ in range(100))
     target, stretch = rng.choice((0.1, 0.3)), rng.choice((2.0, 4.0, 50.0))
     policy = replace(scenario.limits.policy, target_inter_token_latency_seconds=target, max_prefill_slowdown=stretch)
-    return replace(
+    limits = {"batching_strategy": "continuous", "max_batch_size": 24, "target_batch_tokens": 512, "policy": policy}
+    return _changed(
         scenario,
-        limits=replace(
-            scenario.limits,
-            batching_strategy="continuous",
-            max_batch_size=24,
-            target_batch_tokens=512,
-            max_queue_size=40,
-            max_queue_tokens=10_000,
-            prefix_cache=True,
-            policy=policy,
-        ),
+        limits | {"max_queue_size": 40, "max_queue_tokens": 10_000, "prefix_cache": True},
+        {"burst": 0.8},
         capacity=Capacity(200, 4, 24, 200, 4096),
-        weights=scenario.weights | {"burst": 0.8},
         longest_prompt=24,
         behind=0.3,
         pace=2,
@@ -310,12 +289,10 @@ def _beside(rng: random.Random, scenario: Scenario) -> Scenario:
     """Scores and vectors are computed beside decodes, in steps with time for many of their tokens."""
     scenario = _deep(rng, scenario)
     policy = replace(scenario.limits.policy, max_prefill_slowdown=rng.choice((1.5, 2.0)))
-    limits = replace(scenario.limits, scheduling_policy="fifo", policy=policy)
     scored, pooled = rng.choice(((0.0, 0.7), (0.7, 0.0), (0.4, 0.6)))
-    times = (0.01, 0.001, 1e-5)
-    return replace(
-        scenario, limits=limits, scored=scored, pooled=pooled, behind=0.0, longest_prompt=60, step_seconds=times
-    )
+    fields = {"scored": scored, "pooled": pooled, "behind": 0.0, "longest_prompt": 60}
+    limits = {"scheduling_policy": "fifo", "policy": policy}
+    return _changed(scenario, limits, **fields, step_seconds=(0.01, 0.001, 1e-5))
 
 
 def _recomputing(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -323,17 +300,16 @@ def _recomputing(rng: random.Random, scenario: Scenario) -> Scenario:
     budget = rng.choice((4, 6, 10))
     scenario = _short_of_blocks(rng, scenario, budget=budget, longest_prompt=20, pace=rng.choice((1, 2)))
     order = rng.choice(("fifo", "priority", "shortest"))
-    limits = replace(scenario.limits, scheduling_policy=order, pipeline_depth=rng.randint(1, 3), max_preemptions=4)
-    return replace(scenario, limits=limits, late=0.0)
+    limits = {"scheduling_policy": order, "pipeline_depth": rng.randint(1, 3), "max_preemptions": 4}
+    return _changed(scenario, limits, late=0.0)
 
 
 def _rejecting(rng: random.Random, scenario: Scenario) -> Scenario:
     """A server that rejects deadlines in the queue, with few slots and expected lengths, where requests have some."""
     if not scenario.deadlines:
         return scenario
-    limits = replace(scenario.limits, reject_unmeetable_deadlines=True, max_batch_size=rng.randint(1, 4))
-    weights = scenario.weights | {"submit": 2.0, "burst": 0.4}
-    return replace(scenario, limits=limits, weights=weights, estimated=rng.choice((0.0, 1.0)))
+    limits = {"reject_unmeetable_deadlines": True, "max_batch_size": rng.randint(1, 4)}
+    return _changed(scenario, limits, {"submit": 2.0, "burst": 0.4}, estimated=rng.choice((0.0, 1.0)))
 
 
 def _scoring(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -349,32 +325,25 @@ def _pooling(rng: random.Random, scenario: Scenario) -> Scenario:
 def _scoring_victims(rng: random.Random, scenario: Scenario) -> Scenario:
     """Requests with scores in flight are preempted and soon run again: both admissions report the same positions."""
     scenario = _cancelling(rng, scenario)
-    weights = scenario.weights | {"burst": 0.8, "submit": 2.0, "bad_token": 0.2}
-    return replace(scenario, weights=weights, scored=0.8)
+    return _changed(scenario, weights={"burst": 0.8, "submit": 2.0, "bad_token": 0.2}, scored=0.8)
 
 
 def _drafting(rng: random.Random, scenario: Scenario) -> Scenario:
     """Requests verify drafts, which cost little."""
-    limits = replace(scenario.limits, adaptive_drafts=rng.random() < 0.5)
+    limits = {"adaptive_drafts": rng.random() < 0.5}
     step_seconds = 0.01, rng.choice((0.0, 1e-5, 0.0005)), 0.0
-    return replace(scenario, limits=limits, drafted=rng.choice((0.4, 1.0)), step_seconds=step_seconds)
+    return _changed(scenario, limits, drafted=rng.choice((0.4, 1.0)), step_seconds=step_seconds)
 
 
 def _drafting_alone(rng: random.Random, scenario: Scenario) -> Scenario:
     """Few requests with long answers verify drafts, in few or many blocks."""
-    limits = replace(
-        scenario.limits,
-        adaptive_drafts=rng.random() < 0.5,
-        batching_strategy="continuous",
-        max_batch_size=rng.choice((1, 2, 4, 8)),
-        target_batch_tokens=rng.choice((6, 16, 64)),
-        prefix_cache=True,
-    )
+    limits = {"adaptive_drafts": rng.random() < 0.5, "batching_strategy": "continuous", "prefix_cache": True}
+    limits |= {"max_batch_size": rng.choice((1, 2, 4, 8)), "target_batch_tokens": rng.choice((6, 16, 64))}
     block_size = rng.choice((1, 2, 4))
     capacity = Capacity(rng.randint(16, 80) // block_size, block_size, 8, 200, 4096)
-    return replace(
+    return _changed(
         scenario,
-        limits=limits,
+        limits,
         capacity=capacity,
         longest_prompt=12,
         shortest_answer=8,
@@ -387,8 +356,8 @@ def _drafting_alone(rng: random.Random, scenario: Scenario) -> Scenario:
 
 def _branching(rng: random.Random, scenario: Scenario) -> Scenario:
     """Requests have several outputs, or are beam searches; some callers disconnect."""
-    weights = scenario.weights | {"branch": rng.choice((0.3, 1.0)), "disconnect": rng.choice((0.0, 0.1, 0.4))}
-    scenario = replace(scenario, weights=weights, beams=rng.choice((0.0, 0.3, 1.0)))
+    weights = {"branch": rng.choice((0.3, 1.0)), "disconnect": rng.choice((0.0, 0.1, 0.4))}
+    scenario = _changed(scenario, weights=weights, beams=rng.choice((0.0, 0.3, 1.0)))
     hazard = rng.choice((_unchanged, _unchanged, _unchanged, _updated, _switching, _draining, _rejecting_siblings))
     return hazard(rng, scenario)
 
@@ -397,11 +366,11 @@ def _reweighing(rng: random.Random, scenario: Scenario) -> Scenario:
     """An operator changes the weights of tenants."""
     scenario = _switching(rng, _shared(rng, scenario))
     policy = replace(scenario.limits.policy, share_weights={"t0": 4.0, "t1": 0.5})
-    return replace(scenario, limits=replace(scenario.limits, policy=policy), switched=("policy",))
+    return _changed(scenario, {"policy": policy}, switched=("policy",))
 
 
 def _draining(rng: random.Random, scenario: Scenario) -> Scenario:
-    return replace(scenario, weights=scenario.weights | {"drain": 0.3})
+    return _changed(scenario, weights={"drain": 0.3})
 
 
 def _rejecting_siblings(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -410,9 +379,9 @@ def _rejecting_siblings(rng: random.Random, scenario: Scenario) -> Scenario:
 
 def _constraining(rng: random.Random, scenario: Scenario) -> Scenario:
     """Requests have grammars, some of which allow no further token at some point."""
-    weights = scenario.weights | {"compile": rng.choice((1.0, 4.0))}
+    weights = {"compile": rng.choice((1.0, 4.0))}
     late = random.Random(f"{scenario.seed}:late").choice((0, 100, 500))
-    return replace(scenario, weights=weights, constrained=rng.choice((0.3, 0.9)), late_per_mille=late)
+    return _changed(scenario, weights=weights, constrained=rng.choice((0.3, 0.9)), late_per_mille=late)
 
 
 def _combined(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -425,8 +394,8 @@ def _combined(rng: random.Random, scenario: Scenario) -> Scenario:
             scenario = hazard(rng, scenario)
     share = rng.choice((0.2, 0.4))  # all of them together would leave no plain request
     parts = {name: min(share, getattr(scenario, name)) for name in ("scored", "pooled", "resumed")}
-    weights = scenario.weights | {"crash": rng.choice((0.05, 0.3)), "burst": 0.2}
-    return replace(scenario, weights=weights, deadlines=rng.choice((0.0, 0.1)), **parts)
+    weights = {"crash": rng.choice((0.05, 0.3)), "burst": 0.2}
+    return _changed(scenario, weights=weights, deadlines=rng.choice((0.0, 0.1)), **parts)
 
 
 def _short(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -437,12 +406,12 @@ def _copying(rng: random.Random, scenario: Scenario) -> Scenario:
     """Prompts begin alike and differ inside a block, while rows are in flight and may prove to be bad."""
     vocab_size = rng.choice((3, scenario.vocab_size))
     template = tuple(rng.randrange(vocab_size) for _ in range(rng.choice((3, 10, 30))))
-    limits = replace(scenario.limits, prefix_cache=True, pipeline_depth=rng.randint(2, 4), max_queue_size=1000)
-    return replace(
+    limits = {"pipeline_depth": rng.randint(2, 4), "scheduling_policy": rng.choice(("fifo", "prefill_first"))}
+    return _changed(
         scenario,
-        limits=replace(limits, max_queue_tokens=1_000_000, scheduling_policy=rng.choice(("fifo", "prefill_first"))),
+        limits | {"prefix_cache": True, "max_queue_size": 1000, "max_queue_tokens": 1_000_000},
+        {"submit": 2.0, "burst": 0.4},
         capacity=Capacity(rng.choice((8, 16, 64)), rng.choice((3, 4, 8, 16)), 8, 200, rng.choice((10, 64, 4096))),
-        weights=scenario.weights | {"submit": 2.0, "burst": 0.4},
         vocab_size=vocab_size,
         longest_prompt=40,
         behind=rng.choice((0.3, 0.8)),
