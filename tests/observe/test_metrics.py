@@ -22,8 +22,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from security.test_security import bearer
 from security.test_token_file import ALICE, token_file
+from support.every_method import bearer
 from support.processes import Running, until
 from support.serving import BOUND_SECONDS, error_of, serving, text_request
 from support.session_driver import Caller, submit

@@ -1,85 +1,33 @@
-"""Authentication, TLS, tenants and listeners, on real sockets with real certificates and for every method."""
+"""Authentication, tenants and listeners, on real sockets and for every method."""
 
 from __future__ import annotations
 
 import asyncio
-import datetime
-import importlib
-import pkgutil
-import socket
-import ssl
-import subprocess
-import sys
-import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-import trustme
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from security.test_tls import credentials, secure, tcp
 from security.test_token_file import ALICE, AUTHORITY, BOB, pem_files, token_file
-from structlog.testing import capture_logs
+from support.every_method import ADMIN, CHANNELZ, HEALTH, METHODS, REFLECTION, bearer, status_of
 from support.http2 import Connection, message
-from support.processes import Running
 from support.serving import BOUND_SECONDS, HELLO_IDS, Serving, error_of, read_all, serving, text_request
 from support.session_driver import Caller, submit
-from support.time_limits import PATIENCE_SECONDS
 
-from lineclear import v1
 from lineclear.scheduler.addresses import is_local
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.grpc_api.server import ADMIN_ONLY, EVERYWHERE
-from lineclear.scheduler.grpc_api.server import CHANNELZ as CHANNELZ_NAME
 from lineclear.scheduler.grpc_api.token_interceptor import _Token
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.identity import ANONYMOUS, Identity, cache_salt
 from lineclear.scheduler.security.reloading_file import CHECK_SECONDS, ReloadingFile
 from lineclear.scheduler.security.token_file import read_tokens
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.v1 import steps_pb2
-
-REFLECTION = [f"/grpc.reflection.{v}.ServerReflection/ServerReflectionInfo" for v in ("v1", "v1alpha")]
-FILES = [importlib.import_module(f"lineclear.v1.{module.name}") for module in pkgutil.iter_modules(v1.__path__)]
-METHODS = [
-    f"/{service.full_name}/{method.name}"
-    for file in FILES
-    if file.__name__.endswith("_pb2")
-    for service in file.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-]
-ADMIN = [method for method in METHODS if "/lineclear.v1.AdminService/" in method]
-CHANNELZ = [f"/{CHANNELZ_NAME}/{m.name}" for m in channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].methods]
-HEALTH = [f"/grpc.health.v1.Health/{method}" for method in ("Check", "Watch")]
-
-
-WATCH_STATE = steps_pb2.WatchStepsRequest(include_state=True).SerializeToString()
-
-
-def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {token}"),)
-
-
-async def status_of(channel: Any, method: str, *metadata: tuple[str, str]) -> str:
-    """Call a method of any kind with an empty message; return its status, or "OK" after the first response.
-
-    WatchSteps would respond at the next step, and responds with the state at once if it is asked for that.
-    """
-    # unary_stream sends the message and its end in one write. In two writes the second may fail on a rejected call
-    # before the status is read, and gRPC's client then reports INTERNAL.
-    request = WATCH_STATE if method.endswith("/WatchSteps") else b""
-    call = channel.unary_stream(method)(request, metadata=metadata or None, timeout=BOUND_SECONDS)
-    try:
-        answer = await call.read()
-        return "OK" if answer is not grpc.aio.EOF else (await call.code()).name
-    except grpc.aio.AioRpcError as error:
-        return str(error.code().name)
-    finally:
-        call.cancel()
 
 
 async def wait_for_status(channel: Any, method: str, token: str, *, refused: bool) -> None:
@@ -87,22 +35,6 @@ async def wait_for_status(channel: Any, method: str, token: str, *, refused: boo
     async with asyncio.timeout(BOUND_SECONDS):
         while (await status_of(channel, method, *bearer(token)) == "UNAUTHENTICATED") is not refused:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-
-
-def credentials(leaf: trustme.LeafCert | None = None, authority: trustme.CA = AUTHORITY) -> grpc.ChannelCredentials:
-    if leaf is None:
-        return grpc.ssl_channel_credentials(authority.cert_pem.bytes())
-    chain = b"".join(blob.bytes() for blob in leaf.cert_chain_pems)
-    return grpc.ssl_channel_credentials(authority.cert_pem.bytes(), leaf.private_key_pem.bytes(), chain)
-
-
-def secure(s: Serving, chosen: grpc.ChannelCredentials) -> grpc.aio.Channel:
-    # A separate pool: gRPC would reuse the connection of an earlier channel with the same arguments.
-    return grpc.aio.secure_channel(s.server.address, chosen, options=[("grpc.use_local_subchannel_pool", 1)])
-
-
-def tcp(**settings: Any) -> dict[str, Any]:
-    return {"listen": "localhost:0", **settings}
 
 
 # --- defaults --------------------------------------------------------------------------------------------------------
@@ -226,139 +158,6 @@ def test_token_moved_to_another_tenant_is_invalid(tmp_path: Path) -> None:
         assert shown.is_valid() is expected
 
 
-# --- TLS -------------------------------------------------------------------------------------------------------------
-
-
-async def test_tls_rejects_plaintext_and_untrusted_certificates(tmp_path: Path) -> None:
-    files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
-    async with serving(tmp_path, plaintext=False, **tcp(**files)) as s:
-        s.engine.answer = lambda request: [5]
-        async with secure(s, credentials()) as channel:
-            await read_all(s.stub_of(channel).Generate(text_request()))
-        async with secure(s, credentials(authority=trustme.CA())) as untrusted:
-            assert await status_of(untrusted, HEALTH[0]) == "UNAVAILABLE"
-        async with grpc.aio.insecure_channel(s.server.address) as plain:
-            assert await status_of(plain, HEALTH[0]) == "UNAVAILABLE"
-
-
-async def test_tls_versions_before_1_2_are_rejected(tmp_path: Path) -> None:
-    """The same client connects to a server of Python's ssl module that accepts these versions."""
-    leaf = AUTHORITY.issue_cert("localhost")
-
-    def connects(address: tuple[str, int], version: ssl.TLSVersion) -> bool:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        AUTHORITY.configure_trust(context)
-        context.set_ciphers("ALL:@SECLEVEL=0")
-        context.set_alpn_protocols(["h2"])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            context.minimum_version = context.maximum_version = version
-        with socket.create_connection(address, PATIENCE_SECONDS) as raw:
-            try:
-                context.wrap_socket(raw, server_hostname="localhost").close()
-            except (ssl.SSLError, ConnectionError):
-                return False
-        return True
-
-    def accept_old_versions(listener: socket.socket) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        leaf.configure_cert(context)
-        context.set_ciphers("ALL:@SECLEVEL=0")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            context.minimum_version = ssl.TLSVersion.TLSv1
-        with listener.accept()[0] as raw:
-            context.wrap_socket(raw, server_side=True).close()
-
-    with socket.create_server(("localhost", 0)) as listener:
-        server = asyncio.to_thread(accept_old_versions, listener)
-        client = asyncio.to_thread(connects, listener.getsockname()[:2], ssl.TLSVersion.TLSv1_1)
-        assert (await asyncio.gather(client, server))[0]
-    async with serving(tmp_path, plaintext=False, **tcp(**pem_files(tmp_path, leaf))) as s:
-        address = ("localhost", int(s.server.address.rpartition(":")[2]))
-        versions = (ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3)
-        found = [await asyncio.to_thread(connects, address, version) for version in versions]
-        assert found == [False, False, True, True]
-
-
-async def test_certificate_rotation_ignores_broken_files(tmp_path: Path) -> None:
-    """The new certificate is from another authority, so a client that trusts only that authority sees the change."""
-    other = trustme.CA()
-
-    files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
-    key = Path(files["tls_key_file"])
-    async with serving(tmp_path, plaintext=False, **tcp(**files)) as s:
-        s.engine.answer = lambda request: []
-        async with secure(s, credentials()) as before:
-            assert await status_of(before, HEALTH[0]) != "UNAVAILABLE"
-            await asyncio.to_thread(key.write_text, "half a key")
-            with capture_logs() as lines:
-                async with asyncio.timeout(BOUND_SECONDS):
-                    while not any(line["event"] == "reload_failed" for line in lines):
-                        async with secure(s, credentials()) as channel:
-                            assert await status_of(channel, HEALTH[0]) != "UNAVAILABLE"
-            pem_files(tmp_path, other.issue_cert("localhost"))
-            async with asyncio.timeout(BOUND_SECONDS):
-                while True:
-                    async with secure(s, credentials(authority=other)) as channel:
-                        if await status_of(channel, HEALTH[0]) != "UNAVAILABLE":
-                            break
-                    await asyncio.sleep(0.1)
-            # An open connection stays usable.
-            await read_all(s.stub_of(before).Generate(text_request()))
-
-
-async def test_client_without_certificate_is_rejected(tmp_path: Path) -> None:
-    clients = trustme.CA()
-    (tmp_path / "clients.pem").write_bytes(clients.cert_pem.bytes())
-
-    files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
-    settings = tcp(**files, tls_client_ca_file=str(tmp_path / "clients.pem"))
-    async with serving(tmp_path, plaintext=False, **settings) as s:
-        s.engine.answer = lambda request: [5]
-        for untrusted in (None, AUTHORITY.issue_cert("alice@example.org")):
-            async with secure(s, credentials(untrusted)) as channel:
-                assert await status_of(channel, HEALTH[0]) == "UNAVAILABLE"
-        for name in ("alice", "bob"):
-            async with secure(s, credentials(clients.issue_cert(f"{name}@example.org"))) as channel:
-                await read_all(s.stub_of(channel).Generate(text_request()))
-        salts = [request.cache_salt for request in s.engine.submitted]
-        wanted = [cache_salt(Identity(f"{name}@example.org", "certificate")) for name in ("alice", "bob")]
-        assert salts == wanted
-
-
-async def test_expired_client_certificate_ends_new_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admitted requests complete, then the Session ends, as for a revoked token."""
-    clients, day = trustme.CA(), datetime.timedelta(days=1)
-    (tmp_path / "clients.pem").write_bytes(clients.cert_pem.bytes())
-    tomorrow = datetime.datetime.now(datetime.UTC) + day
-
-    files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
-    settings = tcp(**files, tls_client_ca_file=str(tmp_path / "clients.pem"))
-    leaf = clients.issue_cert("alice@example.org", not_after=tomorrow)
-    async with (
-        serving(tmp_path, plaintext=False, **settings) as s,
-        secure(s, credentials(leaf)) as channel,
-    ):
-        caller = Caller(s, channel)
-        await caller.send(submit(1))
-        key = await s.engine.next_request()
-        monkeypatch.setattr(identity, "_wall_clock", lambda: tomorrow.timestamp() - 60)
-        await caller.send(submit(2))
-        await s.engine.next_request(2)
-        monkeypatch.setattr(identity, "_wall_clock", lambda: tomorrow.timestamp() + 1)
-        await caller.send(submit(3))
-        await caller.until(lambda: caller.failed)
-        assert {handle: failure.reason for handle, failure in caller.failed.items()} == {3: "UNAUTHENTICATED"}
-        for request in list(s.engine.requests):
-            s.engine.start(request)
-            s.engine.tokens(request, HELLO_IDS)
-            s.engine.finish_by(request, FinishReason.LENGTH)
-        await caller.until(lambda: len(caller.finished) == 2)
-        assert key
-        assert (await error_of(caller.call)).reason == "UNAUTHENTICATED"
-
-
 # --- identity --------------------------------------------------------------------------------------------------------
 
 
@@ -476,52 +275,3 @@ async def test_health_listener_needs_no_tls_and_no_token(tmp_path: Path) -> None
                 # Call on the listener that serves it: each listener lists only its own calls.
                 await status_of(channel, method, *bearer(ALICE))
                 assert await status_of(probe, method) == "UNIMPLEMENTED", method
-
-
-# --- core files ------------------------------------------------------------------------------------------------------
-
-
-def core_limit(pid: int) -> list[str]:
-    """The soft and the hard limit of a process for core files."""
-    lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
-    return next(line for line in lines if line.startswith("Max core file size")).split()[4:6]
-
-
-def test_processes_write_no_core_file(start: Callable[..., Running]) -> None:
-    server = start()
-    worker = server.wait_for("worker_started")["pid"]
-    assert core_limit(server.popen.pid) == core_limit(worker) in (["0", "0"], ["1", "1"])
-
-
-def test_core_limit_also_stops_piped_core_dumps() -> None:
-    """With a pipe as core_pattern, Linux ignores a limit of 0 and obeys a limit of exactly 1."""
-    code = (
-        "import resource\n"
-        "from lineclear.process import core_dumps\n"
-        "soft, hard = resource.getrlimit(resource.RLIMIT_CORE)\n"
-        "core_dumps.disable()\n"
-        "expected = 0 if hard == 0 else 1\n"
-        "assert resource.getrlimit(resource.RLIMIT_CORE) == (expected, expected)\n"
-        "core_dumps.disable()\n"
-        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
-        "core_dumps.disable()\n"
-        "assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)
-
-
-def test_separate_worker_writes_no_core_file() -> None:
-    """As in a separate container, where it inherits no limit."""
-    code = (
-        "import sys, types\n"
-        "serving = types.ModuleType('lineclear.worker.app')\n"
-        "serving.serve = lambda *arguments: print(open('/proc/self/limits').read()) or 0\n"
-        "sys.modules[serving.__name__] = serving\n"
-        "from lineclear.worker.main import main\n"
-        "main([])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
-    )
-    line = next(line for line in done.stdout.splitlines() if line.startswith("Max core file size"))
-    assert line.split()[4:6] in (["0", "0"], ["1", "1"])

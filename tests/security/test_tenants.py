@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from security.test_security import bearer
 from security.test_token_file import ALICE, BOB
 from security.test_token_file import token_file as write_tokens
 from structlog.testing import capture_logs
+from support.every_method import bearer
 from support.serving import SMILE_IDS, Serving, error_of, read_all, serving, text_request
 from support.session_driver import Caller
 from support.session_driver import submit as session_submit
