@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -16,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 from observe.chromium import Page, chromium
+from observe.status_viewer import TOKEN, address, events, get
 from support.processes import Process, Running, endless, starting, until
 from support.time_limits import PATIENCE_SECONDS
 
@@ -30,7 +29,6 @@ from lineclear.scheduler.status_page.status_server import StatusServer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import steps_pb2
 
-TOKEN = "watcher-0123456789abcdef"
 TLS = ["--tls-cert-file", "c", "--tls-key-file", "k"]
 SLOW = {"min_step_seconds": 0.01, "max_step_seconds": 0.01}
 IMAGES = os.environ.get("STATUS_IMAGES", "")
@@ -48,34 +46,6 @@ def server(model: Path) -> Iterator[Running]:
     """A server with the default settings."""
     with starting(model, "--status-listen", "127.0.0.1:0") as start_scheduler:
         yield start_scheduler()
-
-
-@pytest.fixture
-def tokens(tmp_path: Path) -> Path:
-    path = tmp_path / "tokens"
-    path.write_text(f"operator {TOKEN}\n")
-    path.chmod(0o400)
-    return path
-
-
-def address(server: Running) -> tuple[str, int]:
-    host, _, port = server.wait_for("status_page_listening")["url"].split("/")[2].rpartition(":")
-    return host, int(port)
-
-
-def get(server: Running, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection(*address(server), timeout=PATIENCE_SECONDS)
-    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
-    return connection.getresponse()
-
-
-def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Yield the data of each event up to the end of the stream."""
-    assert response.status == 200, response.read()
-    assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-    for line in response:
-        if line.startswith(b"data:"):
-            yield json.loads(line.removeprefix(b"data:"))
 
 
 def test_the_page_needs_nothing_from_elsewhere(server: Running) -> None:
@@ -235,79 +205,6 @@ def test_newer_connections_do_not_close_a_stream(start: Callable[..., Running]) 
         assert get(server, "/status").status == 200
         list(server.stub.Generate(endless()))
         assert any(step["ended"] for data in stream for step in data.get("steps", ()))
-
-
-# --- TLS -------------------------------------------------------------------------------------------------------------
-
-
-def pem_files(folder: Path, authority: trustme.CA) -> list[str]:
-    """Write a certificate for localhost and its key. Return the flags."""
-    leaf = authority.issue_cert("localhost", "127.0.0.1")
-    (folder / "chain.pem").write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
-    (folder / "key.pem").write_bytes(leaf.private_key_pem.bytes())
-    return ["--tls-cert-file", f"{folder}/chain.pem", "--tls-key-file", f"{folder}/key.pem"]
-
-
-def fetch(server: Running, authority: trustme.CA, path: str, *client: trustme.LeafCert, **headers: str) -> Any:
-    """Return the response to GET over TLS. Raises ssl.SSLError if one side does not trust the other."""
-    context = ssl.create_default_context()
-    authority.configure_trust(context)
-    for leaf in client:
-        leaf.configure_cert(context)
-    connection = http.client.HTTPSConnection(*address(server), timeout=PATIENCE_SECONDS, context=context)
-    connection.request("GET", path, headers=headers)
-    return connection.getresponse()
-
-
-@pytest.fixture
-def start_on_a_socket(model: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    """The clients of Running have no TLS, so gRPC is on a Unix socket."""
-    with starting(model, "--listen", f"unix:{tmp_path}/s", "--status-listen", "127.0.0.1:0") as start_scheduler:
-        yield start_scheduler
-
-
-def test_the_page_has_the_certificate_of_the_other_addresses(
-    start_on_a_socket: Callable[..., Running], tmp_path: Path, tokens: Path
-) -> None:
-    authority, other = trustme.CA(), trustme.CA()
-    server = start_on_a_socket(*pem_files(tmp_path, authority), "--admin-token-file", str(tokens))
-    assert server.wait_for("status_page_listening")["url"].startswith("https://")
-    assert fetch(server, authority, "/status").status == 200
-    stream = events(fetch(server, authority, "/status/steps", Authorization=f"Bearer {TOKEN}"))
-    assert "state" in next(stream)
-    list(server.stub.Generate(endless()))
-    assert any(step["ended"] for data in stream for step in data.get("steps", ()))
-    with pytest.raises(ssl.SSLCertVerificationError):
-        fetch(server, other, "/status")
-    with pytest.raises((http.client.HTTPException, OSError)):
-        get(server, "/status")  # plain HTTP
-    with contextlib.ExitStack() as stack:
-        for _ in range(60):  # none of them begins the handshake
-            stack.enter_context(socket.create_connection(address(server), timeout=PATIENCE_SECONDS))
-        assert fetch(server, authority, "/status").status == 200
-    pem_files(tmp_path, other)
-    until(lambda: is_trusted(server, other))
-    assert not is_trusted(server, authority)
-
-
-def is_trusted(server: Running, authority: trustme.CA) -> bool:
-    try:
-        return bool(fetch(server, authority, "/status").status == 200)
-    except ssl.SSLCertVerificationError:
-        return False
-
-
-def test_the_page_asks_for_a_client_certificate_where_grpc_does(
-    start_on_a_socket: Callable[..., Running], tmp_path: Path
-) -> None:
-    authority, clients = trustme.CA(), trustme.CA()
-    clients.cert_pem.write_to_path(tmp_path / "clients.pem")
-    server = start_on_a_socket(*pem_files(tmp_path, authority), "--tls-client-ca-file", f"{tmp_path}/clients.pem")
-    with pytest.raises((ssl.SSLError, OSError, http.client.HTTPException)):
-        fetch(server, authority, "/status")
-    with pytest.raises((ssl.SSLError, OSError, http.client.HTTPException)):
-        fetch(server, authority, "/status", authority.issue_cert("operator@example.org"))
-    assert fetch(server, authority, "/status", clients.issue_cert("operator@example.org")).status == 200
 
 
 @pytest.mark.parametrize(
