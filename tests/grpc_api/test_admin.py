@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import grpc
@@ -76,11 +76,12 @@ async def test_drain_returns_remaining_requests_and_time(tmp_path: Path) -> None
         assert (answer.requests_in_progress, answer.time_remaining.ToSeconds()) == (3, 77)
         calls[0].cancel()
         await until(lambda: len(s.service.streams) == 2)
-        s.manager.refuse(lambda: AssertionError("nobody asks"))  # type: ignore[arg-type, return-value]
-        s.manager._drain_ends_at = monotonic() + 2000
+        draining = asyncio.ensure_future(s.manager.drain(2000.0))
+        await until(lambda: s.manager.drain_remaining_seconds is not None)
         answer = await stub.Drain(pb.DrainRequest())
         assert answer.requests_in_progress == 2
         assert 1000 < answer.time_remaining.ToMilliseconds() / 1000 <= 2000
+        draining.cancel()
 
 
 # --- a real process --------------------------------------------------------------------------------------------------

@@ -146,8 +146,8 @@ def test_a_state_is_sent_when_it_has_changed() -> None:
 
 def test_nothing_is_computed_without_a_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are kept as they are; a message is made once, for the first who reads it."""
-    made = Mock(side_effect=step_history._record)
-    monkeypatch.setattr(step_history, "_record", made)
+    made = Mock(side_effect=pb.StepRecord)
+    monkeypatch.setattr(pb, "StepRecord", made)
     harness = Harness()
     harness.run(100)
     assert harness.calls == []

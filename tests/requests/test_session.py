@@ -281,8 +281,10 @@ async def test_commands_wait_for_unread_rejections(tmp_path: Path, per_message: 
         for _ in range(10):
             await asyncio.sleep(0)
         assert num_read <= 256 + per_message
-        assert len(session._failures) == 256
-        failed = 0
+        first = await session.next_response()
+        assert first is not None
+        failed = len(first.events)
+        assert failed == 256
         while (message := await session.next_response()) is not None:
             failed += len(message.events)
         assert failed == 1000
