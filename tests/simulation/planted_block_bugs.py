@@ -42,17 +42,13 @@ BLOCK_BUGS: Bugs = {
         "an emptied prefix cache keeps unused blocks": drop("self._cached.clear()"),
         "partial blocks outlive the cleared cache": drop("self._parts.clear()"),
     },
-    BlockPool.take: {
-        "an evicted block stays published": drop("self._unpublish(block)"),
-    },
+    BlockPool.take: {"an evicted block stays published": drop("self._unpublish(block)")},
     BlockPool.release_pending: {
         "a shared block is free when its writer is removed": replace(
             "self._references[block] -= 1", "self._references[block] = 0"
-        ),
+        )
     },
-    BlockPool.clear_cache: {
-        "a cleared prefix cache is copied from": drop("self._children = ChildBlocks(_, _)"),
-    },
+    BlockPool.clear_cache: {"a cleared prefix cache is copied from": drop("self._children = ChildBlocks(_, _)")},
     child_blocks: {
         "the block that shares fewer positions is copied": replace(
             "children[max(0, index - 1) : index + 1]", "children[: index + 1][-1:]"
@@ -104,21 +100,15 @@ BLOCK_BUGS: Bugs = {
             "sequence.leading_blocks.setdefault(self.pool.block_size, _1)", "sequence.leading_blocks.setdefault(0, _1)"
         ),
     },
-    RunningBatch.num_free_slots: {
-        "fewer slots are not kept to": replace("max(0, _)", "len(self.unused_slots)"),
-    },
-    RunningBatch.by_age: {
-        "running sequences are not sorted by age": replace("sorted(...)", "list(self.running)"),
-    },
-    RunningBatch.num_held_positions: {
-        "positions of last rows are not held": replace("self.finishing", "()"),
-    },
+    RunningBatch.num_free_slots: {"fewer slots are not kept to": replace("max(0, _)", "len(self.unused_slots)")},
+    RunningBatch.by_age: {"running sequences are not sorted by age": replace("sorted(...)", "list(self.running)")},
+    RunningBatch.num_held_positions: {"positions of last rows are not held": replace("self.finishing", "()")},
     RunningBatch.cached_prefix: {
         "the last prompt token is a hit": replace("sequence.num_skippable", "len(sequence.tokens)"),
         "the prefix cache never hits": never("self._prefix_cache"),
     },
     RunningBatch.find_donor: {
-        "the position of the last token is copied": replace("sequence.num_skippable", "len(tokens)"),
+        "the position of the last token is copied": replace("sequence.num_skippable", "len(tokens)")
     },
     RunningBatch.publish: {
         "a block that is not full is published": replace(
@@ -147,21 +137,11 @@ BLOCK_BUGS: Bugs = {
         "a sequence that rejoined counts as one that stayed": without("sequence.decode_joined_at > decode_step"),
         "changed members are taken for the current rows": always("rows is self._cached_rows"),
     },
-    DecodeBatch.leave: {
-        "the cached rows outlive a member": drop("self._cached_rows = None"),
-    },
-    DecodeBatch.completing_block: {
-        "full blocks of a decode step are not published": replace("list(_)", "[]"),
-    },
-    Request: {
-        "a prefix is shared across adapters": replace("self.cache_salt + self.adapter", "self.cache_salt"),
-    },
-    Request.expected_len: {
-        "an expected length is taken for the whole length": replace("len(self.prompt) + _1", "_1"),
-    },
-    Request.max_len: {
-        "the last position of a vector is not computed": off_by_one("1", -1),
-    },
+    DecodeBatch.leave: {"the cached rows outlive a member": drop("self._cached_rows = None")},
+    DecodeBatch.completing_block: {"full blocks of a decode step are not published": replace("list(_)", "[]")},
+    Request: {"a prefix is shared across adapters": replace("self.cache_salt + self.adapter", "self.cache_salt")},
+    Request.expected_len: {"an expected length is taken for the whole length": replace("len(self.prompt) + _1", "_1")},
+    Request.max_len: {"the last position of a vector is not computed": off_by_one("1", -1)},
     Sequence: {
         "a sequence is planned behind a void sample": without("self.num_void"),
         "one position too many is planned": off_by_one("self.max_len - 1"),
@@ -170,14 +150,10 @@ BLOCK_BUGS: Bugs = {
         "a row scores positions before the first": never("self.num_planned < self.num_scored"),
         "the vector is that of the last position of each row": always("end == self.prompt_len"),
     },
-    Sequence.num_unplanned: {
-        "a sequence is planned on while its drafts are in flight": never("self.num_drafts"),
-    },
+    Sequence.num_unplanned: {"a sequence is planned on while its drafts are in flight": never("self.num_drafts")},
     Sequence.num_skippable: {
         "a scored position is a cache hit": never("self.has_scores_left"),
         "the mean leaves out cached positions": never("pooling.kind is PoolingKind.MEAN"),
     },
-    Sequence.next_row: {
-        "reported positions are scored again": replace("self.num_scored", "0", times=2),
-    },
+    Sequence.next_row: {"reported positions are scored again": replace("self.num_scored", "0", times=2)},
 }

@@ -79,9 +79,7 @@ PLANNER_BUGS: Bugs = {
         ),
         "recomputed tokens are not counted": drop("sequence.recomputed_tokens += again"),
     },
-    StepPlanner.run_isolated: {
-        "a suspect keeps its slot": drop("self._release_slots()"),
-    },
+    StepPlanner.run_isolated: {"a suspect keeps its slot": drop("self._release_slots()")},
     DraftPlan: {
         "drafts while another row is in flight": always("not sequence.in_flight"),
         "a draft whose token exceeds max_tokens": off_by_one("sequence.max_len - sequence.num_known - 1"),
@@ -152,12 +150,8 @@ PLANNER_BUGS: Bugs = {
         ),
         "a request is left to a worker that takes none": without("self._state.takes_requests(worker)"),
     },
-    Placement.leaves: {
-        "a started request waits for a worker that is busy": without("sequence.started_at is not None"),
-    },
-    placement: {
-        "cached prefixes are not compared": replace("len(shared)", "0"),
-    },
+    Placement.leaves: {"a started request waits for a worker that is busy": without("sequence.started_at is not None")},
+    placement: {"cached prefixes are not compared": replace("len(shared)", "0")},
     request_queue: {
         "a resuming sequence waits for the strategy": replace("(self._resuming,)", "()"),
         "the queue is passed in two parts": replace("entry[0]", "-entry[0][1]"),

@@ -22,9 +22,7 @@ from lineclear.scheduler.core.request_queue import RequestQueue, SortedKeys
 from lineclear.scheduler.core.slot_pace import SlotPace
 
 QUEUE_BUGS: Bugs = {
-    CoreLimits: {
-        "a switch keeps the tenants' weights": replace("self.policy.share_weights", "None"),
-    },
+    CoreLimits: {"a switch keeps the tenants' weights": replace("self.policy.share_weights", "None")},
     limits: {
         "one request too many waits": boundary("waiting.num_places >= limits.max_queue_size"),
         "one token too many waits": replace("_1 > limits.max_queue_tokens", "_1 > limits.max_queue_tokens + 1"),
@@ -44,18 +42,12 @@ QUEUE_BUGS: Bugs = {
         "a token of a waiting sibling is not counted": drop("self.sibling_tokens += sequence.request.is_sibling"),
         "a place counts from the end": replace("self._keys.rank(key)", "len(self) - self._keys.rank(key)"),
     },
-    RequestQueue.push: {
-        "a sibling is not counted": never("sequence.request.is_sibling", role="test"),
-    },
+    RequestQueue.push: {"a sibling is not counted": never("sequence.request.is_sibling", role="test")},
     RequestQueue.remove: {
-        "a sibling that leaves the queue stays counted": never("sequence.request.is_sibling", role="test"),
+        "a sibling that leaves the queue stays counted": never("sequence.request.is_sibling", role="test")
     },
-    RequestQueue.first: {
-        "the first of the queue is passed over": replace("self", "list(self)[1:]"),
-    },
-    SortedKeys: {
-        "a new key goes to the end": always("key > keys[-1]"),
-    },
+    RequestQueue.first: {"the first of the queue is passed over": replace("self", "list(self)[1:]")},
+    SortedKeys: {"a new key goes to the end": always("key > keys[-1]")},
     FairShare: {
         "a preview ignores what the tenant has waiting": replace("max(key, account.last_key) if _ else key", "key"),
         "a tenant overtakes itself with a credit": drop("key = max(key, account.last_key)"),
@@ -76,16 +68,12 @@ QUEUE_BUGS: Bugs = {
             "sequence.request.expected_len - used", "len(sequence.request.prompt) + sequence.request.max_tokens - used"
         ),
     },
-    FairShare.key: {
-        "an idle tenant saves up tokens": replace("max(account.charged, self._clock)", "account.charged"),
-    },
-    FairShare.on_start: {
-        "the clock of shares stands still": replace("max(...)", "0"),
-    },
+    FairShare.key: {"an idle tenant saves up tokens": replace("max(account.charged, self._clock)", "account.charged")},
+    FairShare.on_start: {"the clock of shares stands still": replace("max(...)", "0")},
     BatchingState: {
         "waiting ends a rounding error late": replace(
             "self.now >= self.oldest_arrival + seconds", "self.now - self.oldest_arrival >= seconds"
-        ),
+        )
     },
     Continuous: {
         "a batch timeout is missed": replace("state.oldest_arrival + self._settings.batch_timeout_seconds", "None"),
@@ -104,19 +92,13 @@ QUEUE_BUGS: Bugs = {
             "self._settings.min_batch_size > 1", "self._settings.min_batch_size > 2"
         ),
     },
-    Adaptive: {
-        "adaptive batching lets no request start": replace("0 if state.num_active else 1", "0"),
-    },
-    Fifo: {
-        "the first to arrive has no earlier key": replace("return now", "return 0.0"),
-    },
-    Priority: {
-        "the last to arrive goes first": replace("now + _1", "-now + _1"),
-    },
+    Adaptive: {"adaptive batching lets no request start": replace("0 if state.num_active else 1", "0")},
+    Fifo: {"the first to arrive has no earlier key": replace("return now", "return 0.0")},
+    Priority: {"the last to arrive goes first": replace("now + _1", "-now + _1")},
     Shortest: {
         "shortest leaves out the expected output length": replace(
             "request.expected_len", "(len(request.prompt) + request.max_tokens)"
-        ),
+        )
     },
     Deadline: {
         "the order deadline leaves out the run time": replace("due - run_seconds", "due"),
@@ -130,13 +112,11 @@ QUEUE_BUGS: Bugs = {
         "newest preempts the oldest": swap("max", "min"),
         "of candidates with equal keys any is preempted": replace("s.queue_key", "s.queue_key[0]"),
     },
-    policies.cheapest: {
-        "cheapest preempts the dearest": swap("min", "max"),
-    },
+    policies.cheapest: {"cheapest preempts the dearest": swap("min", "max")},
     SlotPace: {
         "the run time leaves out the expected output length": replace(
             "request.expected_len", "(len(request.prompt) + request.max_tokens)"
-        ),
+        )
     },
     wait_prediction: {
         "a place leaves out preempted requests": replace("_1.num_before(key) + _2", "_2"),

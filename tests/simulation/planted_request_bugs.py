@@ -15,11 +15,9 @@ REQUEST_BUGS: Bugs = {
         "a request does not wait for all workers": replace("grammars - waiting", "grammars"),
     },
     GrammarPreparation.worker_lost: {
-        "a lost worker is waited for": replace("self._waiting.items()", "()", role="iter"),
+        "a lost worker is waited for": replace("self._waiting.items()", "()", role="iter")
     },
-    Answer: {
-        "a search goes on after one of its requests failed": drop("stream.cancel(error)"),
-    },
+    Answer: {"a search goes on after one of its requests failed": drop("stream.cancel(error)")},
     Beams: {
         "a beam continues on another model": replace(
             "self._template.model_fingerprint or _1", "self._template.model_fingerprint"

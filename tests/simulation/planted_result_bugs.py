@@ -67,9 +67,7 @@ RESULT_BUGS: Bugs = {
             "self._state.workers[sequence.epoch]", "next(iter(self._state.workers.values()))"
         ),
     },
-    ResultApplier.apply: {
-        "rows with drafts count as computed up to their start": without("row.num_drafts"),
-    },
+    ResultApplier.apply: {"rows with drafts count as computed up to their start": without("row.num_drafts")},
     result_applier: {
         "every token of the step belongs to the first row with drafts": drop("first += count"),
         "a bad row is delivered": replace("_bad_rows(...)", "_0 - result.bad_rows"),
@@ -83,9 +81,7 @@ RESULT_BUGS: Bugs = {
         "reported scores are not noted": drop("sequence.num_scored = row.end"),
         "an old admission's scores are reported a second time": never("row.end <= first"),
     },
-    ChunkRow: {
-        "a request ends with the first row of its mean": always("_ == self.sequence.prompt_len"),
-    },
+    ChunkRow: {"a request ends with the first row of its mean": always("_ == self.sequence.prompt_len")},
     InflightStep: {
         "a stuck row beyond the outputs is accepted": replace(
             "(*result.bad_rows, *result.stuck_rows, *result.deferred_rows)", "(*result.bad_rows, *result.deferred_rows)"
@@ -99,7 +95,7 @@ RESULT_BUGS: Bugs = {
         "more tokens than drafts are accepted": never("not all(0 < count <= _ <= _ for count, num, most in _)"),
     },
     InflightStep.outputs: {
-        "the result's rows are taken in another order": replace("self.chunk_rows", "self.chunk_rows[::-1]"),
+        "the result's rows are taken in another order": replace("self.chunk_rows", "self.chunk_rows[::-1]")
     },
     ResultTokens: {
         "a chunk gets the logprobs of the next row, too": replace(

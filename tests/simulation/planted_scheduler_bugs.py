@@ -69,15 +69,9 @@ SCHEDULER_BUGS: Bugs = {
         "tokens of steps are not totalled": drop("state.counters.step_tokens += inflight.num_tokens"),
         "every worker runs suspects": without("epoch != state.isolation_epoch"),
     },
-    Scheduler.submit: {
-        "a draining server admits": never("state.draining"),
-    },
-    Scheduler.cancel: {
-        "the end is reported twice": replace("[self._live.fail(...)]", "2 * _0"),
-    },
-    Scheduler.next_deadline: {
-        "a full pipeline spins": never("worker.is_full"),
-    },
+    Scheduler.submit: {"a draining server admits": never("state.draining")},
+    Scheduler.cancel: {"the end is reported twice": replace("[self._live.fail(...)]", "2 * _0")},
+    Scheduler.next_deadline: {"a full pipeline spins": never("worker.is_full")},
     Scheduler.worker_lost: {
         "the decode batch keeps its members when the worker is lost": drop("worker.batch.dissolve_decode()"),
         "a crash makes suspects on every worker": replace(
@@ -87,7 +81,7 @@ SCHEDULER_BUGS: Bugs = {
     Scheduler.clear_prefix_cache: {
         "only the prefix cache of the first worker is emptied": replace(
             "self._state.workers.values()", "list(self._state.workers.values())[:1]"
-        ),
+        )
     },
     SharedState: {
         "stopping workers take no request at all": replace("worker.is_stopping and _", "worker.is_stopping"),
@@ -124,7 +118,7 @@ SCHEDULER_BUGS: Bugs = {
         "a switch keeps the token budget": drop("self._limits = limits"),
     },
     WorkerState.leave: {
-        "a worker change restores the token budget": replace("self._clear()", "(self._clear(), self.budget.restore())"),
+        "a worker change restores the token budget": replace("self._clear()", "(self._clear(), self.budget.restore())")
     },
     AdapterTable: {
         "one adapter more than the limit is loaded": replace("self._max_adapters + 1", "self._max_adapters + 2"),
