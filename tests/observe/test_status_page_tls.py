@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 import trustme
 from observe.status_viewer import TOKEN, address, events, get
+from security.test_token_file import pem_files
 from support.processes import Running, endless, starting, until
 from support.time_limits import PATIENCE_SECONDS
 
+from lineclear.process.setting_fields import flag_of
 
-def pem_files(folder: Path, authority: trustme.CA) -> list[str]:
+
+def tls_flags(folder: Path, authority: trustme.CA) -> list[str]:
     """Write a certificate for localhost and its key. Return the flags."""
-    leaf = authority.issue_cert("localhost", "127.0.0.1")
-    (folder / "chain.pem").write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
-    (folder / "key.pem").write_bytes(leaf.private_key_pem.bytes())
-    return ["--tls-cert-file", f"{folder}/chain.pem", "--tls-key-file", f"{folder}/key.pem"]
+    files = pem_files(folder, authority.issue_cert("localhost", "127.0.0.1"))
+    return [word for setting, path in files.items() for word in (flag_of(setting), path)]
 
 
 def fetch(server: Running, authority: trustme.CA, path: str, *client: trustme.LeafCert, **headers: str) -> Any:
@@ -47,7 +48,7 @@ def test_the_page_has_the_certificate_of_the_other_addresses(
     start_on_a_socket: Callable[..., Running], tmp_path: Path, tokens: Path
 ) -> None:
     authority, other = trustme.CA(), trustme.CA()
-    server = start_on_a_socket(*pem_files(tmp_path, authority), "--admin-token-file", str(tokens))
+    server = start_on_a_socket(*tls_flags(tmp_path, authority), "--admin-token-file", str(tokens))
     assert server.wait_for("status_page_listening")["url"].startswith("https://")
     assert fetch(server, authority, "/status").status == 200
     stream = events(fetch(server, authority, "/status/steps", Authorization=f"Bearer {TOKEN}"))
@@ -62,7 +63,7 @@ def test_the_page_has_the_certificate_of_the_other_addresses(
         for _ in range(60):  # none of them begins the handshake
             stack.enter_context(socket.create_connection(address(server), timeout=PATIENCE_SECONDS))
         assert fetch(server, authority, "/status").status == 200
-    pem_files(tmp_path, other)
+    tls_flags(tmp_path, other)
     until(lambda: is_trusted(server, other))
     assert not is_trusted(server, authority)
 
@@ -79,7 +80,7 @@ def test_the_page_asks_for_a_client_certificate_where_grpc_does(
 ) -> None:
     authority, clients = trustme.CA(), trustme.CA()
     clients.cert_pem.write_to_path(tmp_path / "clients.pem")
-    server = start_on_a_socket(*pem_files(tmp_path, authority), "--tls-client-ca-file", f"{tmp_path}/clients.pem")
+    server = start_on_a_socket(*tls_flags(tmp_path, authority), "--tls-client-ca-file", f"{tmp_path}/clients.pem")
     with pytest.raises((ssl.SSLError, OSError, http.client.HTTPException)):
         fetch(server, authority, "/status")
     with pytest.raises((ssl.SSLError, OSError, http.client.HTTPException)):
