@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import grpc.aio
 import pytest
 from support.answers import invalid_fields
 from support.serving import HELLO_IDS, Serving, error_of, serving, text_request, until
-from support.session_driver import cancel, submit
+from support.session_driver import Caller, cancel, submit
 
 from lineclear.errors import NonFiniteLogits, QueueFull, SlowConsumer
 from lineclear.scheduler.core.events import FinishReason
@@ -119,6 +120,34 @@ async def test_session_rows_name_the_output(s: Serving) -> None:
     while (message := await call.read()) is not grpc.aio.EOF:
         assert all(event.HasField("response") for event in message.events)
     assert (await call.code()).name == "OK"
+    await s.idle()
+
+
+async def test_an_output_is_cancelled_while_the_prompt_is_tokenized(
+    s: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizers, is_let_go = s.service.tokenizers, asyncio.Event()
+    encode = tokenizers.encode
+
+    async def later(text: str) -> list[int]:
+        await is_let_go.wait()
+        return await encode(text)
+
+    monkeypatch.setattr(tokenizers, "encode", later)
+    caller = Caller(s)
+    message = submit(5, several(2))
+    message.cancels.add(handle=5, index=0)
+    await caller.send(message)
+    await caller.read()
+    assert not caller.failed
+    cancelled = caller.finished[5]
+    assert cancelled.finish_reason == pb.FINISH_REASON_CANCELLED
+    assert not cancelled.timings.HasField("queue_time"), "it never started"
+    is_let_go.set()
+    await s.engine.next_request()
+    (other,) = s.engine.submitted
+    assert other.sampling.seed == 8, "output 1 goes on"
+    caller.call.cancel()
     await s.idle()
 
 

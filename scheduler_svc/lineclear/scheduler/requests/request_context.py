@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -228,8 +228,8 @@ class RequestContext:
             if output.index == index:
                 output.stop()
                 if not self.answer.is_started and not output.has_ended:  # the engine does not have it
-                    stats = self._stats_of(output)
-                    self.services.streams.dispatch([Failed(output.engine_id, self._cancelled(), stats)], stats.arrival)
+                    stats, at = replace(self._stats_of(output), started_at=None), self.services.clock()
+                    self.services.streams.dispatch([Failed(output.engine_id, self._cancelled(), stats)], at)
                 return True
         return False
 
@@ -271,8 +271,8 @@ class RequestContext:
     def record_completion(self, output: OutputStream, end: Completion) -> RequestTimings:
         """Learn the length of a complete output, and return its timings."""
         num_made_here = end.completion_tokens - output.num_resumed
-        assert self._shape is not None, "output of a request that was not submitted"
-        if end.reason is not FinishReason.CANCELLED:
+        if end.reason is not FinishReason.CANCELLED:  # which an output may be before the request is submitted
+            assert self._shape is not None, "output of a request that was not submitted"
             self.services.lengths.learn(self._shape, end.completion_tokens)
         return request_timings(end.stats, self.call.arrival, num_made_here, self.services.clock())
 
