@@ -64,7 +64,9 @@ def test_slash_commands(
     commands.run(f"/save {tmp_path}/talk.json")
     saved = json.loads((tmp_path / "talk.json").read_text())
     assert [turn["role"] for turn in saved] == ["system", "user", "assistant"]
-    commands.run("/save /nonexistent/place")
+    for name in ("/nonexistent/place", "~no-such-user/place"):
+        commands.run(f"/save {name}")
+        assert "not saved" in capsys.readouterr().err
     commands.run("/reset")
     assert talk.chat_messages == []
     capsys.readouterr()
@@ -87,9 +89,10 @@ def test_failed_message_is_not_kept(talk: chat.Conversation, server: Any) -> Non
     assert talk.chat_messages == kept
 
 
-def test_wrong_parameter_fails_the_next_message(talk: chat.Conversation) -> None:
-    chat.Commands(talk).run("/set top_k many")
-    with pytest.raises(errors.InvalidRequest, match=r"sampling\.top_k"):
+@pytest.mark.parametrize("text", ["top_k many", 'logit_bias {"five": 1}', 'logit_bias {"²": 1}'])
+def test_wrong_parameter_fails_the_next_message(talk: chat.Conversation, text: str) -> None:
+    chat.Commands(talk).run(f"/set {text}")
+    with pytest.raises(errors.InvalidRequest, match=rf"sampling\.{text.split()[0]}"):
         talk.say("one")
 
 

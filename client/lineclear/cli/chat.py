@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -192,7 +193,8 @@ class Commands:
             except ValueError:
                 value = text.strip()
         if name == "logit_bias" and isinstance(value, dict):
-            value = {int(token): bias for token, bias in value.items() if token.lstrip("-").isdigit()}
+            with contextlib.suppress(ValueError):  # the next message says what is wrong
+                value = {int(token): bias for token, bias in value.items()}
         self._talk.sampling = self._talk.sampling.replace(**{name: value})
         self._params("")
 
@@ -229,8 +231,9 @@ class Commands:
         messages = [dataclasses.asdict(message) for message in self._talk.messages]
         try:
             Path(name).expanduser().write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", "utf-8")
-        except OSError as error:
-            output.print_stderr(f"not saved: {output.os_error_text(error)}", "red")
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no such user
+            text = output.os_error_text(error) if isinstance(error, OSError) else str(error)
+            output.print_stderr(f"not saved: {text}", "red")
         else:
             output.print_stderr(f"saved {len(messages)} messages")
 
