@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from client.command import lines, process
+from client.command import COMMAND, lines, process, run
 from client.conftest import finished, started, tokens
 from google.rpc.code_pb2 import Code
 from support.time_limits import PATIENCE_SECONDS
@@ -96,6 +98,46 @@ def test_results_of_other_prompts_are_not_resumed(cli: Any, server: Any, tmp_pat
     assert "2 results" in " ".join(done.stderr.replace("│", " ").split())
     assert out.read_bytes() == results
     assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("kind", ["path", "link", "standard input"])
+def test_results_never_replace_the_prompts(server: Any, tmp_path: Path, kind: str) -> None:
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out"
+    prompts.write_text("one\ntwo\n")
+    out.symlink_to(prompts)
+    given = "-" if kind == "standard input" else str(prompts)
+    with prompts.open() as stdin:
+        words = [*COMMAND, "generate", "--file", given, "--out", str(prompts if kind == "path" else out)]
+        done = subprocess.run(
+            words,
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert (done.returncode, "--out" in done.stderr) == (2, True), done.stderr
+    assert prompts.read_text() == "one\ntwo\n"
+
+
+@pytest.mark.parametrize("text", ["a note", "a note\nwithout an end", '{"index": 7, "te'])
+def test_resume_leaves_a_file_of_something_else_alone(cli: Any, server: Any, tmp_path: Path, text: str) -> None:
+    out = tmp_path / "out"
+    out.write_text(text)
+    done = cli("generate", "one", "two", "--out", str(out), "--resume")
+    assert (done.exit_code, "--resume" in done.output) == (2, True)
+    assert (out.read_text(), server.requests) == (text, [])
+
+
+def test_json_has_every_character_in_any_encoding(server: Any, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "\\ud800", "prompt": "日本"}\n')
+    for encoding in ("utf-8", "ascii"):
+        done = run(
+            [*COMMAND, "generate", "--file", str(prompts)],
+            LINECLEAR_TARGET=server.target, PYTHONIOENCODING=encoding, PYTHONUTF8="0",
+        )  # fmt: skip
+        (result,) = lines(done.stdout)
+        assert (result["id"], result["prompt"], result["text"]) == ("\ud800", "日本", "日本"), done.stderr
 
 
 def test_one_iteration_at_a_time() -> None:

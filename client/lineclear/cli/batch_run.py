@@ -81,6 +81,8 @@ class ManyPrompts:
         """Raise typer.BadParameter for an option without effect. `is_one`: there is one prompt."""
         if self.resume and self.out is None:
             raise typer.BadParameter("needs --out", param_hint="--resume")
+        if self.file is not None and self.out is not None and _is_same_file(self.file, self.out):
+            raise typer.BadParameter(f"{self.out} is the file of the prompts; give another one", param_hint="--out")
         if self.file_format != "auto" and self.file is None:
             raise typer.BadParameter("needs --file", param_hint="--format")
         if self.concurrency is not None and is_one:
@@ -91,6 +93,11 @@ class ManyPrompts:
         if self.file is None:
             return [Entry(make(prompt), {"prompt": prompt}) for prompt in prompts]
         return PromptFile(sys.stdin.buffer if str(self.file) == "-" else self.file, self.file_format, make)
+
+
+def _is_same_file(prompts: Path, out: Path) -> bool:
+    source = Path("/dev/stdin") if str(prompts) == "-" else prompts
+    return out.is_file() and source.exists() and source.samefile(out)
 
 
 def several(client: Client, entries: Entries, many: ManyPrompts, *, progress: bool) -> int:
@@ -151,54 +158,53 @@ class _Asked:
 
 @contextmanager
 def _opened(out: Path | None, resume: bool) -> Iterator[_Results]:
-    """Open the file of the results. Drop a last line without an end."""
+    """Open the file of the results."""
     if out is None:
         yield _Results(sys.stdout)
         return
-    count = 0
+    earlier: list[int] = []
     if resume and out.exists():
-        with out.open("r+b") as file:
-            end = 0
-            for line in file:
-                if line.endswith(b"\n"):
-                    count += 1
-                    end += len(line)
-            file.truncate(end)
+        with out.open("rb") as file:
+            earlier = [len(line) for line in file if line.endswith(b"\n")]
     with out.open("a" if resume else "w", encoding="utf-8") as results:
-        yield _Results(results, out, count)
+        yield _Results(results, out if resume else None, len(earlier), sum(earlier))
 
 
 class _Results:
-    """The file of the results. `count` lines are from an earlier run."""
+    """The file of the results. `count` lines, of `num_bytes`, are from an earlier run, whose file `path` is."""
 
-    def __init__(self, file: TextIO, path: Path | None = None, count: int = 0) -> None:
-        self.count = count
-        self._file = file
-        self._path = path
+    def __init__(self, file: TextIO, path: Path | None = None, count: int = 0, num_bytes: int = 0) -> None:
+        self.count, self._num_bytes = count, num_bytes
+        self._file, self._path = file, path
 
     def check(self, entries: Iterable[Entry]) -> int:
-        """Return the number of earlier results. Raises typer.BadParameter if they are of other prompts."""
-        if self._path is None or not self.count:
+        """Drop a last result without an end, and return the number of earlier results.
+
+        Raises typer.BadParameter, and changes nothing, if the file has something else, or results of other prompts.
+        """
+        if self._path is None:
             return 0
-        checked = 0
         with self._path.open("rb") as file:
-            for index, (line, entry) in enumerate(zip(file, entries, strict=False)):
-                if not _begins(line, {"index": index, **entry.shown}):
-                    raise typer.BadParameter(
-                        f"{self._path}, line {index + 1}: is not the result of prompt {index + 1};"
-                        " the file has the results of other prompts",
-                        param_hint="--resume",
-                    )
-                checked += 1
-        if checked != self.count:
-            raise typer.BadParameter(
-                f"{self._path} has {self.count} results and there are only {checked} prompts", param_hint="--resume"
-            )
-        return checked
+            checked = -1
+            for checked, (line, entry) in enumerate(zip(itertools.islice(file, self.count), entries, strict=False)):
+                if not _begins(line, {"index": checked, **entry.shown}):
+                    raise self._foreign(checked)
+            if checked + 1 != self.count:
+                text = f"{self._path} has {self.count} results and there are only {checked + 1} prompts"
+                raise typer.BadParameter(text, param_hint="--resume")
+            cut_off, beginning = file.read(), f'{{"index": {self.count}, '.encode()
+        if not (cut_off.startswith(beginning) or beginning.startswith(cut_off)):
+            raise self._foreign(self.count)
+        self._file.truncate(self._num_bytes)
+        return self.count
+
+    def _foreign(self, index: int) -> typer.BadParameter:
+        text = f"is not the result of prompt {index + 1}; the file has the results of other prompts"
+        return typer.BadParameter(f"{self._path}, line {index + 1}: {text}", param_hint="--resume")
 
     def write(self, result: dict[str, Any]) -> None:
         """Write and flush one result."""
-        self._file.write(output.json_line(result))
+        self._file.write(output.json_line(result, self._file.encoding))
         self._file.flush()
 
 

@@ -100,16 +100,24 @@ def joined(texts: Sequence[str]) -> str:
 
 def show_json(value: Any) -> None:
     """Write one line of JSON."""
-    sys.stdout.write(json_line(value))
+    sys.stdout.write(json_line(value, sys.stdout.encoding))
     sys.stdout.flush()
 
 
-def json_line(value: Any) -> str:
-    """Return one line of JSON. Numbers that JSON lacks, such as the log-probability of a banned token, are null."""
+def json_line(value: Any, encoding: str = "utf-8") -> str:
+    """Return one line of JSON. Characters that `encoding` lacks are escaped.
+
+    Numbers that JSON lacks, such as the log-probability of a banned token, are null.
+    """
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
     except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=False) + "\n"
+        return json_line(_finite(value), encoding)
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return json.dumps(value) + "\n"
+    return text
 
 
 def _finite(value: Any) -> Any:

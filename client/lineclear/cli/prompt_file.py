@@ -65,7 +65,7 @@ class PromptFile:
             try:
                 entry = self._parsed(line)
                 entry.request.to_proto()
-            except (ValueError, TypeError, InvalidRequest) as error:
+            except (ValueError, TypeError, RecursionError, InvalidRequest) as error:
                 raise typer.BadParameter(f"{self._name}, line {number}: {error}", param_hint="--file") from None
             yield entry
 
@@ -94,7 +94,7 @@ class PromptFile:
             first = next(all_lines, (0, ""))[1]
         try:
             value = json.loads(first)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         return isinstance(value, dict)  # an object without a prompt is more likely a mistake than a prompt
 
