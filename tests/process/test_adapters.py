@@ -200,6 +200,32 @@ def test_unloading_lets_running_requests_end(s: Served) -> None:
     assert s.tokens("c") == right(paths["c"])
 
 
+@pytest.mark.parametrize("are_files_left", [True, False])
+def test_worker_that_joins_later_has_unloaded_adapters_in_use(s: Served, are_files_left: bool) -> None:
+    paths = {name: write_adapter(s.folder / name, number) for number, name in enumerate("ab")}
+    wanted = {name: right(path, 250) for name, path in paths.items()}
+    params: dict[str, Any] = {"max_tokens": 250, "ignore_eos": True, "seed": 0}
+    for name in "ab":
+        s.admin.load_adapter(name, name)
+    with (
+        s.client.stream(PROMPT, adapter="a", **params) as first,
+        s.client.stream(PROMPT, adapter="b", **params) as second,
+    ):
+        next(first), next(second)
+        assert s.admin.unload_adapter("a") == 1
+        if not are_files_left:
+            shutil.rmtree(paths["a"])
+        kill(s.worker_pids()[0])
+        with contextlib.nullcontext() if are_files_left else pytest.raises(AdapterNotFound, match="cannot load"):
+            list(first)
+            assert list(first.token_ids) == wanted["a"]
+        list(second)
+        assert list(second.token_ids) == wanted["b"]
+        assert second.result.timings.recoveries == 1, "no worker crashed"
+    write_adapter(s.folder / "c", 2)
+    eventually(lambda: _loads(s, "c"), what="the place of the adapter")
+
+
 def _loads(s: Served, name: str) -> bool:
     with contextlib.suppress(AdapterLimitReached):
         s.admin.load_adapter(name, name)

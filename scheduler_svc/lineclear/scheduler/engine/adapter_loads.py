@@ -44,8 +44,8 @@ class AdapterLoads:
     ) -> None:
         self._core, self._link, self._workers, self._on_failed = core, link, workers, on_failed
         self._held: dict[bytes, _Held] = {}
-        self.unloading: dict[bytes, int] = {}
-        """By key: the index of an unloaded adapter, until its last request has ended. See `drop_unused`."""
+        self.unloading: dict[bytes, _Held] = {}
+        """Unloaded adapters by key, until the last request of each has ended. See `drop_unused`."""
         self._pending: dict[int, set[bytes]] = {}  # by epoch: adapters without an answer
         self._unsent: dict[int, deque[bytes]] = {}  # by epoch: those of them that are not sent yet
         self.joining: set[int] = set()
@@ -69,24 +69,23 @@ class AdapterLoads:
     def unload(self, key: bytes, done: Future[int], now: float) -> None:
         """Take no further requests for an adapter; `done` gets the number of those that still use it."""
         if key in self._held:
-            self.unloading[key] = self._held.pop(key).index
+            self.unloading[key] = self._held.pop(key)
         done.set_result(self._core.unload_adapter(key, now))
 
     def drop_unused(self, now: float) -> None:
         """Have the workers drop unloaded adapters whose last request has ended."""
         used = self._core.adapters
         for key in [key for key in self.unloading if key not in used]:
-            index = self.unloading.pop(key)
+            index = self.unloading.pop(key).index
             for epoch in self._workers.joined_epochs:
                 self._link.send_control(UnloadAdapter(epoch, index))
 
     def worker_joined(self, joined: Joined, now: float) -> None:
-        """Send all adapters to a worker."""
+        """Send all adapters to a worker, also unloaded ones: their requests may continue on it."""
         epoch = joined.hello.epoch
         self._pending[epoch], self._unsent[epoch] = set(), deque()
         for key in self._core.adapters:
-            if key in self._held:
-                self._send(epoch, key)
+            self._send(epoch, key)
         if self._pending[epoch]:
             self.joining.add(epoch)
 
@@ -101,7 +100,7 @@ class AdapterLoads:
     def answered(self, message: AdapterLoaded, now: float) -> list[Event]:
         """Handle the answer of a worker; return the ends of requests whose adapter it cannot load."""
         pending = self._pending.get(message.epoch, set())
-        held = self._held.get(message.key)
+        held = self._held.get(message.key) or self.unloading.get(message.key)
         if message.key not in pending:
             return []
         pending.discard(message.key)
@@ -115,21 +114,20 @@ class AdapterLoads:
 
     def _fail(self, key: bytes, held: _Held, problem: str, now: float) -> list[Event]:
         log.error("adapter_refused", index=held.index, key=key.hex()[:16], problem=problem)
-        del self._held[key]
+        self.unloading[key] = self._held.pop(key, held)
         for epoch, pending in self._pending.items():
             pending.discard(key)
             self._unsent[epoch] = deque(other for other in self._unsent[epoch] if other != key)
         self.joining.intersection_update([epoch for epoch in self.joining if self._pending[epoch]])
-        self.unloading[key] = held.index
         self._core.unload_adapter(key, now)
         events: list[Event] = []
         error = AdapterNotFound(f"a worker cannot load the adapter: {problem}")
         for request_id in self._core.requests_with_adapter(key):
             events += self._core.cancel(request_id, error, now)
-        for done in held.waits:
-            done.set_exception(AdapterRefused(f"the adapter cannot be loaded: {problem}"))
         if not held.waits:
             self._on_failed(key, problem)
+        while held.waits:
+            held.waits.pop().set_exception(AdapterRefused(f"the adapter cannot be loaded: {problem}"))
         return events
 
     def _send(self, epoch: int, key: bytes) -> None:
@@ -142,7 +140,7 @@ class AdapterLoads:
         pending, unsent = self._pending[epoch], self._unsent[epoch]
         while unsent and len(pending) - len(unsent) < _MAX_UNANSWERED:
             key = unsent.popleft()
-            held = self._held.get(key)
+            held = self._held.get(key) or self.unloading.get(key)
             if held is None or not self._link.send_control(LoadAdapter(epoch, held.index, key, held.path)):
                 pending.discard(key)
                 self._complete(key)
