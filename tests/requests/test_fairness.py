@@ -164,6 +164,6 @@ async def test_stats_have_the_index_without_names(tmp_path: Path) -> None:
 
 def test_weights_are_read_from_the_setting() -> None:
     assert load(["--tenant-weights", "alice=4, bob=0.5,"])[0].weights == {"alice": 4.0, "bob": 0.5}
-    for wrong in ("alice", "=2", "alice=0", "alice=101", "alice=many"):
+    for wrong in ("alice", "=2", "alice=0", "alice=101", "alice=many", "alice=1,alice=2"):
         with pytest.raises(Exception, match="tenant-weights"):
             load(["--tenant-weights", wrong])

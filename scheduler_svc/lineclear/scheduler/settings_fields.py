@@ -36,6 +36,8 @@ def parse_weights(text: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for entry in _entries(text):
         name, _, weight = entry.rpartition("=")
+        if name in found:
+            raise ValueError(f"{name} has two weights; give one")
         try:
             found[name] = float(weight)
         except ValueError:
