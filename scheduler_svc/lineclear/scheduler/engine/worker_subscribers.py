@@ -57,7 +57,10 @@ class EngineCallbacks:
 
 
 class WorkerSubscribers:
-    """Passes each change of a worker to its subscribers, and has them do the work that had to wait."""
+    """Passes each change of a worker to core, supervisor and step history, then to its other subscribers.
+
+    The work of these that had to wait is done in each iteration.
+    """
 
     def __init__(
         self,
@@ -72,14 +75,14 @@ class WorkerSubscribers:
         self.grammars = grammars = GrammarPreparation(link, workers)
         self.log_levels = levels = LogLevels(link, workers)
         self.stopping = stopping = StoppingWorkers(core, link, workers)
-        self._link = link
-        members = Membership(core, link, workers, supervisor, steps, callbacks.on_anomaly)
+        self._core, self._link, self._workers = core, link, workers
+        self._supervisor, self._steps, self._callbacks = supervisor, steps, callbacks
         self._subscribers: dict[type[Change], tuple[Callable[[Any, float], list[Event] | None], ...]] = {
-            Joined: (members.worker_joined, adapters.worker_joined, grammars.worker_joined, levels.worker_joined),
-            Lost: (members.worker_lost, adapters.worker_lost, grammars.worker_lost),
-            JoinRefused: (members.join_refused,),
+            Joined: (self._worker_joined, adapters.worker_joined, grammars.worker_joined, levels.worker_joined),
+            Lost: (self._worker_lost, adapters.worker_lost, grammars.worker_lost),
+            JoinRefused: (self._join_refused,),
             JoinRejected: (lambda rejected, now: callbacks.on_rejected(rejected.hello),),
-            StepError: (members.step_failed,),
+            StepError: (self._step_failed,),
             Stopping: (stopping.worker_stopping,),
             AdapterLoaded: (adapters.answered,),
             Heartbeat: (grammars.answered,),
@@ -109,24 +112,7 @@ class WorkerSubscribers:
             if waiting:
                 self.carry_out(work(now) or (), events, now)
 
-
-class Membership:
-    """Adds workers to core, supervisor and step history, and removes them. `on_anomaly(what)` is called for a loss."""
-
-    def __init__(
-        self,
-        core: Scheduler,
-        link: WorkerLink,
-        workers: WorkerRegistry,
-        supervisor: WorkerSupervisor,
-        steps: StepHistory,
-        on_anomaly: Callable[[str], object],
-    ) -> None:
-        self._core, self._link, self._workers = core, link, workers
-        self._supervisor, self._steps, self._on_anomaly = supervisor, steps, on_anomaly
-
-    def worker_joined(self, joined: Joined, now: float) -> list[Event]:
-        """Have the core plan for a worker."""
+    def _worker_joined(self, joined: Joined, now: float) -> list[Event]:
         hello = joined.hello
         events = self._core.worker_joined(hello, now)
         self._steps.worker_joined(hello, self._workers[hello.epoch].index)
@@ -134,20 +120,17 @@ class Membership:
         self._supervisor.worker_joined(hello)
         return events
 
-    def join_refused(self, refused: JoinRefused, now: float) -> None:
-        """Log that a worker waits, and do not count its start as failed."""
+    def _join_refused(self, refused: JoinRefused, now: float) -> None:
         hello = refused.hello
         hint = f"{refused.reason}; this one may join after it"
         log.warning("join_refused", epoch=hello.epoch, pid=hello.pid, hint=hint)
-        self._supervisor.worker_waits(hello)
+        self._supervisor.worker_waits(hello)  # or its start would count as failed
 
-    def step_failed(self, error: StepError, now: float) -> list[Event]:
-        """Have the core handle a step that the worker could not run."""
+    def _step_failed(self, error: StepError, now: float) -> list[Event]:
         log.error("step_failed", step=error.step, kind=error.kind.name.lower(), summary=error.summary)
         return self._core.on_step_error(error, now)
 
-    def worker_lost(self, lost: Lost, now: float) -> list[Event]:
-        """Put the requests of a lost worker back into the queue and have its process killed if necessary."""
+    def _worker_lost(self, lost: Lost, now: float) -> list[Event]:
         hello, is_draining = lost.hello, self._core.state.draining
         events = self._core.drain_events()
         # A stopping worker may be killed because it takes too long: no request is a suspect then.
@@ -159,7 +142,7 @@ class Membership:
             log.error("poison_request_failed", epoch=hello.epoch)
             self._supervisor.crashes_explained()
         if loss is not WorkerLoss.CLEAN:
-            self._on_anomaly(lost.reason)
+            self._callbacks.on_anomaly(lost.reason)
         write = log.info if is_draining else log.warning  # a server that drains stops its worker
         write("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=lost.reason, num_live=self._core.num_live)
         if lost.must_kill:
