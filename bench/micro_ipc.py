@@ -30,6 +30,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import Engine
+from lineclear.scheduler.engine.engine_loop import EngineLoop
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
 from lineclear.scheduler.engine.worker_session import Fact, Joined, WorkerTimeouts
@@ -117,7 +118,7 @@ def engine_steps(count: int) -> Iterator[Figure]:
     with worker(count) as directory:
         link = WorkerLink(directory)
         limits = CoreLimits(max_batch_size=count, target_batch_tokens=8192)
-        engine = Engine(Scheduler(limits), link, WorkerSupervisor([]), EngineCallbacks(publish))
+        engine = Engine(EngineLoop(Scheduler(limits), link, WorkerSupervisor([]), EngineCallbacks(publish)))
         engine.start()
         try:
             give_up = time.monotonic() + _JOIN_SECONDS

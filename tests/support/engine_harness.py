@@ -29,7 +29,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import Engine
-from lineclear.scheduler.engine.engine_loop import EngineLimits
+from lineclear.scheduler.engine.engine_loop import EngineLimits, EngineLoop
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WantedWorker
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_session import WorkerTimeouts
@@ -139,19 +139,21 @@ class EngineHarness:
         self.link = WorkerLink(self.directory, clock=clock)
         self.num_explained = 0
         self.engine = Engine(
-            self.core,
-            self.link,
-            cast("WorkerSupervisor", self),
-            EngineCallbacks(self._publish, on_anomaly=on_anomaly, on_fatal=self._died),
-            # A worker that misses heartbeats for some seconds on a busy machine is not hung.
-            EngineLimits(
-                timeouts or WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS),
-                max_workers,
-                max_inbox,
-                check_every_steps,
-            ),
-            step_history,
-            clock,
+            EngineLoop(
+                self.core,
+                self.link,
+                cast("WorkerSupervisor", self),
+                EngineCallbacks(self._publish, on_anomaly=on_anomaly, on_fatal=self._died),
+                # A worker that misses heartbeats for some seconds on a busy machine is not hung.
+                EngineLimits(
+                    timeouts or WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS),
+                    max_workers,
+                    max_inbox,
+                    check_every_steps,
+                ),
+                step_history,
+                clock,
+            )
         )
 
     def __enter__(self) -> EngineHarness:

@@ -28,7 +28,7 @@ from lineclear.scheduler.admin_operations import AdminOperations
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.engine import Engine, EngineStuck
-from lineclear.scheduler.engine.engine_loop import EngineLimits
+from lineclear.scheduler.engine.engine_loop import EngineLimits, EngineLoop
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_session import WorkerTimeouts
 from lineclear.scheduler.engine.worker_subscribers import EngineCallbacks
@@ -123,7 +123,8 @@ def _assemble(
         on_anomaly=recordings.dump,
         on_fatal=shutdown.on_fatal,
     )
-    engine = Engine(core, link, supervisor, callbacks, _engine_limits(settings, files.fingerprint), history)
+    limits = _engine_limits(settings, files.fingerprint)
+    engine = Engine(EngineLoop(core, link, supervisor, callbacks, limits, history))
     supervisor.on_exit = engine.worker_exited
     services = RequestServices(settings, engine, files.tokenizer, files.chat, files.generation_config, model)
     manager = RequestManager(services, supervisor.wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,15 +13,10 @@ import structlog
 
 from lineclear.errors import LineclearError
 from lineclear.process.exception_location import exception_fields
-from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.engine.engine_loop import EngineLimits, EngineLoop
+from lineclear.scheduler.engine.engine_loop import EngineLoop
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerStatus
-from lineclear.scheduler.engine.worker_link import WorkerLink
-from lineclear.scheduler.engine.worker_subscribers import EngineCallbacks
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.observe.scheduler_state import TakenState, take_state
-from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.wire.messages import LogLevel
 
 log = structlog.get_logger()
@@ -35,25 +29,12 @@ class EngineStuck(Exception):
 
 
 class Engine:
-    """Runs a core over a link. Requests, cancellations and the like come from any thread and never block."""
+    """Runs an `EngineLoop` on a thread. Requests, cancellations and the like come from any thread and never block."""
 
-    def __init__(
-        self,
-        core: Scheduler,
-        link: WorkerLink,
-        supervisor: WorkerSupervisor,
-        callbacks: EngineCallbacks,
-        limits: EngineLimits | None = None,
-        step_history: StepHistory | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, loop: EngineLoop) -> None:
         self.failure: BaseException | None = None
         """Why the thread died."""
-        self._core, self._link, self._supervisor = core, link, supervisor
-        self._callbacks, self._clock = callbacks, clock
-        self._steps = step_history or StepHistory()
-        self._loop = EngineLoop(core, link, supervisor, callbacks, limits or EngineLimits(), self._steps, clock)
-        self._subscribers = self._loop.subscribers
+        self._loop, self._core, self._subscribers = loop, loop.core, loop.subscribers
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -66,12 +47,12 @@ class Engine:
         Raises EngineStuck if the thread does not end in time. It may still use the link then.
         """
         self._loop.is_stopped = True
-        self._link.wake()
+        self._loop.link.wake()
         if self._thread.ident is None:
             return
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
-            self._link.abandon()
+            self._loop.link.abandon()
             log.error("engine_not_stopped", busy_seconds=round(self.busy_seconds(), 1))
             raise EngineStuck(f"the engine did not stop within {timeout_seconds:g} s")
 
@@ -161,7 +142,7 @@ class Engine:
     def busy_seconds(self) -> float:
         """Return how long the current iteration has taken; 0 while the engine waits. Any thread."""
         started_at = self._loop.iteration_started_at
-        return 0.0 if started_at is None else self._clock() - started_at
+        return 0.0 if started_at is None else self._loop.clock() - started_at
 
     @property
     def worker_status(self) -> WorkerStatus:
@@ -170,13 +151,15 @@ class Engine:
 
     def take_state(self) -> TakenState:
         """Return the state of the scheduler now. On the engine's thread: see `call_on_engine_thread`."""
-        return take_state(self._core.state, self._steps.worker_indices, self._clock(), len(self._supervisor.wanted()))
+        loop = self._loop
+        num_wanted = len(loop.supervisor.wanted())
+        return take_state(loop.core.state, loop.steps.worker_indices, loop.clock(), num_wanted)
 
     def _run(self) -> None:
         try:
             self._loop.run()
         except BaseException as error:
             self.failure = error
-            self._callbacks.on_fatal(error)  # first, because the next calls may fail too
-            self._callbacks.on_anomaly(f"the engine died: {type(error).__name__}")
+            self._loop.callbacks.on_fatal(error)  # first, because the next calls may fail too
+            self._loop.callbacks.on_anomaly(f"the engine died: {type(error).__name__}")
             log.error("engine_died", **exception_fields(error))

@@ -62,10 +62,14 @@ class EngineLoop:
         link: WorkerLink,
         supervisor: WorkerSupervisor,
         callbacks: EngineCallbacks,
-        limits: EngineLimits,
-        step_history: StepHistory,
-        clock: Callable[[], float],
+        limits: EngineLimits | None = None,
+        step_history: StepHistory | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        limits = limits or EngineLimits()
+        self.core, self.link, self.supervisor = core, link, supervisor
+        self.callbacks, self.clock = callbacks, clock
+        self.steps = step_history or StepHistory()
         self.inbox = CommandInbox(limits.max_inbox, link.wake)
         self.is_stopped = False
         """The current iteration is the last one."""
@@ -80,10 +84,8 @@ class EngineLoop:
             text_fingerprint=limits.text_fingerprint,
             number_of=supervisor.number_of,
         )
-        self.subscribers = WorkerSubscribers(core, link, self.workers, supervisor, step_history, callbacks)
+        self.subscribers = WorkerSubscribers(core, link, self.workers, supervisor, self.steps, callbacks)
         self._joining = self.subscribers.adapters.joining
-        self._core, self._link, self._supervisor = core, link, supervisor
-        self._callbacks, self._steps, self._clock = callbacks, step_history, clock
         self._step_seconds: deque[tuple[int, float]] = deque(maxlen=MAX_STEP_TIMES)
         self._counters = EngineCounters()
         self._checks = InvariantChecks(core, limits.check_every_steps, self._counters, clock)
@@ -98,7 +100,7 @@ class EngineLoop:
             self._run_once()
 
     def _run_once(self) -> None:
-        now = self.iteration_started_at = self._clock()
+        now = self.iteration_started_at = self.clock()
         self._counters.iterations += 1
         self._is_snapshot_current = False
         if now > self._next_wakeup + _SUSPENDED_SECONDS:
@@ -107,18 +109,18 @@ class EngineLoop:
             self.workers.extend_deadlines(now)
         self._next_wakeup = math.inf
         events = self.inbox.run(now, self.snapshot.core.predicted_wait_seconds)
-        for fact in self._link.receive(self.workers, now):
+        for fact in self.link.receive(self.workers, now):
             if isinstance(fact, StepResult):
                 self._apply(fact, events, now)
             else:
                 self.subscribers.handle(fact, events, now)
         self._check_workers(events, now)
-        events += self._core.expire(now)
+        events += self.core.expire(now)
         self.subscribers.do_waiting_work(events, now)
         self._send_plans(events, now)
         if events:
             begin = time.perf_counter()
-            self._callbacks.publish(events)
+            self.callbacks.publish(events)
             self._counters.publish_seconds += time.perf_counter() - begin
         # After the plans and events of this iteration are sent.
         self._checks.check_if_due(now, is_idle=self.workers.is_idle)
@@ -128,7 +130,7 @@ class EngineLoop:
             self._wait(now)
 
     def _wait(self, now: float) -> None:
-        deadline = self._core.next_deadline(self.workers.joined_epochs - self._joining)
+        deadline = self.core.next_deadline(self.workers.joined_epochs - self._joining)
         self._next_worker_check = self.workers.next_check(now)
         self._next_wakeup = min(
             self._next_worker_check,
@@ -137,7 +139,7 @@ class EngineLoop:
             math.inf if self._is_snapshot_current else self._snapshot_at + _SNAPSHOT_SECONDS,
         )
         self.iteration_started_at = None
-        self._link.wait(self._next_wakeup)
+        self.link.wait(self._next_wakeup)
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class EngineLoop:
         events: list[Event] = []
         try:
             for request in requests:  # what the core accepts of the first, it accepts of its siblings
-                events += self._core.submit(request, now)
+                events += self.core.submit(request, now)
         except LineclearError as error:
             events += [refusal(request, error, now) for request in requests[len(events) :]]
         return events
@@ -161,33 +163,33 @@ class EngineLoop:
         """Replace the snapshot."""
         self._snapshot_at, self._is_snapshot_current = now, True
         self.snapshot = EngineSnapshot(
-            core=self._core.snapshot(now),
+            core=self.core.snapshot(now),
             worker=self.workers.status,
             workers=self.workers.figures(now),
             step_seconds=tuple(self._step_seconds),
             counters=copy(self._counters),
-            link=copy(self._link.counters),
+            link=copy(self.link.counters),
             membership=copy(self.workers.counters),
         )
 
     def _send_plans(self, events: list[Event], now: float) -> None:
         """Send each joined worker one plan after the other, in turns, until none can run more."""
         if events:
-            self._steps.request_events(events)
+            self.steps.request_events(events)
         num_noted = len(events)
         begin = time.perf_counter()
-        encode_before = self._link.counters.encode_seconds
+        encode_before = self.link.counters.encode_seconds
         workers = self.workers.joined
         if len(workers) == 1:
             while self._send_plan(workers[0], events, now):
                 pass
         elif workers:
             self._send_plans_in_turns(workers, events, now)
-        events += self._core.drain_events()
-        encode_seconds = self._link.counters.encode_seconds - encode_before
+        events += self.core.drain_events()
+        encode_seconds = self.link.counters.encode_seconds - encode_before
         self._counters.plan_seconds += time.perf_counter() - begin - encode_seconds
         if len(events) > num_noted:
-            self._steps.request_events(events[num_noted:])
+            self.steps.request_events(events[num_noted:])
 
     def _send_plans_in_turns(self, workers: Sequence[WorkerSession], events: list[Event], now: float) -> None:
         first = self._counters.iterations % len(workers)  # each iteration another worker is first to admit requests
@@ -200,25 +202,25 @@ class EngineLoop:
         """Send a worker its next plan; return False if it gets no further one now."""
         if worker.epoch in self._joining:
             return False  # it still loads adapters
-        plan = self._core.plan(worker.epoch, now)
+        plan = self.core.plan(worker.epoch, now)
         if plan is None:
             return False
         try:
-            self._link.send(plan)
+            self.link.send(plan)
         except WorkerGone:
             self.subscribers.carry_out(self.workers.handle(worker, SessionEvent.DISCONNECTED, now), events, now)
             return False
         worker.timer.plan_sent(plan, now)
-        planning = self._core.drain_events()
+        planning = self.core.drain_events()
         events += planning
-        self._steps.planned(plan, self._core.state, planning, now)
+        self.steps.planned(plan, self.core.state, planning, now)
         return True
 
     def _apply(self, result: StepResult, events: list[Event], now: float) -> None:
         worker = self.workers[result.epoch]
         begin = time.perf_counter()
         try:
-            found = self._core.apply(result, now)
+            found = self.core.apply(result, now)
         except BadResult as error:
             problem = f"it sent a result that cannot be: {error}"
             failed = self.workers.handle(worker, SessionEvent.FAILED, now, problem, WorkerLoss.CLEAN)
@@ -228,11 +230,11 @@ class EngineLoop:
         self._counters.apply_seconds += time.perf_counter() - begin
         self._checks.result_applied()
         is_slow = worker.result_applied(result, now)
-        self._steps.executed(result, self._core.state, found, now)
+        self.steps.executed(result, self.core.state, found, now)
         if not worker.has_progressed:
             self._report_progress(worker, now)
         if is_slow:
-            self._callbacks.on_anomaly(f"step {result.step} was slow")
+            self.callbacks.on_anomaly(f"step {result.step} was slow")
         self._step_seconds.append((result.epoch, result.step_seconds))
 
     def _check_workers(self, events: list[Event], now: float) -> None:
@@ -247,4 +249,4 @@ class EngineLoop:
 
     def _report_progress(self, worker: WorkerSession, now: float) -> None:
         if worker.take_progress(now) and worker.hello is not None:
-            self._supervisor.worker_progressed(worker.hello)
+            self.supervisor.worker_progressed(worker.hello)
