@@ -11,7 +11,7 @@ import gc
 import secrets
 import signal
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ from lineclear.scheduler.requests.adapters import Adapters
 from lineclear.scheduler.requests.request_manager import RequestManager, shutdown_interrupted
 from lineclear.scheduler.requests.services import RequestServices, incident
 from lineclear.scheduler.security.reloading_file import ReloadingFile
-from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.scheduler.security.token_file import read_tokens
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.shutdown import ShutdownController
@@ -58,84 +57,164 @@ _METRICS_SECONDS = 2.0  # for the event loop to compute the metrics
 _STATUS_SECONDS = 2.0  # for the last statuses to reach the clients
 
 
-@dataclass(frozen=True, slots=True)
-class _App:
-    """The parts that serve together."""
+class App:
+    """The parts that serve the model of one directory together. Created on the running event loop.
 
-    settings: SchedulerSettings
-    shutdown: ShutdownController
-    supervisor: WorkerSupervisor
-    engine: Engine
-    manager: RequestManager
-    server: Server
-    steps: StepFeed
-
-
-async def serve(
-    settings: SchedulerSettings,
-    model: Path,
-    shutdown: ShutdownController,
-    link: WorkerLink,
-    supervisor: WorkerSupervisor,
-    stack: contextlib.ExitStack,
-) -> None:
-    """Serve the model in that directory until `shutdown` has started, then stop serving.
-
-    The engine and its callbacks must outlive the worker, so `stack` closes them later. Raises ConfigurationError.
+    The engine and its callbacks must outlive the worker, so `stack` closes them later. Constructor and `serve` raise
+    ConfigurationError.
     """
-    asyncio.get_running_loop().set_exception_handler(_log_loop_error)
-    app = _assemble(settings, model, shutdown, link, supervisor, stack)
-    engine, manager, server, steps = app.engine, app.manager, app.server, app.steps
-    engine.start()
-    stack.callback(_stop, engine, shutdown)
-    await _load_adapters(manager.services.adapters)
-    watchdog = Watchdog(
-        engine.busy_seconds,
-        server.set_live,
-        limit_seconds=settings.watchdog_timeout_seconds,
-        on_tick=lambda: server.set_worker(engine.worker_status),
-    )
-    watchdog.start()
-    stack.callback(watchdog.stop)
-    async with _metrics_server(manager, server.certificates), _status_server(settings, steps, server.certificates):
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        model: Path,
+        shutdown: ShutdownController,
+        link: WorkerLink,
+        supervisor: WorkerSupervisor,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        asyncio.get_running_loop().set_exception_handler(_log_loop_error)
+        files = read_text_files(model)
+        core, recordings = _core(settings)
+        stack.callback(recordings.close)
+        history = StepHistory(settings.step_history)
+        callbacks = EngineCallbacks(
+            lambda events: self._manager.publish(events),
+            on_rejected=_on_rejected(files.fingerprint, shutdown),
+            on_adapter_failed=lambda key, problem: self._manager.adapter_failed(key, problem),
+            on_anomaly=recordings.dump,
+            on_fatal=shutdown.on_fatal,
+        )
+        limits = _engine_limits(settings, files.fingerprint)
+        self._settings, self._shutdown, self._supervisor, self._stack = settings, shutdown, supervisor, stack
+        self._engine = engine = Engine(EngineLoop(core, link, supervisor, callbacks, limits, history))
+        supervisor.on_exit = engine.worker_exited
+        services = RequestServices(settings, engine, files.tokenizer, files.chat, files.generation_config, model)
+        self._manager = RequestManager(services, supervisor.wanted)
+        self._manager.on_fatal = shutdown.on_fatal
+        stack.callback(self._manager.close)
+        self._steps = StepFeed(history, engine.call_on_engine_thread, engine.take_state, settings.max_step_watchers)
+        operations = AdminOperations(shutdown, engine, recordings, supervisor, self._steps)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.start_recording, "SIGUSR2")
+        self._server = Server(self._manager, operations)
+        services.on_worker = self._server.set_worker
+
+    async def serve(self) -> None:
+        """Serve until the shutdown has started, then stop serving."""
+        engine, server = self._engine, self._server
+        engine.start()
+        self._stack.callback(_stop, engine, self._shutdown)
+        await _load_adapters(self._manager.services.adapters)
+        watchdog = Watchdog(
+            engine.busy_seconds,
+            server.set_live,
+            limit_seconds=self._settings.watchdog_timeout_seconds,
+            on_tick=lambda: server.set_worker(engine.worker_status),
+        )
+        watchdog.start()
+        self._stack.callback(watchdog.stop)
+        async with self._metrics_server(), self._status_server():
+            try:
+                await self._run()
+            finally:
+                engine.release_worker()
+
+    @contextlib.asynccontextmanager
+    async def _metrics_server(self) -> AsyncIterator[None]:
+        """Serve metrics for Prometheus, also during the shutdown, if an address is set."""
+        address, manager, certificates = self._settings.metrics_listen, self._manager, self._server.certificates
+        if not address:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+
+        def collect() -> list[Metric]:
+            return asyncio.run_coroutine_threadsafe(metrics.current(manager, certificates), loop).result(
+                _METRICS_SECONDS
+            )
+
+        server = MetricsServer(address, collect)
+        log.info("metrics_listening", address=server.address)
         try:
-            await _run(app)
+            yield
         finally:
-            engine.release_worker()
+            server.close()
 
+    @contextlib.asynccontextmanager
+    async def _status_server(self) -> AsyncIterator[None]:
+        """Serve the status page, also during the shutdown, if an address is set."""
+        settings, steps, certificates, tokens = self._settings, self._steps, self._server.certificates, None
+        if not settings.status_listen:
+            yield
+            return
+        if settings.admin_token_file:
+            path = Path(settings.admin_token_file)
+            tokens = ReloadingFile([path], lambda: read_tokens(path))
+        server = StatusServer(
+            settings.status_listen,
+            steps,
+            tokens,
+            settings.max_step_watchers,
+            certificates.context if certificates else None,
+        )
+        if certificates is None and not is_local(settings.status_listen):
+            log.warning("insecure_listener", address=settings.status_listen, there_is="no encryption (--tls-cert-file)")
+        log.info("status_page_listening", url=server.url)
+        try:
+            yield
+        finally:
+            steps.close()
+            # Their threads do not keep the process alive.
+            await asyncio.to_thread(steps.wait_until_idle, _STATUS_SECONDS)
+            server.close()
 
-def _assemble(
-    settings: SchedulerSettings,
-    model: Path,
-    shutdown: ShutdownController,
-    link: WorkerLink,
-    supervisor: WorkerSupervisor,
-    stack: contextlib.ExitStack,
-) -> _App:
-    files = read_text_files(model)
-    core, recordings = _core(settings)
-    stack.callback(recordings.close)
-    history = StepHistory(settings.step_history)
-    callbacks = EngineCallbacks(
-        lambda events: manager.publish(events),
-        on_rejected=_on_rejected(files.fingerprint, shutdown),
-        on_adapter_failed=lambda key, problem: manager.adapter_failed(key, problem),
-        on_anomaly=recordings.dump,
-        on_fatal=shutdown.on_fatal,
-    )
-    limits = _engine_limits(settings, files.fingerprint)
-    engine = Engine(EngineLoop(core, link, supervisor, callbacks, limits, history))
-    supervisor.on_exit = engine.worker_exited
-    services = RequestServices(settings, engine, files.tokenizer, files.chat, files.generation_config, model)
-    manager = RequestManager(services, supervisor.wanted)
-    stack.callback(manager.close)
-    steps = StepFeed(history, engine.call_on_engine_thread, engine.take_state, settings.max_step_watchers)
-    operations = AdminOperations(shutdown, engine, recordings, supervisor, steps)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.start_recording, "SIGUSR2")
-    server = Server(manager, operations)
-    manager.on_fatal = shutdown.on_fatal
-    services.on_worker = server.set_worker
-    return _App(settings, shutdown, supervisor, engine, manager, server, steps)
+    async def _run(self) -> None:
+        """Serve until the shutdown starts, then drain, or stop at once if it is forced."""
+        settings, manager, server = self._settings, self._manager, self._server
+        await server.start()
+        await manager.services.tokenizers.prepare()
+        if settings.batching_strategy == "fixed_size":
+            log.warning(
+                "fixed_size_waits",
+                for_requests=settings.max_batch_size,
+                at_most_seconds=settings.fixed_size_timeout_seconds,
+                hint="fewer requests wait for their deadline unless --batch-timeout-ms is set",
+            )
+        log.info(
+            "listening",
+            address=server.address,
+            admin_address=server.admin_address,
+            health_address=server.health_address,
+        )
+        # Objects made at start live as long as the process: collecting garbage among them would only pause all streams.
+        gc.collect()
+        gc.freeze()
+        await self._shutdown.started.wait()
+        self._supervisor.drain()
+        if not await self._shutdown.run_unless_forced(self._shut_down()):
+            manager.fail_all(shutdown_interrupted)
+            await server.stop(0)
+
+    async def _shut_down(self) -> None:
+        """End readiness, refuse new requests, finish running ones within the drain timeout, close the listeners last.
+
+        Until then, new calls get the reason of the refusal.
+        """
+        manager, server, exit_code = self._manager, self._server, self._shutdown.exit_code
+        server.set_draining()
+        linger = asyncio.ensure_future(asyncio.sleep(self._settings.drain_linger_seconds))
+        if exit_code == ExitCode.OK:
+            await manager.drain(self._settings.drain_timeout_seconds)
+        else:
+            error = _engine_failed(self._shutdown.failure) if exit_code == ExitCode.INTERNAL else _no_worker
+            manager.refuse(error)
+            manager.fail_all(lambda request: error())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STATUS_SECONDS):
+                await manager.services.streams.wait_until_idle()
+        await linger
+        self._steps.close()  # only now: operators watch how a server drains
+        await server.stop(_STATUS_SECONDS)
 
 
 async def _load_adapters(adapters: Adapters) -> None:
@@ -168,108 +247,6 @@ def _on_rejected(fingerprint: str, shutdown: ShutdownController) -> Callable[[He
         shutdown.start_from_any_thread(ExitCode.MODEL_FILES_CHANGED, reason)
 
     return on_rejected
-
-
-@contextlib.asynccontextmanager
-async def _metrics_server(manager: RequestManager, certificates: ServerCertificates | None) -> AsyncIterator[None]:
-    """Serve metrics for Prometheus, also during the shutdown, if an address is set."""
-    address = manager.services.settings.metrics_listen
-    if not address:
-        yield
-        return
-    loop = asyncio.get_running_loop()
-
-    def collect() -> list[Metric]:
-        return asyncio.run_coroutine_threadsafe(metrics.current(manager, certificates), loop).result(_METRICS_SECONDS)
-
-    server = MetricsServer(address, collect)
-    log.info("metrics_listening", address=server.address)
-    try:
-        yield
-    finally:
-        server.close()
-
-
-@contextlib.asynccontextmanager
-async def _status_server(
-    settings: SchedulerSettings, steps: StepFeed, certificates: ServerCertificates | None
-) -> AsyncIterator[None]:
-    """Serve the status page, also during the shutdown, if an address is set."""
-    if not settings.status_listen:
-        yield
-        return
-    tokens = None
-    if settings.admin_token_file:
-        path = Path(settings.admin_token_file)
-        tokens = ReloadingFile([path], lambda: read_tokens(path))
-    server = StatusServer(
-        settings.status_listen,
-        steps,
-        tokens,
-        settings.max_step_watchers,
-        certificates.context if certificates else None,
-    )
-    if certificates is None and not is_local(settings.status_listen):
-        log.warning("insecure_listener", address=settings.status_listen, there_is="no encryption (--tls-cert-file)")
-    log.info("status_page_listening", url=server.url)
-    try:
-        yield
-    finally:
-        steps.close()
-        # Their threads do not keep the process alive.
-        await asyncio.to_thread(steps.wait_until_idle, _STATUS_SECONDS)
-        server.close()
-
-
-async def _run(app: _App) -> None:
-    """Serve until the shutdown starts, then drain, or stop at once if it is forced."""
-    settings, shutdown, manager, server = app.settings, app.shutdown, app.manager, app.server
-    await server.start()
-    await manager.services.tokenizers.prepare()
-    if settings.batching_strategy == "fixed_size":
-        log.warning(
-            "fixed_size_waits",
-            for_requests=settings.max_batch_size,
-            at_most_seconds=settings.fixed_size_timeout_seconds,
-            hint="fewer requests wait for their deadline unless --batch-timeout-ms is set",
-        )
-    log.info(
-        "listening",
-        address=server.address,
-        admin_address=server.admin_address,
-        health_address=server.health_address,
-    )
-    # Objects made at start live as long as the process: a garbage collection over them would only pause all streams.
-    gc.collect()
-    gc.freeze()
-    await shutdown.started.wait()
-    app.supervisor.drain()
-    if not await shutdown.run_unless_forced(_shut_down(app)):
-        manager.fail_all(shutdown_interrupted)
-        await server.stop(0)
-
-
-async def _shut_down(app: _App) -> None:
-    """End readiness, refuse new requests, finish running ones within the drain timeout, close the listeners last.
-
-    Until then, new calls get the reason of the refusal.
-    """
-    shutdown, manager, server = app.shutdown, app.manager, app.server
-    exit_code = shutdown.exit_code
-    server.set_draining()
-    linger = asyncio.ensure_future(asyncio.sleep(app.settings.drain_linger_seconds))
-    if exit_code == ExitCode.OK:
-        await manager.drain(app.settings.drain_timeout_seconds)
-    else:
-        error = _engine_failed(shutdown.failure) if exit_code == ExitCode.INTERNAL else _no_worker
-        manager.refuse(error)
-        manager.fail_all(lambda request: error())
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_STATUS_SECONDS):
-            await manager.services.streams.wait_until_idle()
-    await linger
-    app.steps.close()  # only now: operators watch how a server drains
-    await server.stop(_STATUS_SECONDS)
 
 
 def _no_worker() -> WorkerUnavailable:

@@ -111,9 +111,9 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
                         draft = model_directory.locate(settings.draft_model, "--draft-model")
                         model_directory.check(settings.draft_model, draft, "--draft-model")
                 supervisor.start()
-            from lineclear.scheduler.app import serve
+            from lineclear.scheduler.app import App
 
-            await serve(settings, model, shutdown, link, supervisor, stack)
+            await App(settings, model, shutdown, link, supervisor, stack).serve()
         finally:
             if settings.spawn_worker:
                 # Before the engine stops, which releases the worker. A forced shutdown does not wait for the worker: it
