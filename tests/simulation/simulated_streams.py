@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 from lineclear.errors import Cancelled, LineclearError
 from lineclear.scheduler.core.events import Failed, Finished, Started, TokensReady
-from lineclear.wire.messages import Logprobs
+from lineclear.scheduler.requests.output_stream import OutputChunk
 
-_EMPTY = {"error": None, "queued": None, "started": None, "end": None, "token_ids": (), "texts": (), "logprobs": ()}
+_EMPTY = {
+    "first_index": 0,
+    "error": None,
+    "queued": None,
+    "started": None,
+    "end": None,
+    "token_ids": (),
+    "texts": (),
+    "logprobs": (),
+}
 
 
 class SimulatedStream:
@@ -60,7 +69,7 @@ class SimulatedStream:
         self._add(error=error)
 
     def _add(self, **fields: Any) -> None:
-        self._chunks.append(SimpleNamespace(**_EMPTY | {"times": ()} | fields))
+        self._chunks.append(SimpleNamespace(**_EMPTY | fields))
         self._on_output()
 
 
@@ -84,8 +93,7 @@ class SimulatedOutput:
         """End the output with an error."""
         self.error = self.error or error
 
-    def deliver(
-        self, started: Started, tokens: Sequence[int], texts: object, logprobs: Sequence[Logprobs], *rest: object
-    ) -> None:
+    def deliver(self, chunk: OutputChunk) -> None:
         """Take the whole output."""
-        self.model, self.tokens = started.model_fingerprint, tuple(tokens)
+        assert chunk.started is not None
+        self.model, self.tokens = chunk.started.model_fingerprint, tuple(chunk.token_ids)

@@ -100,6 +100,19 @@ class OutputChunk:
         return len(self.token_ids)
 
 
+def joined(chunks: Sequence[OutputChunk]) -> OutputChunk:
+    """Return all chunks of a complete output as one."""
+    return OutputChunk(
+        chunks[0].first_index,
+        [token_id for chunk in chunks for token_id in chunk.token_ids],
+        [text for chunk in chunks for text in chunk.texts],
+        [entry for chunk in chunks for entry in chunk.logprobs],
+        [at for chunk in chunks for at in chunk.times],
+        next((chunk.started for chunk in chunks if chunk.started is not None), None),
+        chunks[-1].end,
+    )
+
+
 def end_of(match: StopMatch) -> FinishReason:
     """Return the reason of an end that the engine does not know."""
     if match.is_call:
@@ -250,21 +263,13 @@ class OutputStream:
         """Record the start of an output that `deliver` delivers later."""
         self.started = self.started or started
 
-    def deliver(
-        self,
-        started: Started,
-        tokens: list[int],
-        texts: list[str],
-        logprobs: list[Logprobs],
-        times: list[float],
-        end: Completion,
-    ) -> None:
-        """Take a complete output at once, of any length. `texts` has one more entry than `tokens`, or none."""
+    def deliver(self, chunk: OutputChunk) -> None:
+        """Take a complete output at once, of any length, with its start and its end."""
+        assert chunk.end is not None, "an output without an end"
         if self._error is None:
-            unread, self.started = self._unread, started
-            self._unread = OutputChunk(unread.first_index, tokens, texts, logprobs, times, started, None, unread.queued)
-            self.num_received = len(tokens)
-            self.is_engine_done, self.stats, self._end = True, end.stats, end
+            self._unread, chunk.queued = chunk, self._unread.queued
+            self.started, self.num_received = chunk.started, len(chunk.token_ids)
+            self.is_engine_done, self.stats, self._end = True, chunk.end.stats, chunk.end
             self._wake()
 
     def stop(self) -> None:

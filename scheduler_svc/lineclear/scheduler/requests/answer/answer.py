@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 from lineclear.api_limits import output_seed
 from lineclear.errors import LineclearError
+from lineclear.scheduler.core.events import Started
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.requests.logprob_messages import encoded_prompt_logprobs
-from lineclear.scheduler.requests.output_stream import OutputStream
+from lineclear.scheduler.requests.output_stream import OutputChunk, OutputStream
 from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.requests.services import RequestServices
 from lineclear.scheduler.requests.validate.request import ValidatedRequest
@@ -96,6 +98,45 @@ class Answer:
         if self.outputs is not self.streams:
             for output in self.outputs:
                 self._services.streams.close(output, error)
+
+
+@dataclass(eq=False)
+class HeldAnswer(Answer):
+    """Outputs that are delivered at their end. The streams are read here, until `_complete` is called at their end."""
+
+    _chunks: Sequence[list[OutputChunk]] = field(init=False)
+    """Of each stream."""
+    _started: Started | None = None
+
+    def __post_init__(self) -> None:
+        self.streams[0].admission().add_done_callback(lambda _: self.outputs[0].on_admitted(None))
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Read the present streams, and submit their requests."""
+        self._chunks = [[] for _ in self.streams]
+        for stream, chunks in zip(self.streams, self._chunks, strict=True):
+            stream.subscribe(partial(self._read, stream, chunks))
+        super().submit(requests)
+
+    def _read(self, stream: OutputStream, chunks: list[OutputChunk]) -> None:
+        while stream.has_output and not self.is_over:
+            chunk = stream.read_nowait()
+            if chunk.error is not None:
+                self.cancel(chunk.error)
+                return
+            chunks.append(chunk)
+            if chunk.queued is not None:
+                self.outputs[0].on_admitted(chunk.queued)
+            if chunk.started is not None and self._started is None:
+                self._started = chunk.started
+                self.outputs[0].start_held(chunk.started)
+            stream.is_read = chunk.end is not None
+        if not self.is_over and all(stream.is_read for stream in self.streams):
+            self._complete()
+
+    def _complete(self) -> None:
+        """Go on after the end of all streams."""
+        raise NotImplementedError
 
 
 def seeded(sampling: Sampling, index: int) -> Sampling:

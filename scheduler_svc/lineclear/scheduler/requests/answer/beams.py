@@ -8,29 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Self
 
 from lineclear.errors import Cancelled, InternalError, LineclearError
-from lineclear.scheduler.core.events import FinishReason, RequestStats, Started
+from lineclear.scheduler.core.events import FinishReason, RequestStats
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.requests.answer.answer import Answer, open_streams
+from lineclear.scheduler.requests.answer.answer import HeldAnswer, open_streams
 from lineclear.scheduler.requests.beam_search import Beam, BeamSearch
-from lineclear.scheduler.requests.output_stream import Completion, OutputStream
+from lineclear.scheduler.requests.output_stream import Completion, OutputChunk, OutputStream
 from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.requests.services import RequestServices
 from lineclear.scheduler.requests.validate.request import ValidatedRequest
-from lineclear.wire.messages import Logprobs, Sampling
+from lineclear.wire.messages import Sampling
 
 
 @dataclass(eq=False)
-class Beams(Answer):
+class Beams(HeldAnswer):
     """One search; `outputs` get the best finished beams at its end. `streams` are those of the present step."""
 
     _template: Request = field(init=False)
     _search: BeamSearch = field(init=False)
-    _steps: list[Logprobs | None] = field(init=False)
-    _started: Started | None = None
     _first: RequestStats | None = None
 
     @classmethod
@@ -58,7 +55,6 @@ class Beams(Answer):
         sampling = Sampling(logprobs=min(max(settings.num_top, shown.logprobs), settings.vocab_size))
         own = {"eos_ids": frozenset(), "max_drafts": 0, "queued_since": services.clock(), "request_id": ""}
         self._template = Request(**fields | own | {"sampling": sampling})
-        self.streams[0].admission().add_done_callback(lambda _: self.outputs[0].on_admitted(None))
         self._submit_step()
 
     def close(self, error: LineclearError) -> None:
@@ -69,7 +65,6 @@ class Beams(Answer):
         beams, is_first = self._search.running, self._started is None
         # No beam has tokens of two models.
         model = self._template.model_fingerprint or (self._started.model_fingerprint if self._started else "")
-        self._steps = [None] * len(beams)
         requests = [
             replace(
                 self._template,
@@ -83,32 +78,13 @@ class Beams(Answer):
             )
             for stream, beam in zip(self.streams, beams, strict=True)
         ]
-        for index, stream in enumerate(self.streams):
-            stream.subscribe(partial(self._read, index, stream))
         self.submit(requests)
 
-    def _read(self, index: int, stream: OutputStream) -> None:
-        while stream.has_output and not self.is_over:
-            chunk = stream.read_nowait()
-            if chunk.error is not None:
-                self.cancel(chunk.error)
-                return
-            if chunk.queued is not None:
-                self.outputs[0].on_admitted(chunk.queued)
-            if chunk.started is not None and self._started is None:
-                self._started = chunk.started
-                self.outputs[0].start_held(chunk.started)
-            if chunk.logprobs:
-                self._steps[index] = chunk.logprobs[0]
-            if chunk.end is not None:
-                stream.is_read = True
-                self._first = self._first or chunk.end.stats
-        if not self.is_over and all(stream.is_read for stream in self.streams):
-            self._advance()
-
-    def _advance(self) -> None:
-        steps = [step for step in self._steps if step is not None]
-        if len(steps) < len(self._steps):
+    def _complete(self) -> None:
+        chunks = [chunk for found in self._chunks for chunk in found]
+        self._first = self._first or next(chunk.end.stats for chunk in chunks if chunk.end is not None)
+        steps = [chunk.logprobs[0] for chunk in chunks if chunk.logprobs]
+        if len(steps) < len(self.streams):
             self.cancel(InternalError("a step of the beam search has no log probabilities"))
             return
         streams = self._services.streams
@@ -133,7 +109,7 @@ class Beams(Answer):
             output.score = beam.score
             has_calls = output.text is not None and output.text.has_tool_calls
             end = self._end(beam)._replace(has_tool_calls=has_calls)
-            output.deliver(self._started, list(beam.tokens), texts, beam.logprobs, [], end)
+            output.deliver(OutputChunk(0, list(beam.tokens), texts, beam.logprobs, started=self._started, end=end))
 
     def _end(self, beam: Beam) -> Completion:
         assert self._first is not None
