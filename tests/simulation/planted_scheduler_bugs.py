@@ -39,7 +39,6 @@ SCHEDULER_BUGS: Bugs = {
         ),
         "a worker that gets no plans wakes the scheduler": without("epochs is not None and epoch not in epochs"),
         "a switch keeps the queue order": never("limits.order != before.order"),
-        "a switch keeps the preemption policy": drop("state.preemption_policy = _"),
         "a switch reaches only the joined workers": replace(
             "(*state.workers.values(), *self._vacant)", "state.workers.values()"
         ),

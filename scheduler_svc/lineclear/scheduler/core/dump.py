@@ -27,7 +27,6 @@ from lineclear.scheduler.core import (
 )
 from lineclear.scheduler.core.child_blocks import ChildBlocks, min_copied, token_bytes
 from lineclear.scheduler.core.decode_batch import DecodeBatch
-from lineclear.scheduler.core.policies import PREEMPTION_POLICIES
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request, Sequence, State
@@ -66,7 +65,6 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "RequestQueue": {"_keys": None},
     "RunningBatch": dict.fromkeys(("_block_hash", "_choose_donor")),
     "Sequence": {"stop_token_ids": frozenset({BLANK_STOP, BLANK_EOS})},
-    "SharedState": {"preemption_policy": None},
 }
 """By class: the fields that a copy lacks, with their values in a loaded core until `_rebuild`."""
 
@@ -246,7 +244,6 @@ def _rebuild(core: Scheduler, sequences: Collection[Sequence]) -> None:
     """Make what follows from the rest of the state."""
     state, requests = core._state, core._live
     core.limits = state.limits
-    state.preemption_policy = PREEMPTION_POLICIES[state.limits.preemption_policy]
     for s in sequences:
         s.request = replace(s.request, request_id=str(s.number))
     live = [s for s in sequences if s.state is not State.FINISHED]

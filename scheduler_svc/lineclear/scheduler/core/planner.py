@@ -14,6 +14,7 @@ from lineclear.scheduler.core.drafts import DraftPlan
 from lineclear.scheduler.core.events import Event, Started
 from lineclear.scheduler.core.inflight_step import ChunkRow, kv_of_drafts
 from lineclear.scheduler.core.placement import Placement
+from lineclear.scheduler.core.policies import PREEMPTION_POLICIES
 from lineclear.scheduler.core.request_queue import QueueWalk
 from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.shared_state import SharedState
@@ -223,7 +224,7 @@ class StepPlanner:
             ]
             if not younger:
                 return None
-            self._preempt(self._state.preemption_policy(younger))
+            self._preempt(PREEMPTION_POLICIES[self._state.limits.preemption_policy](younger))
         return pool.take(1)[0]
 
     def _preempt(self, victim: Sequence) -> None:

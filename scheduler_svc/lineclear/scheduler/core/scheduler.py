@@ -31,7 +31,7 @@ from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.placement import Isolation
 from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import WorkerLoss
-from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS
+from lineclear.scheduler.core.policies import QUEUE_ORDERS
 from lineclear.scheduler.core.result_applier import ResultApplier
 from lineclear.scheduler.core.running_batch import ChooseDonor
 from lineclear.scheduler.core.sequence import Request, Sequence, State
@@ -171,7 +171,6 @@ class Scheduler:
         assert all(name in SWITCHABLE for name in limits.differences(self.limits)), "a limit is fixed while serving"
         state, before = self._state, self.limits
         self.limits = state.limits = limits
-        state.preemption_policy = PREEMPTION_POLICIES[limits.preemption_policy]
         for worker in (*state.workers.values(), *self._vacant):
             worker.follow(limits)
         if limits.order != before.order:

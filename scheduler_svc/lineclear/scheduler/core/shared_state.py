@@ -8,13 +8,7 @@ from lineclear.scheduler.core.adapter_table import AdapterTable
 from lineclear.scheduler.core.events import Preempted
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import PoisonDetector
-from lineclear.scheduler.core.policies import (
-    PREEMPTION_POLICIES,
-    QUEUE_ORDERS,
-    BatchingState,
-    PreemptionPolicy,
-    QueueOrder,
-)
+from lineclear.scheduler.core.policies import QUEUE_ORDERS, BatchingState, QueueOrder
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.slot_pace import SlotPace
@@ -28,7 +22,6 @@ class SharedState:
 
     limits: CoreLimits
     queue_order: QueueOrder
-    preemption_policy: PreemptionPolicy
     poison: PoisonDetector
     adapters: AdapterTable
     fresh: RequestQueue = field(default_factory=RequestQueue)
@@ -55,7 +48,6 @@ class SharedState:
         return cls(
             limits=limits,
             queue_order=QUEUE_ORDERS[limits.scheduling_policy](limits.policy),
-            preemption_policy=PREEMPTION_POLICIES[limits.preemption_policy],
             poison=PoisonDetector(limits.max_isolated_crashes, limits.max_isolated_kills),
             adapters=AdapterTable(limits.max_loras),
         )
