@@ -69,7 +69,7 @@ def test_stopping_worker_finishes_its_requests_and_takes_no_others() -> None:
     harness.submit("b", 8, max_tokens=10)
     harness.round()
     assert harness.running() == [1, 1]
-    harness.core.stop_placing(1)
+    harness.core.stop_placing(1, harness.now)
     for index in range(4):
         harness.submit(f"later {index}", 8, max_tokens=10)
     harness.round()

@@ -156,7 +156,7 @@ class CheckedScheduler:
         self._follow(lambda oracle: oracle.on_worker_lost(epoch, now, events, loss))
 
     def stop_placing(self, epoch: int, now: float) -> None:
-        self.core.stop_placing(epoch)
+        self.core.stop_placing(epoch, now)
         self.transcript.append((now, "stop_placing", epoch))
         self._follow(lambda oracle: oracle.on_stop_placing(epoch))
 
@@ -183,8 +183,8 @@ class CheckedScheduler:
         self.transcript.append((now, "unload_adapter", key, num_uses))
         self._follow(lambda oracle: oracle.state.adapters.on_unload(key, num_uses, oracle.state.live.values()))
 
-    def clear_prefix_cache(self) -> None:
-        self.core.clear_prefix_cache()
+    def clear_prefix_cache(self, now: float) -> None:
+        self.core.clear_prefix_cache(now)
         self._follow(lambda oracle: oracle.on_clear_prefix_cache())
 
     def drain(self, now: float) -> None:

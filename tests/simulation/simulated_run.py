@@ -312,7 +312,7 @@ class SimulatedRun:
             self.scheduler.stop_placing(worker.hello.epoch, self.now)
 
     def _do_clear_cache(self) -> None:
-        self.scheduler.clear_prefix_cache()
+        self.scheduler.clear_prefix_cache(self.now)
 
     def _do_drain(self) -> None:
         if self.rng.random() < 0.1:

@@ -290,7 +290,7 @@ class Scheduler:
         sequence.recoveries += 1
         self._state.resuming.push(sequence)
 
-    def stop_placing(self, epoch: int) -> None:
+    def stop_placing(self, epoch: int, now: float) -> None:
         """Place no further requests on a worker while others take them; its running requests go on.
 
         `worker_lost` moves these at once.
@@ -326,16 +326,13 @@ class Scheduler:
 
     # --- plans and results ------------------------------------------------------------------------------------------
 
-    def can_plan(self, epoch: int) -> bool:
-        """Return whether the worker is joined, its pipeline is not full and requests are live."""
-        worker = self._state.workers.get(epoch)
-        return worker is not None and not worker.is_full and len(self._live) > 0
-
     def plan(self, epoch: int, now: float) -> StepPlan | None:
         """Return the next step of a worker; None while its pipeline is full or nothing can run. Call it until None."""
-        if not self.can_plan(epoch):
-            return None
-        state, worker = self._state, self._state.workers[epoch]
+        worker = self._state.workers.get(epoch) if self._live else None
+        return None if worker is None or worker.is_full else self._make_plan(worker, now)
+
+    def _make_plan(self, worker: WorkerState, now: float) -> StepPlan | None:
+        state, epoch = self._state, worker.epoch
         worker.planned_at = now
         suspect = self._isolation.choose()
         planner = StepPlanner(state, worker, now)
@@ -410,7 +407,7 @@ class Scheduler:
         """Queues, workers and counters, for observers on the caller's thread. They change nothing."""
         return self._state
 
-    def clear_prefix_cache(self) -> None:
+    def clear_prefix_cache(self, now: float) -> None:
         """Empty the prefix cache of every worker."""
         for worker in self._state.workers.values():
             worker.batch.pool.clear_cache()

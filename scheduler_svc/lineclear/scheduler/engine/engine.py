@@ -86,7 +86,7 @@ class Engine:
 
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache of each worker."""
-        self._loop.inbox.add(lambda now: self._core.clear_prefix_cache())
+        self._loop.inbox.add(self._core.clear_prefix_cache)
 
     def load_adapter(self, key: bytes, path: str) -> Future[None]:
         """Load an adapter on every joined worker. The future raises AdapterRefused or AdapterLimitReached."""

@@ -34,13 +34,33 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
-from lineclear.wire.messages import Hello, StepError, StepPlan, StepResult
+from lineclear.scheduler.core.worker_state import WorkerState
+from lineclear.wire.messages import StepError, StepPlan, StepResult
 
 FORMAT = "lineclear flight recording 10"
 """Raise the number when records or dumps of the core change: `replay` refuses other formats."""
 KEY_BYTES = 8
 """Recorded bytes of a prefix-cache key."""
 _MAX_LIVE_AT_DUMP = 4096  # a dump of the core stops the engine for about 10 us per live request
+
+
+def _recorded(name: str) -> Any:
+    """Return a method of the core whose record has its arguments and its answer. One that returns no event has none."""
+    call: Callable[..., Any] = getattr(Scheduler, name)
+
+    def method(core: RecordingScheduler, *arguments: Any) -> Any:
+        *given, now = arguments
+        facts = [fact[:KEY_BYTES].hex() if isinstance(fact, bytes) else dump(fact) for fact in given]
+        try:
+            answer = call(core, *arguments)
+        except LineclearError as error:
+            core._record(name, now, facts, type(error).__name__)
+            raise
+        if answer != []:
+            core._record(name, now, facts, answer if isinstance(answer, int) else core._summary(answer or ()))
+        return answer
+
+    return method
 
 
 class RecordingScheduler(Scheduler):
@@ -54,7 +74,6 @@ class RecordingScheduler(Scheduler):
         self._donors: list[Donor | None] = []  # of the current call: one for each search
         self._num_admitted = 0
         self._numbers: dict[str, int] = {}  # of live requests, by arrival
-        self._vocab_size = 0
         self._undrained: list[Event] = []
         self._earlier: tuple[Any, list[list[Any]]] | None = None
         self._core_state: Any | None = dump_core(self)
@@ -99,43 +118,14 @@ class RecordingScheduler(Scheduler):
             self._record("finish", now, [self._numbers[request_id], num_tokens], self._summary(events))
         return events
 
-    def expire(self, now: float) -> list[Event]:
-        events = super().expire(now)
-        if events:
-            self._record("expire", now, [], self._summary(events))
-        return events
-
-    def drain(self, now: float) -> None:
-        super().drain(now)
-        self._record("drain", now, [], [])
-
-    def switch(self, limits: CoreLimits, now: float) -> None:
-        super().switch(limits, now)
-        self._record("switch", now, [dump(limits)], [])
-
-    def clear_prefix_cache(self) -> None:
-        super().clear_prefix_cache()
-        self._record("clear_prefix_cache", 0.0, [], [])
-
-    def load_adapter(self, key: bytes, now: float) -> int:
-        try:
-            index = super().load_adapter(key, now)
-        except LineclearError as error:
-            self._record("load_adapter", now, [key[:KEY_BYTES].hex()], type(error).__name__)
-            raise
-        self._record("load_adapter", now, [key[:KEY_BYTES].hex()], index)
-        return index
-
-    def unload_adapter(self, key: bytes, now: float) -> int:
-        num_uses = super().unload_adapter(key, now)
-        self._record("unload_adapter", now, [key[:KEY_BYTES].hex()], num_uses)
-        return num_uses
-
-    def worker_joined(self, hello: Hello, now: float) -> list[Event]:
-        events = super().worker_joined(hello, now)
-        self._vocab_size = hello.vocab_size
-        self._record("worker_joined", now, [dump(hello)], self._summary(events))
-        return events
+    expire = _recorded("expire")
+    drain = _recorded("drain")
+    switch = _recorded("switch")
+    clear_prefix_cache = _recorded("clear_prefix_cache")
+    load_adapter = _recorded("load_adapter")
+    unload_adapter = _recorded("unload_adapter")
+    worker_joined = _recorded("worker_joined")
+    stop_placing = _recorded("stop_placing")
 
     def worker_lost(self, epoch: int, now: float, loss: WorkerLoss = WorkerLoss.CLEAN) -> list[Event]:
         events = super().worker_lost(epoch, now, loss)
@@ -143,23 +133,17 @@ class RecordingScheduler(Scheduler):
             self._record("worker_lost", now, [epoch, loss.name], self._summary(events))
         return events
 
-    def stop_placing(self, epoch: int) -> None:
-        super().stop_placing(epoch)
-        self._record("stop_placing", 0.0, [epoch], [])
-
     def on_step_error(self, error: StepError, now: float) -> list[Event]:
         events = super().on_step_error(error, now)
         self._record("on_step_error", now, [error.epoch, error.step, error.kind.value], self._summary(events))
         return events
 
-    def plan(self, epoch: int, now: float) -> StepPlan | None:
-        could_plan = self.can_plan(epoch)
-        plan = super().plan(epoch, now)
-        if could_plan:
-            events = super().drain_events()
-            self._undrained += events
-            donors, self._donors = self._donors, []
-            self._record("plan", now, [epoch, donors], [plan_summary(plan), self._summary(events)])
+    def _make_plan(self, worker: WorkerState, now: float) -> StepPlan | None:
+        plan = super()._make_plan(worker, now)
+        events = super().drain_events()
+        self._undrained += events
+        donors, self._donors = self._donors, []
+        self._record("plan", now, [worker.epoch, donors], [plan_summary(plan), self._summary(events)])
         return plan
 
     def drain_events(self) -> list[Event]:
@@ -169,7 +153,7 @@ class RecordingScheduler(Scheduler):
     def apply(self, result: StepResult, now: float) -> list[Event]:
         owners = self.expected_samples(result.epoch) if result.counts else []
         events = super().apply(result, now)
-        tokens, vocab_size = result.tokens, self._vocab_size
+        tokens, vocab_size = result.tokens, self._state.workers[result.epoch].hello.vocab_size
         void: list[int] = []
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
             rows = chain.from_iterable(map(repeat, count(), result.counts or repeat(1, len(tokens))))

@@ -30,7 +30,6 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("switch", "worker_joined"), load),
 }
 """Calls whose facts are their arguments, and what reads one of these."""
-_WITHOUT_TIME = {"stop_placing", "clear_prefix_cache"}
 
 
 class NotARecording(Exception):
@@ -112,9 +111,8 @@ class _Replayer:
 
     def _plain(self, call: str, now: float, facts: list[Any]) -> Any:
         """Return the answer to a call whose facts are its arguments."""
-        time = () if call in _WITHOUT_TIME else (now,)
         try:
-            answer = getattr(self._core, call)(*map(_PLAIN[call], facts), *time)
+            answer = getattr(self._core, call)(*map(_PLAIN[call], facts), now)
         except LineclearError as error:
             return type(error).__name__
         return answer if isinstance(answer, int) else event_summary(answer or [], int)
