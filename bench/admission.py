@@ -21,7 +21,7 @@ from lineclear.scheduler.core.events import Admitted, Finished, Started, StepTok
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.requests.output_length import AnswerShape, DeclaredLength, LearnedLength, OutputLengths
+from lineclear.scheduler.requests.expected_length import AnswerShape, DeclaredLength, LearnedLength, OutputLengths
 from lineclear.wire.messages import Sampling
 
 SLOTS, MAX_TOKENS, PROMPT = 8, 512, 32

@@ -20,10 +20,10 @@ from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.wire.messages import Sampling, SlotInit
 from lineclear.worker.constraints import ConstraintTable, Masks
 from lineclear.worker.grammar_compiler import GrammarCompiler
+from lineclear.worker.grammar_masks import apply_masks
 from lineclear.worker.logits import with_argmax
 from lineclear.worker.sampler import sample
 from lineclear.worker.sampling_metadata import SamplingTable
-from lineclear.worker.token_masks import apply_masks
 
 VOCABULARY, EOS = 4096, 2
 TOKENIZER = load_tokenizer(DEMO_MODEL)

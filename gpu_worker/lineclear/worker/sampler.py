@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .constraints import Masks
+from .grammar_masks import apply_masks
 from .logits import Logits, with_argmax
 from .sampling_metadata import Draws, SamplingMetadata
-from .token_masks import apply_masks
 from .truncation import truncated_weights, wide_dtype
 
 _CHUNK_WIDTH = 512

@@ -18,7 +18,7 @@ from lineclear.scheduler.core.fair_share import share_of
 from lineclear.scheduler.requests import preparation
 from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.requests.answer.answer import Answer
-from lineclear.scheduler.requests.output_length import AnswerShape
+from lineclear.scheduler.requests.expected_length import AnswerShape
 from lineclear.scheduler.requests.output_stream import Completion, OutputStream
 from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.requests.request_stats import EndedRequest, RequestTimings, request_timings

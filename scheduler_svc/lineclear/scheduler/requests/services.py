@@ -15,9 +15,9 @@ from lineclear.process.exception_location import exception_fields
 from lineclear.scheduler.engine.engine_stats import WorkerStatus
 from lineclear.scheduler.requests.adapters import Adapters
 from lineclear.scheduler.requests.engine_api import EngineApi
+from lineclear.scheduler.requests.expected_length import OutputLengths, load_estimator
 from lineclear.scheduler.requests.grammar_pool import GrammarPool
 from lineclear.scheduler.requests.loop_pacer import LoopPacer
-from lineclear.scheduler.requests.output_length import OutputLengths, load_estimator
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.queue_limits import QueueLimiter
 from lineclear.scheduler.requests.request_stats import ServerStats

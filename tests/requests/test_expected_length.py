@@ -14,7 +14,7 @@ from support.answers import answered
 from support.serving import Serving, serving, text_request
 
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.scheduler.requests.output_length import AnswerShape, LearnedLength, OutputLengths, load_estimator
+from lineclear.scheduler.requests.expected_length import AnswerShape, LearnedLength, OutputLengths, load_estimator
 from lineclear.v1 import inference_pb2 as pb
 
 
