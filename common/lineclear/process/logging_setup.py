@@ -29,13 +29,12 @@ import structlog
 from structlog.typing import EventDict, Processor
 
 from .exception_location import exception_fields
-from .standard_error import STDERR, discard, flush_or_discard
+from .standard_error import STDERR, discard_stderr, flush_or_discard
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _MAX_UNFINISHED_BYTES = 1 << 16
 _MAX_LINES_AT_ONCE = 64
 _level = "info"
-
 
 Line = str | Callable[[], str]
 """Whole lines, or a function that returns them: the thread calls it."""
@@ -78,7 +77,7 @@ class LineWriter:
         self._lines.put(None)
         self._thread.join(timeout_seconds)
         if self.relay is not None and self._thread.is_alive():
-            discard(STDERR)  # which blocks again since the relay is closed
+            discard_stderr()  # which blocks again since the relay is closed
         elif _is_standard_error():
             flush_or_discard()
 

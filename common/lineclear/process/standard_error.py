@@ -1,11 +1,7 @@
-"""Writes to standard error that do not change the exit code, where it is full, has no reader, or is closed.
-
-Imports the standard library only, so that a missing package can be reported.
-"""
+"""Writes to a standard error that may be full, closed or without a reader. Needs no other package."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 
@@ -13,11 +9,12 @@ STDERR = 2
 
 
 def write_stderr(text: str) -> None:
-    """Print to standard error before logging is configured."""
+    """Print to standard error before logging is configured. No exit code depends on it."""
     if sys.stderr is not None:  # None: descriptor 2 was closed at the start
-        with contextlib.suppress(OSError):
-            print(text, file=sys.stderr)
-        flush_or_discard()
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except OSError:
+            discard_stderr()
 
 
 def flush_or_discard() -> None:
@@ -25,11 +22,10 @@ def flush_or_discard() -> None:
     try:
         sys.stderr.flush()
     except OSError:
-        discard(STDERR)
+        discard_stderr()
 
 
-def discard(descriptor: int) -> None:
-    """Drop what is written to the descriptor from now on."""
-    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+def discard_stderr() -> None:
+    """Drop what is written to standard error from now on."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), STDERR)
