@@ -102,6 +102,25 @@ def test_unread_stack_dumps_block_nothing(tmp_path: Path, stuck: int) -> None:
         server.wait()
 
 
+def test_server_without_standard_streams(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    command = [sys.executable, "-c", RUN, "--model", str(save(tmp_path, byte_level())), "--listen", address]
+    command += ["--spawn-worker", f"--worker-command={sys.executable} -m support.toy_worker_command"]
+    environment = {**ENVIRONMENT, "TOY_OPTIONS": '{"vocab_size": 512}'}
+    server = subprocess.Popen(["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], env=environment)
+    try:
+        with Client(address, max_attempts=1000) as client:
+            assert len(client.generate([5], max_tokens=3, ignore_eos=True).token_ids) == 3
+            for process in (server.pid, client.stats().workers[0].pid):
+                streams = {os.readlink(f"/proc/{process}/fd/{number}") for number in range(3)}
+                assert streams == {os.devnull}
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE_SECONDS) == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
 FAULTS = {"wrong flag": "", "missing package": "sys.modules['structlog'] = None"}
 
 

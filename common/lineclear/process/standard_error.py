@@ -8,6 +8,18 @@ import sys
 STDERR = 2
 
 
+def open_closed_streams() -> None:
+    """Open the null device as standard input, output and error where they are closed.
+
+    The next file or socket would take the descriptor, and get what is written to standard error.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(number, True)
+    os.close(number)
+    if sys.stderr is None:
+        sys.stderr = open(STDERR, "w", closefd=False)  # noqa: SIM115  # for the rest of the process
+
+
 def write_stderr(text: str) -> None:
     """Print to standard error before logging is configured. No exit code depends on it."""
     if sys.stderr is not None:  # None: descriptor 2 was closed at the start

@@ -14,12 +14,13 @@ from typing import NoReturn
 from lineclear.exit_codes import ExitCode
 from lineclear.extras import missing_package
 from lineclear.process import core_dumps, parent_death
-from lineclear.process.standard_error import write_stderr
+from lineclear.process.standard_error import open_closed_streams, write_stderr
 from lineclear.process.standby import Standby
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker until it is stopped; return the exit code (see `exit_codes`)."""
+    open_closed_streams()
     supervised = parent_death.die_with_parent()
     core_dumps.disable()
     standby = Standby.claim()

@@ -32,7 +32,7 @@ from lineclear.process.device_names import split_devices
 from lineclear.process.private_dir import PathError, private_directory
 from lineclear.process.setting_fields import flag_of
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.process.standard_error import write_stderr
+from lineclear.process.standard_error import open_closed_streams, write_stderr
 from lineclear.scheduler.addresses import check_bindable
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
@@ -56,6 +56,7 @@ _WITHOUT_WORKER = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a scheduler until it is shut down, or replay a recording. Returns the exit code."""
+    open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["replay"]:
         from lineclear.scheduler.flight_recorder import replay
