@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import structlog
 
@@ -32,6 +33,9 @@ def loss_by_exit(code: int | None) -> WorkerLoss:
     return WorkerLoss.KILLED if is_from_outside else WorkerLoss.CRASHED
 
 
+_Action: TypeAlias = "Callable[[WorkerProcess], None]"
+
+
 class WorkerProcess:
     """A child process with its pidfd, which becomes readable when it exits.
 
@@ -49,6 +53,7 @@ class WorkerProcess:
         self.line = line
         self.is_ready = line is None
         """Whether the process has imported everything."""
+        self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         own = {} if line is None else line.environment()
         self._process = subprocess.Popen(
@@ -69,6 +74,25 @@ class WorkerProcess:
                 self._process.wait(_MIN_LIFETIME_SECONDS)
             raise
 
+    def watch(self, guard: Callable[..., None], on_exit: _Action, on_message: _Action) -> None:
+        """Call `on_exit(self)` when the process has exited, and `on_message(self)` when it has written to its line."""
+        self._loop.add_reader(self.pidfd, guard, on_exit, self)
+        if self.line is not None:
+            self._loop.add_reader(self.line.fileno, guard, on_message, self)
+
+    def receive(self) -> bytes:
+        """Return the message on its line, empty if the process has exited. The line is watched no longer."""
+        assert self.line is not None
+        self._loop.remove_reader(self.line.fileno)
+        return self.line.receive()
+
+    def close_line(self) -> None:
+        """Close the line to a standby that was promoted or has exited."""
+        if self.line is not None:
+            self._loop.remove_reader(self.line.fileno)
+            self.line.close()
+            self.line = None
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal, unless the process was reaped."""
         if not self._ended.is_set():
@@ -77,10 +101,9 @@ class WorkerProcess:
     def reap(self) -> int:
         """Wait for the exited process, close its descriptors and return its exit code, negative for a signal."""
         code = self._process.wait()
+        self._loop.remove_reader(self.pidfd)
         os.close(self.pidfd)
-        if self.line is not None:
-            self.line.close()
-            self.line = None
+        self.close_line()
         self._ended.set()
         return code
 
@@ -159,7 +182,6 @@ class StandbyKeeper:
         self._spawn = spawn
         self._guard = guard
         self._ready_timeout_seconds = ready_timeout_seconds
-        self._loop = asyncio.get_running_loop()
         self._standby: WorkerProcess | None = None
         self._backoff = Backoff(_STANDBY_MIN_BACKOFF_SECONDS, _STANDBY_MAX_BACKOFF_SECONDS)
         self._timer = LoopTimer(guard)
@@ -182,7 +204,7 @@ class StandbyKeeper:
             self._timer.set(_STANDBY_DELAY_SECONDS, self._start)
 
     def take(self) -> WorkerProcess | None:
-        """Return the standby if it is ready, not promoted yet and no longer watched here.
+        """Return the standby if it is ready, not promoted yet and to be watched by the caller.
 
         A standby that still imports stays: it runs at a low priority that it cannot raise, so a new process may be
         faster. A standby that is due is not started before a worker has joined, which needs the processor now.
@@ -192,7 +214,6 @@ class StandbyKeeper:
             self._timer.cancel()
         elif standby.is_ready:
             self._standby = None
-            self._discard(standby)
             return standby
         return None
 
@@ -223,22 +244,18 @@ class StandbyKeeper:
             log.warning("standby_start_failed", problem=error.strerror or str(error))
             self._timer.set(self._backoff.next_seconds(), self._start)
             return
-        self._loop.add_reader(standby.pidfd, self._guard, self._on_exit, standby)
-        self._loop.add_reader(line.fileno, self._guard, self._on_message, standby)
+        standby.watch(self._guard, self._on_exit, self._on_message)
         self._timer.set(self._ready_timeout_seconds, standby.send, signal.SIGKILL)
         log.info("standby_started", pid=standby.pid)
 
     def _on_message(self, standby: WorkerProcess) -> None:
-        assert standby.line is not None
-        self._loop.remove_reader(standby.line.fileno)
-        if standby.line.receive() == READY:
+        if standby.receive() == READY:
             standby.is_ready = True
             self._timer.cancel()
             seconds = round(time.monotonic() - standby.started_at, 3)
             log.info("standby_ready", pid=standby.pid, seconds=seconds)
 
     def _on_exit(self, standby: WorkerProcess) -> None:
-        self._discard(standby)
         code = standby.reap()
         self._standby = None
         self._timer.cancel()
@@ -246,8 +263,3 @@ class StandbyKeeper:
             return
         log.warning("standby_exited", pid=standby.pid, exit_code=code)
         self._timer.set(self._backoff.next_seconds(), self._start)
-
-    def _discard(self, standby: WorkerProcess) -> None:
-        self._loop.remove_reader(standby.pidfd)
-        if standby.line is not None:
-            self._loop.remove_reader(standby.line.fileno)

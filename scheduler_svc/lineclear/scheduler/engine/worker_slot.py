@@ -113,6 +113,8 @@ class WorkerSlot:
     ) -> None:
         self.number = number
         self.num_starts = 0
+        self.recent_pids: tuple[int, ...] = ()
+        """Of the current worker and those before it. Replaced, never changed: any thread may read it."""
         self.given_up: GiveUpReason | None = None
         self.budget = CrashBudget(limits.max_worker_crashes, limits.crash_window_seconds)
         self._flags = list(flags)
@@ -122,13 +124,12 @@ class WorkerSlot:
         self._guard = guard
         self._on_process_exit = on_exit
         self._on_give_up = on_give_up
-        self._loop = asyncio.get_running_loop()
-        self._recent_pids: deque[int] = deque(maxlen=4)
         self._worker: WorkerProcess | None = None
         self._backoff = Backoff(limits.min_backoff_seconds, limits.max_backoff_seconds)
         self._has_joined = False  # any worker of this slot, ever
         self._timer = LoopTimer(guard)  # the only one: a slot waits for one thing at a time
-        self._settled = asyncio.Event()  # the worker has joined, waits to join, or is given up
+        self.settled = asyncio.Event()
+        """The worker has joined, waits to join, or is given up."""
         self._stopping = False
         self.is_draining = False
         """Do not replace a worker that exits with code 0: it was stopped too, and no request needs another one."""
@@ -139,17 +140,13 @@ class WorkerSlot:
         """Process id of the current worker."""
         return None if self._worker is None else self._worker.pid
 
-    def has_run(self, pid: int) -> bool:
-        """Whether the process is or was a worker of this slot. Any thread."""
-        return pid in tuple(self._recent_pids)
-
     async def stop(self, *, kill: bool) -> bool:
         """Stop the worker and start no other one. Return False if it cannot be killed."""
         self._stopping = True
         self._timer.cancel()
         worker = self._worker
         if worker is None:
-            self._settled.set()
+            self.settled.set()
             return True
         if not kill:
             worker.send(signal.SIGTERM)
@@ -180,23 +177,18 @@ class WorkerSlot:
             self.given_up = None
             self.budget.progressed()
             self._backoff.reset()
-            self._settled.clear()
+            self.settled.clear()
             self.spawn()
         elif worker is not None and not self._restarting:
             self._restarting = True
-            self._settled.clear()
+            self.settled.clear()
             log.info("worker_restarting", pid=worker.pid)
             worker.send(signal.SIGTERM)
-            seconds = self._limits.drain_timeout_seconds + self._limits.stop_timeout_seconds
-            self._timer.set(seconds, self.kill, worker.pid, f"it did not stop within {seconds:g} s")
-        await self._settled.wait()
+            self._kill_after(self._limits.drain_timeout_seconds + self._limits.stop_timeout_seconds, worker, "stop")
+        await self.settled.wait()
         if self.given_up is not None or self.pid is None:
             raise WorkerRestartFailed(f"worker {self.number} was not restarted: {self._reason()}")
         return self.pid
-
-    async def wait_until_settled(self) -> None:
-        """Wait until the worker has joined, waits to join, or is given up."""
-        await self._settled.wait()
 
     def _reason(self) -> str:
         return "the server is stopping" if self.given_up is None else self.given_up.value
@@ -219,53 +211,37 @@ class WorkerSlot:
                 self._retry()
             return
         self._watch(worker)
-        self._limit_start(worker)
+        self._kill_after(self._limits.start_timeout_seconds, worker, "join")
         log.info("worker_started", pid=worker.pid, start=self.num_starts, worker=self.number)
 
-    def _limit_start(self, worker: WorkerProcess) -> None:
-        seconds = self._limits.start_timeout_seconds
-        self._timer.set(seconds, self.kill, worker.pid, f"it did not join within {seconds:g} s")
+    def _kill_after(self, seconds: float, worker: WorkerProcess, expected: str) -> None:
+        self._timer.set(seconds, self.kill, worker.pid, f"it did not {expected} within {seconds:g} s")
 
     def _watch(self, worker: WorkerProcess) -> None:
         self.num_starts += 1
         self._worker = worker
-        self._recent_pids.append(worker.pid)
-        self._loop.add_reader(worker.pidfd, self._guard, self._on_exit, worker)
+        self.recent_pids = (*self.recent_pids[-3:], worker.pid)
+        worker.watch(self._guard, self._on_exit, self._on_acknowledged)
 
     def _promote(self, standby: WorkerProcess) -> None:
         """Promote a standby that is ready. Until it has acknowledged, its end does not count as a crash."""
         assert standby.line is not None
         self._watch(standby)
-        self._loop.add_reader(standby.line.fileno, self._guard, self._on_acknowledged, standby)
         standby.line.promote(self._flags)
         self._timer.set(_PROMOTION_SECONDS, self.kill, standby.pid, "the standby did not answer")
         log.info("worker_started", pid=standby.pid, start=self.num_starts, worker=self.number, standby=True)
 
     def _on_acknowledged(self, standby: WorkerProcess) -> None:
-        """Handle that the promoted standby has written to its line or closed it."""
-        assert standby.line is not None
-        if standby.line.receive():
-            self._close_line(standby)
-            self._limit_start(standby)
-        else:  # the process has exited: its pidfd becomes readable
-            self._loop.remove_reader(standby.line.fileno)
-
-    def _close_line(self, worker: WorkerProcess) -> None:
-        """Close the line to a promoted standby, which is a normal worker now."""
-        if worker.line is not None:
-            self._loop.remove_reader(worker.line.fileno)
-            worker.line.close()
-            worker.line = None
+        """Handle that the promoted standby has written to its line or closed it. It is a normal worker then."""
+        if standby.receive():  # else it has exited: its pidfd becomes readable
+            standby.close_line()
+            self._kill_after(self._limits.start_timeout_seconds, standby, "join")
 
     def _on_exit(self, worker: WorkerProcess) -> None:
         """Handle that the worker has exited: its pidfd is readable, so reaping does not block."""
-        self._loop.remove_reader(worker.pidfd)
-        was_promoted = worker.line is None
-        if worker.line is not None:
-            self._loop.remove_reader(worker.line.fileno)
-        code = worker.reap()
+        was_promoted, code = worker.line is None, worker.reap()
         self._worker = None
-        self._settled.clear()
+        self.settled.clear()
         self._timer.cancel()
         pid = worker.pid
         seconds = round(time.monotonic() - worker.started_at, 3)
@@ -273,7 +249,7 @@ class WorkerSlot:
         self._on_process_exit(pid, code)
         if self._stopping or self.given_up is not None or (self.is_draining and code == 0):
             log.info("worker_exited", pid=pid, exit_code=code, seconds=seconds)
-            self._settled.set()
+            self.settled.set()
         elif was_restarting:
             log.info("worker_exited", pid=pid, exit_code=code, seconds=seconds)
             self.spawn()
@@ -310,7 +286,7 @@ class WorkerSlot:
             return
         self.given_up = kind
         self._timer.cancel()
-        self._settled.set()
+        self.settled.set()
         self._on_give_up(kind, reason)
 
     # --- reports of the engine, and the timer -------------------------------------------------------------------------
@@ -321,10 +297,10 @@ class WorkerSlot:
         if has_joined:
             self._has_joined = True
             self._backoff.reset()
-            self._close_line(self._worker)  # its acknowledgement may not be read yet, and would set the timer again
+            self._worker.close_line()  # its acknowledgement may not be read yet, and would set the timer again
         if not self._restarting:  # else the timer is that of its end
             self._timer.cancel()
-            self._settled.set()
+            self.settled.set()
 
     def kill(self, pid: int, reason: str) -> None:
         """Kill the current worker if it is this process."""

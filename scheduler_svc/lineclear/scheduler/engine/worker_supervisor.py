@@ -74,7 +74,7 @@ class WorkerSupervisor:
 
     def number_of(self, hello: Hello) -> int | None:
         """Return the number of a worker; None if another program has started it. Any thread."""
-        return next((slot.number for slot in self._slots if slot.has_run(hello.pid)), None)
+        return next((slot.number for slot in self._slots if hello.pid in slot.recent_pids), None)
 
     @property
     def num_starts(self) -> int:
@@ -151,7 +151,7 @@ class WorkerSupervisor:
         pids = []
         for slot in self._slots:
             self._check_lives()
-            await asyncio.gather(*(other.wait_until_settled() for other in self._slots if other is not slot))
+            await asyncio.gather(*(other.settled.wait() for other in self._slots if other is not slot))
             pids.append(await slot.restart())
         return pids
 
@@ -180,7 +180,7 @@ class WorkerSupervisor:
     def worker_progressed(self, hello: Hello) -> None:
         """A worker has made progress (see `CrashBudget`). Any thread."""
         for slot in self._slots:
-            if slot.has_run(hello.pid):  # also if the report arrives after the crash
+            if hello.pid in slot.recent_pids:  # also if the report arrives after the crash
                 self._call(slot.budget.progressed)
 
     def crashes_explained(self) -> None:
