@@ -9,8 +9,8 @@ import pytest
 from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
+from lineclear.scheduler.engine.engine_loop import InvariantChecks
 from lineclear.scheduler.engine.engine_stats import EngineCounters
-from lineclear.scheduler.engine.invariant_checks import InvariantChecks
 
 _STEP_SECONDS = 0.001
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from lineclear.errors import LineclearError
+from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.events import Event
 from lineclear.scheduler.core.inflight_step import BadResult
 from lineclear.scheduler.core.poison_detector import WorkerLoss
@@ -23,7 +24,6 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.command_inbox import CommandInbox, refusal
 from lineclear.scheduler.engine.engine_stats import MAX_STEP_TIMES, EngineCounters, EngineSnapshot
-from lineclear.scheduler.engine.invariant_checks import InvariantChecks
 from lineclear.scheduler.engine.worker_link import WorkerGone, WorkerLink
 from lineclear.scheduler.engine.worker_process import loss_by_exit
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
@@ -37,6 +37,8 @@ log = structlog.get_logger()
 
 _SNAPSHOT_SECONDS = 0.05
 _SUSPENDED_SECONDS = 1.0
+_CHECK_PAUSE = 50
+"""Shortest time between two checks, in durations of the first of them: checks take at most 2 % of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,3 +252,39 @@ class EngineLoop:
     def _report_progress(self, worker: WorkerSession, now: float) -> None:
         if worker.take_progress(now) and worker.hello is not None:
             self.supervisor.worker_progressed(worker.hello)
+
+
+class InvariantChecks:
+    """Checks a core once `every_steps` results are unchecked, or any while no step is in flight; 0: never.
+
+    A check takes time for each request and block, so a large pool with short steps is checked less often.
+    """
+
+    def __init__(self, core: Scheduler, every_steps: int, counters: EngineCounters, clock: Callable[[], float]) -> None:
+        self._core = core
+        self._every_steps = every_steps
+        self._counters = counters
+        self._clock = clock
+        self._num_unchecked = 0
+        self._paused_until = -math.inf
+
+    def result_applied(self) -> None:
+        """Count a result."""
+        self._num_unchecked += 1
+
+    def check_if_due(self, now: float, *, is_idle: bool) -> None:
+        """Check the core now if it is time. Raises AssertionError."""
+        every, unchecked = self._every_steps, self._num_unchecked
+        if not (every and unchecked and (unchecked >= every or is_idle)) or now < self._paused_until:
+            return
+        begin = self._clock()
+        invariants.check(self._core, with_waiting_prompts=False)
+        end = self._clock()
+        self._num_unchecked = 0
+        self._paused_until = end + _CHECK_PAUSE * (end - begin)
+        self._counters.checks += 1
+        self._counters.check_seconds += end - begin
+
+    def next_check(self) -> float:
+        """Return the time of the check that an idle engine has put off; infinite without one."""
+        return self._paused_until if self._every_steps and self._num_unchecked else math.inf
