@@ -33,10 +33,10 @@ PLANNER_BUGS: Bugs = {
         "a single decode takes its block one position early": replace(
             "sequence.num_planned < _1 * size", "sequence.num_planned + 1 < _1 * size"
         ),
-        "a decode beyond the budget": boundary("self.num_tokens >= self._budget"),
-        "an older sequence is preempted": replace("other.queue_key > sequence.queue_key", "other is not sequence"),
-        "a protected sequence is preempted": without("not other.protected"),
-        "a sequence with a row in this step is preempted": without("other.planned_step != self._step"),
+        "a decode beyond the budget": boundary("self.step.num_tokens >= self._budget"),
+        "an older sequence is preempted": replace("s.queue_key > sequence.queue_key", "s is not sequence"),
+        "a protected sequence is preempted": without("not s.protected"),
+        "a sequence with a row in this step is preempted": without("s.planned_step != self.step.step"),
         "scores are planned as plain tokens": never("sequence is not None and _"),
         "scores take the whole free chunk": replace(
             "int(free_chunk / cost if is_scored else free_chunk)", "int(free_chunk)"
@@ -69,11 +69,11 @@ PLANNER_BUGS: Bugs = {
             "sequence.num_planned == sequence.max_len - 1", "sequence.num_planned >= sequence.max_len - 2"
         ),
         "prompt blocks are published with the result": drop(
-            "self._batch.publish_planned(sequence, self._step, is_prompt=is_prompt)"
+            "self._batch.publish_planned(sequence, step.step, is_prompt=is_prompt)"
         ),
-        "scores of a step are not counted": drop("self.num_scored += count"),
+        "scores of a step are not counted": drop("step.num_scored += count"),
         "drafts count as decodes": replace("self._decode_tokens += count", "self._decode_tokens += count + num_drafts"),
-        "drafts are not counted in the tokens of the step": drop("self.num_tokens += num_drafts"),
+        "drafts are not counted in the tokens of the step": drop("step.num_tokens += num_drafts"),
         "a request without output keeps its slot": replace(
             "sequence.num_planned == sequence.max_len - 1", "sequence.num_planned == sequence.max_len"
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, compress, count
 from operator import contains
 from typing import NamedTuple, TypeVar
@@ -43,14 +43,14 @@ class InflightStep:
     """The sequences of a plan's rows: first those of the decode batch, then the chunks."""
 
     step: int
-    decode_step: int
+    decode_step: int = 0
     """Number of the decode step, if the plan has one."""
-    decode_rows: DecodeRows
-    completing_block: list[Sequence]
+    decode_rows: DecodeRows = field(default_factory=DecodeRows)
+    completing_block: list[Sequence] = field(default_factory=list)
     """Sequences of `decode_rows` whose row fills a block."""
-    chunk_rows: list[ChunkRow]
-    num_tokens: int
-    kv_tokens: int
+    chunk_rows: list[ChunkRow] = field(default_factory=list)
+    num_tokens: int = 0
+    kv_tokens: int = 0
     num_scored: int = 0
     """Positions with a score."""
     planned_at: float = 0.0

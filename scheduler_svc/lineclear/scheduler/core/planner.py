@@ -9,10 +9,9 @@ from __future__ import annotations
 from functools import cached_property
 
 from lineclear.scheduler.core.child_blocks import Donor
-from lineclear.scheduler.core.decode_batch import DecodeRows
 from lineclear.scheduler.core.drafts import DraftPlan
 from lineclear.scheduler.core.events import Event, Started
-from lineclear.scheduler.core.inflight_step import ChunkRow, kv_of_drafts
+from lineclear.scheduler.core.inflight_step import ChunkRow, InflightStep, kv_of_drafts
 from lineclear.scheduler.core.placement import Placement
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES
 from lineclear.scheduler.core.request_queue import QueueWalk
@@ -38,7 +37,8 @@ class StepPlanner:
         self._state = state
         self._worker = worker
         self._batch = worker.batch
-        self._step = worker.step + 1
+        self.step = InflightStep(worker.step + 1, planned_at=now, is_ahead=bool(worker.inflight))
+        """The step as the core keeps it in flight."""
         self._budget = worker.step_tokens
         self._now = now
         self._is_short_of_blocks = False  # a running sequence waited or was preempted: no request joins in this step
@@ -46,17 +46,11 @@ class StepPlanner:
         self._prompt_tokens = 0
         self._max_seconds: float | None = None
         self.decodes = Decodes()
-        self.decode_rows = DecodeRows()  # the sequences of `decodes`
-        self.completing_block: list[Sequence] = []  # those of them whose row fills a block
         self.chunks: list[Row] = []
-        self.chunk_rows: list[ChunkRow] = []
         self.inits: list[SlotInit] = []
         self.copies: list[BlockCopy] = []
         self.events: list[Event] = []
         self._finishing: list[Sequence] = []  # their last row is in this step
-        self.num_tokens = 0
-        self.kv_tokens = 0
-        self.num_scored = 0
 
     def run(self) -> None:
         """Fill the step."""
@@ -120,10 +114,10 @@ class StepPlanner:
 
     def _plan_decodes(self) -> None:
         """Plan the sequences that lack one position: as one decode step if tokens and blocks suffice for all."""
-        batch, tokens_left = self._batch, self._budget - self.num_tokens
+        batch, tokens_left = self._batch, self._budget - self.step.num_tokens
         if batch.decode_batch.resting and (sequence := self._drafting.next_trial()) is not None:
             batch.leave_decode(sequence)
-        ready = [s for s in batch.not_decoding_by_age() if s.is_decoding and s.planned_step != self._step]
+        ready = [s for s in batch.not_decoding_by_age() if s.is_decoding and s.planned_step != self.step.step]
         if tokens_left <= 0 or not (ready or batch.decode_batch):
             return
         singles, drafting = self._without_batch(ready) if ready else ([], None)
@@ -144,8 +138,8 @@ class StepPlanner:
     def _plan_drafts(self, drafting: DraftPlan) -> None:
         """Plan rows with drafts. They delay streams without drafts no more than a prompt does."""
         policy, max_seconds = self._state.limits.policy, None
-        if self.num_tokens and policy.target_inter_token_latency_seconds and self._worker.step_time.is_fitted:
-            alone = self.num_tokens + len(drafting), self.kv_tokens + drafting.kv_tokens
+        if self.step.num_tokens and policy.target_inter_token_latency_seconds and self._worker.step_time.is_fitted:
+            alone = self.step.num_tokens + len(drafting), self.step.kv_tokens + drafting.kv_tokens
             max_seconds = self._seconds_beside(*alone, _DRAFT_SHARE if self._has_prompts() else 1)
         while drafting:
             sequence, num_drafts, blocks = drafting.next(self._draft_tokens_left(drafting, max_seconds))
@@ -180,12 +174,13 @@ class StepPlanner:
         for sequence, block in zip(growing, batch.pool.take(len(growing)), strict=True):
             sequence.blocks.append(block)
             new_blocks.append((sequence.slot, block))
-        self.decode_rows = rows = decode_batch.next_step(self._step)
-        decode_step = decode_batch.decode_step
+        step = self.step
+        step.decode_rows = rows = decode_batch.next_step(step.step)
+        step.decode_step = decode_step = decode_batch.decode_step
         self.decodes = Decodes(rows.slots, tuple([offset + decode_step for offset in rows.offsets]), tuple(new_blocks))
-        self.completing_block = decode_batch.completing_block()
-        self.num_tokens += len(rows.slots)
-        self.kv_tokens += decode_batch.num_positions
+        step.completing_block = decode_batch.completing_block()
+        step.num_tokens += len(rows.slots)
+        step.kv_tokens += decode_batch.num_positions
         self._decode_tokens += len(rows.slots)
         self._decode_kv_tokens += decode_batch.num_positions
         self._finishing += decode_batch.finishing()
@@ -196,11 +191,11 @@ class StepPlanner:
         batch.dissolve_decode()
         size = batch.pool.block_size
         for sequence in batch.by_age():
-            if self.num_tokens >= self._budget:
+            if self.step.num_tokens >= self._budget:
                 break
             # Skip sequences preempted in this pass, sequences with a row already, and those that do not lack one.
             is_running = sequence.state is State.RUNNING
-            if not is_running or sequence.planned_step == self._step or not sequence.is_decoding:
+            if not is_running or sequence.planned_step == self.step.step or not sequence.is_decoding:
                 continue
             if sequence.num_planned < len(sequence.blocks) * size:
                 self._add(sequence, 1, ())
@@ -218,9 +213,9 @@ class StepPlanner:
         while pool.num_free == 0:
             self._is_short_of_blocks = True
             younger = [
-                other
-                for other in self._batch.running
-                if other.queue_key > sequence.queue_key and not other.protected and other.planned_step != self._step
+                s
+                for s in self._batch.running
+                if s.queue_key > sequence.queue_key and not s.protected and s.planned_step != self.step.step
             ]
             if not younger:
                 return None
@@ -233,7 +228,7 @@ class StepPlanner:
     def _plan_prefills(self) -> None:
         """Plan the next chunk of prompts that are partly computed. They have their blocks since admission."""
         for sequence in self._batch.not_decoding_by_age():
-            if sequence.is_prefilling and sequence.planned_step != self._step:
+            if sequence.is_prefilling and sequence.planned_step != self.step.step:
                 count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence))
                 if count <= 0:
                     break
@@ -241,10 +236,10 @@ class StepPlanner:
 
     def _draft_tokens_left(self, drafting: DraftPlan, max_seconds: float | None) -> int:
         """Return how many tokens the rows of `drafting` may take in a step of `max_seconds`."""
-        tokens_left = self._budget - self.num_tokens
+        tokens_left = self._budget - self.step.num_tokens
         if max_seconds is None:
             return tokens_left
-        tokens, kv_tokens = self.num_tokens + len(drafting), self.kv_tokens + drafting.kv_tokens
+        tokens, kv_tokens = self.step.num_tokens + len(drafting), self.step.kv_tokens + drafting.kv_tokens
         fitting = self._worker.step_time.chunk_within(max_seconds, tokens, kv_tokens, 0, drafting.deepest)
         return min(tokens_left, len(drafting) + int(fitting))
 
@@ -253,7 +248,7 @@ class StepPlanner:
 
         They continue `sequence`, or begin at `position` of it; None: an unknown prompt from its beginning on.
         """
-        tokens_left = self._budget - self.num_tokens
+        tokens_left = self._budget - self.step.num_tokens
         decodes = self._decode_tokens
         if not decodes or not self._state.limits.policy.target_inter_token_latency_seconds:
             return tokens_left
@@ -262,10 +257,11 @@ class StepPlanner:
         if position is None:
             position = 0 if sequence is None else sequence.num_planned
         is_scored = sequence is not None and sequence.is_scored_at(position)
-        model, work = self._worker.step_time, (self.num_tokens, self.kv_tokens, self.num_scored)
+        model, step = self._worker.step_time, self.step
+        work = step.num_tokens, step.kv_tokens, step.num_scored
         fitting = model.chunk_within(self._max_seconds, *work, position, is_scored=is_scored)
         cost = model.cost_of_score
-        free_chunk = min(max(_MIN_CHUNK, decodes), _MAX_FREE_CHUNK) - self._prompt_tokens - (cost - 1) * self.num_scored
+        free_chunk = min(max(_MIN_CHUNK, decodes), _MAX_FREE_CHUNK) - self._prompt_tokens - (cost - 1) * step.num_scored
         free_tokens = int(free_chunk / cost if is_scored else free_chunk)
         if not self._prompt_tokens:
             free_tokens = max(1, free_tokens)
@@ -331,7 +327,7 @@ class StepPlanner:
                 skipped.append(sequence)
                 num_unfit += 1
                 continue
-            if placement.leaves(sequence, shared, self.num_tokens):
+            if placement.leaves(sequence, shared, self.step.num_tokens):
                 skipped.append(sequence)
                 continue
             donor = batch.find_donor(sequence, shared)
@@ -368,7 +364,7 @@ class StepPlanner:
             sequence.started_at = self._now
             sequence.cached_tokens = start
             state.counters.prompt_tokens += sequence.prompt_len if counts_prompt else 0
-            where = (sequence.slot, self._step, start, state.model_fingerprint, sequence.epoch)
+            where = (sequence.slot, self.step.step, start, state.model_fingerprint, sequence.epoch)
             self.events.append(Started(sequence.request.request_id, *where))
         request = sequence.request
         self.inits.append(
@@ -387,9 +383,9 @@ class StepPlanner:
         self._add_prompt(sequence, count, tuple(taken))
 
     def _add_prompt(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
-        before = self.num_tokens
+        before = self.step.num_tokens
         self._add(sequence, count, new_blocks, is_prompt=True)
-        self._prompt_tokens += self.num_tokens - before
+        self._prompt_tokens += self.step.num_tokens - before
 
     def _add(
         self,
@@ -401,31 +397,31 @@ class StepPlanner:
         num_drafts: int = 0,
     ) -> None:
         assert count > 0, "a row without a position"
-        start = sequence.num_planned
+        step, start = self.step, sequence.num_planned
         end, output = sequence.next_row(start + count)
         count = end - start
         self.chunks.append(Row(sequence.slot, start, count, output, new_blocks, num_drafts))
-        self.chunk_rows.append(ChunkRow(sequence, sequence.admission_count, start, end, output, num_drafts))
+        step.chunk_rows.append(ChunkRow(sequence, sequence.admission_count, start, end, output, num_drafts))
         if start < sequence.max_computed_before:
             again = min(end, sequence.max_computed_before) - start
             sequence.recomputed_tokens += again
             self._state.counters.recomputed_tokens += again
         sequence.num_planned = end
-        sequence.planned_step = self._step
-        self._batch.publish_planned(sequence, self._step, is_prompt=is_prompt)
+        sequence.planned_step = step.step
+        self._batch.publish_planned(sequence, step.step, is_prompt=is_prompt)
         if output is RowOutput.SAMPLE:
             sequence.num_known += 1
         if sequence.num_planned == sequence.max_len - 1:
             self._finishing.append(sequence)
         kv_tokens = count * (start + end + 1) // 2
-        self.num_tokens += count
-        self.kv_tokens += kv_tokens
+        step.num_tokens += count
+        step.kv_tokens += kv_tokens
         if output is RowOutput.SCORE:
-            self.num_scored += count
+            step.num_scored += count
         if not is_prompt:
             self._decode_tokens += count
             self._decode_kv_tokens += kv_tokens
         if num_drafts:
             sequence.num_drafts = num_drafts
-            self.num_tokens += num_drafts
-            self.kv_tokens += kv_of_drafts(end, num_drafts)
+            step.num_tokens += num_drafts
+            step.kv_tokens += kv_of_drafts(end, num_drafts)

@@ -25,7 +25,7 @@ from lineclear.errors import (
 from lineclear.scheduler.core import limits
 from lineclear.scheduler.core.block_pool import BlockHash, BlockHasher
 from lineclear.scheduler.core.events import Admitted, Event, FinishReason, QueuePosition, WorkerJoined, WorkerLost
-from lineclear.scheduler.core.inflight_step import ChunkRow, InflightStep
+from lineclear.scheduler.core.inflight_step import ChunkRow
 from lineclear.scheduler.core.limits import SWITCHABLE, CoreLimits
 from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.placement import Isolation
@@ -345,18 +345,7 @@ class Scheduler:
         self._events.extend(planner.events)
         if not (planner.decodes.slots or planner.chunks):
             return None
-        inflight = InflightStep(
-            worker.step + 1,
-            worker.batch.decode_batch.decode_step,
-            planner.decode_rows,
-            planner.completing_block,
-            planner.chunk_rows,
-            planner.num_tokens,
-            planner.kv_tokens,
-            planner.num_scored,
-            now,
-            bool(worker.inflight),
-        )
+        inflight = planner.step
         worker.add_step(inflight)
         state.counters.steps += 1
         state.counters.rows += inflight.num_rows
