@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
-import grpc.aio
 import structlog
 
 from lineclear.errors import InvalidRequest
@@ -15,6 +14,7 @@ from lineclear.scheduler.requests import scheduling
 from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.requests.request_manager import RequestManager
 from lineclear.scheduler.security import identity
+from lineclear.scheduler.security.identity import Context
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import admin_pb2 as pb
 from lineclear.v1 import admin_pb2_grpc, steps_pb2
@@ -25,7 +25,6 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["AdminService"]
 NAME: str = _SERVICE.full_name
 METHODS = frozenset(f"/{NAME}/{method.name}" for method in _SERVICE.methods)
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _LEVELS = {
     pb.LOG_LEVEL_DEBUG: "debug",

@@ -24,13 +24,13 @@ from lineclear.scheduler.grpc_api.request_reader import LONG, MALFORMED, Request
 from lineclear.scheduler.grpc_api.response_writer import write_only
 from lineclear.scheduler.requests.admission import has_request
 from lineclear.scheduler.requests.services import incident
+from lineclear.scheduler.security.identity import Context
 from lineclear.status_codec import to_status
 
 log = structlog.get_logger()
 
 _ABORT_TIMEOUT_SECONDS = 1.0
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Behavior = Callable[[Any, Any], Awaitable[Any]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 

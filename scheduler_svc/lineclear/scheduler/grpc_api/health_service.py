@@ -17,6 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from lineclear.errors import QueueFull
+from lineclear.scheduler.security.identity import Context
 
 SERVICE = health.SERVICE_NAME
 MAX_WATCHERS = 1024
@@ -72,20 +73,20 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"List": listing}),))
         health_pb2_grpc.add_HealthServicer_to_server(_ListenerHealth(self), server)
 
-    async def _list(self, request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+    async def _list(self, request: bytes, context: Context) -> bytes:
         """Return the status of every name, as a serialized HealthListResponse."""
         return b"".join(_field(1, _field(1, name.encode()) + _field(2, self._response(name))) for name in self._serving)
 
     def _response(self, name: str) -> bytes:
         return bytes(Status(status=self._status(name)).SerializeToString())
 
-    async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def Check(self, request: Any, context: Context) -> Any:
         """Return the status of a name; NOT_FOUND for an unknown one."""
         if request.service not in self._serving:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no service of this name")
         return Status(status=self._status(request.service))
 
-    async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def Watch(self, request: Any, context: Context) -> None:
         """Send the status now and after every change, until the client hangs up or the name is closed."""
         last = None
         while True:
@@ -110,7 +111,7 @@ class _ListenerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._health = health
         self._by_connection: Counter[str] = Counter()
 
-    async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def Watch(self, request: Any, context: Context) -> None:
         """See HealthService.Watch. Raises QueueFull if there are too many watchers."""
         with self._counted(context.peer()):
             await self._health.Watch(request, context)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from google.protobuf.message import Message
 
 from lineclear.errors import ServerDraining, Unauthenticated, UnknownRequest
-from lineclear.scheduler.grpc_api.response_writer import Context, ResponseWriter
+from lineclear.scheduler.grpc_api.response_writer import ResponseWriter
 from lineclear.scheduler.requests import prompt_requests, status_messages
 from lineclear.scheduler.requests.admission import note_request
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES
@@ -19,7 +19,7 @@ from lineclear.scheduler.requests.services import Call
 from lineclear.scheduler.requests.session import Session, session_headers
 from lineclear.scheduler.requests.validate import request as validation
 from lineclear.scheduler.security import identity
-from lineclear.scheduler.security.identity import Identity
+from lineclear.scheduler.security.identity import Context, Identity
 from lineclear.status_codec import to_status
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc

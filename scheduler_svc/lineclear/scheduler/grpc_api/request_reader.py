@@ -14,15 +14,12 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeAlias
-
-import grpc.aio
+from typing import Any
 
 from lineclear.errors import DeadlineExceeded, MalformedMessage, QueueFull
 from lineclear.scheduler.security import identity
+from lineclear.scheduler.security.identity import Context
 from lineclear.scheduler.settings import SchedulerSettings
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 MALFORMED = object()
 """Result of a deserializer for bytes that it cannot parse."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Self
 
-import grpc.aio
 from google.protobuf.message import Message
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from lineclear.errors import SlowConsumer
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+from lineclear.scheduler.security.identity import Context
 
 
 class ResponseWriter:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeAlias
-
-import grpc.aio
 
 from lineclear.errors import InvalidRequest, TooManyWatchers, Unauthenticated
 from lineclear.scheduler.grpc_api.response_writer import ResponseWriter
 from lineclear.scheduler.observe.scheduler_state import TakenState
 from lineclear.scheduler.observe.step_feed import StepFeed
 from lineclear.scheduler.security import identity
+from lineclear.scheduler.security.identity import Context
 from lineclear.v1 import steps_pb2 as pb
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _DEFAULT_SECONDS, _MIN_SECONDS, _MAX_SECONDS = 0.1, 0.02, 10.0
 _CLOSE_SECONDS = 0.25  # until a watcher finds out that the server stops

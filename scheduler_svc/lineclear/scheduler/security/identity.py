@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc.aio
 
 from lineclear.scheduler.core.fair_share import share_of
 from lineclear.scheduler.security.memory_file import memory_file
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+"""A call, as gRPC passes it to a handler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ def validity() -> Callable[[], bool]:
     return _is_valid.get()
 
 
-def certificate_validity(context: grpc.aio.ServicerContext[Any, Any]) -> Callable[[], bool]:
+def certificate_validity(context: Context) -> Callable[[], bool]:
     """Return a function that checks at a later time whether the client certificate has not expired.
 
     TLS checks it only when the connection is made. Always true on listeners without client certificates.
@@ -66,7 +69,7 @@ def certificate_validity(context: grpc.aio.ServicerContext[Any, Any]) -> Callabl
     return lambda: _wall_clock() < ends_at
 
 
-def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
+def caller(context: Context) -> Identity:
     """Return the identity of a call. To be called in the call's own task."""
     shown = _by_token.get()
     if shown is not None:
@@ -75,7 +78,7 @@ def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
     return Identity(name, "certificate") if name else ANONYMOUS
 
 
-def tenant(proven: Identity, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+def tenant(proven: Identity, context: Context) -> str:
     """Return the tenant that quotas count a call for: the proven one, else the one in its metadata.
 
     The metadata is an unproven claim, for example of a gateway about its customers; it grants no access.
@@ -96,7 +99,7 @@ def tenant_of_request(proven: Identity, named: str, of_call: str) -> str:
     return proven.tenant or named[:_MAX_TENANT] or of_call
 
 
-def set_flow(tenant: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+def set_flow(tenant: str, context: Context) -> None:
     """Count the work of this call and of its later tasks for `tenant`, or for its connection without a tenant.
 
     Remember the trace of the call, too.
