@@ -91,7 +91,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         with self._requests.admit(request.request, call) as live:
             admission = live.outputs[0].admission()
             await live.submit(request.request)
-            answer = self._submitted.add(live, live.max_tokens)
+            answer = self._submitted.add(live)
         await admission
         if answer.error is not None and not answer.has_started:
             self._submitted.remove(answer)

@@ -33,9 +33,8 @@ from lineclear.wire.messages import Sampling
 
 log = structlog.get_logger()
 
-_TRAVEL_SECONDS = (
-    0.02  # by which a client's clock may be ahead of this server's for one call: 2 ms seen at a load of 14
-)
+_TRAVEL_SECONDS = 0.02  # by which a client's clock may be ahead of this one for a call: 2 ms seen at a load of 14
+_UNKNOWN = AnswerShape("", 0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,9 +57,8 @@ class RequestContext:
     """What the client reads."""
     error: LineclearError | None = None
     """The error that the first output ended with, and with it the request."""
-    prompt_tokens: int = 0
-    """0 before tokenization, as `max_tokens`."""
-    max_tokens: int = 0
+    shape: AnswerShape = _UNKNOWN
+    """Numbers of tokens; 0 before tokenization."""
     prompt_digest: str = ""
     prompt_echo: pb.PromptEcho | None = None
     chat_time_us: int = 0
@@ -71,7 +69,6 @@ class RequestContext:
     """Tokens that `take_served_tokens` has returned."""
     _num_read: int = 0
     """Outputs whose end has been read."""
-    _shape: AnswerShape | None = None
     _reason: FinishReason | None = None
     _wakeup: asyncio.Event | None = None
     """Set on new output of any of several."""
@@ -169,15 +166,14 @@ class RequestContext:
             if self.has_ended:
                 return
         self.queue_place.add_tokens(len(prompt))
-        self.prompt_tokens, self.max_tokens = len(prompt), fields["max_tokens"]
         tenant = share_of(call.tenant)
-        self._shape = AnswerShape(tenant, self.prompt_tokens, self.max_tokens, message.expected_tokens)
+        self.shape = AnswerShape(tenant, len(prompt), fields["max_tokens"], message.expected_tokens)
         if not validated.is_prepared:
             await self._begin_outputs(prompt)
             if self.has_ended:
                 return
         fields["deadline"], fields["tenant"] = self.deadline, tenant
-        fields["expected_tokens"] = services.lengths.expect(self._shape, 0)
+        fields["expected_tokens"] = services.lengths.expect(self.shape, 0)
         fields["max_drafts"] = self._max_drafts(message, sampling)
         owner = identity.ANONYMOUS if services.settings.share_prefix_cache_across_tenants else call.caller
         fields["cache_salt"] = identity.cache_salt(owner, message.cache_salt)
@@ -204,7 +200,7 @@ class RequestContext:
             await services.tokenizers.replay(output.text, received)
         end = None
         if not output.has_ended:
-            end = preparation.end_of_resumed(self.validated, output.text, received, self.max_tokens)
+            end = preparation.end_of_resumed(self.validated, output.text, received, self.shape.max_tokens)
         if end is not None:
             stats, engine_id = self._stats_of(output), output.engine_id
             started = Started(engine_id, 0, 0, 0, self.call.bounds.model_fingerprint)
@@ -264,16 +260,15 @@ class RequestContext:
         if not self.has_started:
             return 0
         streams = self.answer.counted
-        total = self.prompt_tokens + sum(stream.num_received - stream.num_resumed for stream in streams)
+        total = self.shape.prompt_tokens + sum(stream.num_received - stream.num_resumed for stream in streams)
         served, self._num_counted = total - self._num_counted, total
         return served
 
     def record_completion(self, output: OutputStream, end: Completion) -> RequestTimings:
         """Learn the length of a complete output, and return its timings."""
         num_made_here = end.completion_tokens - output.num_resumed
-        if end.reason is not FinishReason.CANCELLED:  # which an output may be before the request is submitted
-            assert self._shape is not None, "output of a request that was not submitted"
-            self.services.lengths.learn(self._shape, end.completion_tokens)
+        if end.reason is not FinishReason.CANCELLED:
+            self.services.lengths.learn(self.shape, end.completion_tokens)
         return request_timings(end.stats, self.call.arrival, num_made_here, self.services.clock())
 
     def _max_drafts(self, message: pb.GenerateRequest, sampling: Sampling) -> int:
@@ -286,8 +281,8 @@ class RequestContext:
 
     def _stats_of(self, output: OutputStream) -> RequestStats:
         """Return the statistics of an output that the engine does not compute."""
-        now = self.services.clock()
-        return RequestStats(self.call.arrival, self.prompt_tokens, output.num_received, started_at=now, ended_at=now)
+        now, num_prompt = self.services.clock(), self.shape.prompt_tokens
+        return RequestStats(self.call.arrival, num_prompt, output.num_received, started_at=now, ended_at=now)
 
     def _cancelled(self, *, is_hang_up: bool = False) -> LineclearError:
         """Return the error of a cancellation: at the deadline or later, the request has expired.

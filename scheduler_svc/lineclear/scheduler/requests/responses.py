@@ -103,7 +103,7 @@ def response(
 
 def _fill_started(message: pb.Started, started: Started, request: RequestContext, output: OutputStream) -> None:
     message.request_id = request.request_id
-    message.prompt_tokens = request.prompt_tokens
+    message.prompt_tokens = request.shape.prompt_tokens
     message.cached_tokens = started.cached_tokens
     message.seed = request.seed_of(output)
     message.num_outputs = len(request.validated.received)

@@ -78,10 +78,10 @@ class SubmittedRequests:
         if (caller, request_id) in self._answers:
             raise DuplicateRequest("the answer to a request with this request_id is kept here; Cancel removes it")
 
-    def add(self, request: RequestContext, max_tokens: int) -> SubmittedAnswer:
-        """Keep the outputs of a request from now on, `max_tokens` each. Raises QueueFull if they exceed the limits."""
-        num_bytes = reserved_bytes(request.validated, max_tokens) * len(request.outputs)
-        max_tokens *= len(request.outputs)
+    def add(self, request: RequestContext) -> SubmittedAnswer:
+        """Keep the outputs of a submitted request from now on. Raises QueueFull if they exceed the limits."""
+        num_bytes = reserved_bytes(request.validated, request.shape.max_tokens) * len(request.outputs)
+        max_tokens = request.shape.max_tokens * len(request.outputs)
         self._evict_for(request, max_tokens, num_bytes)
         answer = SubmittedAnswer(request)
         self._answers[answer.caller, answer.request_id] = answer
