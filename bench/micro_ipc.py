@@ -76,7 +76,7 @@ def round_trips(count: int, trips: int) -> Iterator[Figure]:
     with worker(count) as directory:
         link = WorkerLink(directory)
         try:
-            workers = WorkerRegistry(WorkerTimeouts(), lambda epoch, num_tokens: 0.0)
+            workers = WorkerRegistry(WorkerTimeouts())
             hello = _next(link, workers, Joined).hello
             plan, _ = decodes(count)
             times = []

@@ -219,7 +219,7 @@ def test_stop_ends_the_thread_and_returns_the_link() -> None:
     with EngineHarness() as harness:
         for _ in range(2):
             harness.engine.stop()
-        registry = WorkerRegistry(WorkerTimeouts(), lambda epoch, count: 0.0)
+        registry = WorkerRegistry(WorkerTimeouts())
         assert list(harness.link.receive(registry, time.monotonic())) == []
         harness.engine.submit(request(1))  # into the void, without harm
 

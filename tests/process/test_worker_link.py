@@ -59,9 +59,7 @@ class Station:
     def __init__(self) -> None:
         self.directory = short_directory()
         self.link = WorkerLink(self.directory)
-        self.workers = WorkerRegistry(
-            WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS), lambda epoch, count: 0.0, max_workers=1
-        )
+        self.workers = WorkerRegistry(WorkerTimeouts(heartbeat_timeout_seconds=PATIENCE_SECONDS), max_workers=1)
         self.context = bare_context()
         self._peers: list[Peer] = []
 

@@ -148,9 +148,7 @@ class Player:
     """Carries out the left side of a line, a millisecond after the one before."""
 
     def __init__(self, max_workers: int = 1) -> None:
-        self.workers = WorkerRegistry(
-            WorkerTimeouts(), lambda epoch, num_tokens: 0.0, max_workers=max_workers, text_fingerprint="ours"
-        )
+        self.workers = WorkerRegistry(WorkerTimeouts(), max_workers=max_workers, text_fingerprint="ours")
         self.now = 100.0
 
     def play(self, line: str) -> list[Output]:

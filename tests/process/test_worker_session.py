@@ -25,16 +25,16 @@ from lineclear.wire.messages import (
     Heartbeat,
     Hello,
     Rejoin,
-    Row,
     StepError,
     StepErrorKind,
-    StepPlan,
     StepResult,
 )
 
 TIMEOUTS = WorkerTimeouts(step_timeout_seconds=10.0, cold_step_timeout_seconds=60.0, heartbeat_timeout_seconds=5.0)
 WARM = 9
 """The first step that compiles nothing."""
+PREDICTED = 0.4
+"""Seconds of a step."""
 HELLO = Hello(3, 8, 4, 2, 32, 97, (0,), 64, pid=7, instance=1)
 HEARTBEAT = Heartbeat(3, 0)
 S, E = SessionState, SessionEvent
@@ -65,8 +65,8 @@ LEGAL = {
 
 
 def new_session() -> WorkerSession:
-    """Said Hello at 90; a step is predicted to take a tenth of a second for each token."""
-    return WorkerSession(3, HELLO, 90.0, TIMEOUTS, lambda num_tokens: 0.1 * num_tokens)
+    """Said Hello at 90."""
+    return WorkerSession(3, HELLO, 90.0, TIMEOUTS)
 
 
 def session_in(state: SessionState) -> WorkerSession:
@@ -81,10 +81,6 @@ def session_in(state: SessionState) -> WorkerSession:
 def session() -> WorkerSession:
     """Joined at 90."""
     return session_in(S.JOINED)
-
-
-def plan(step: int, num_tokens: int = 4) -> StepPlan:
-    return StepPlan(3, step, chunks=(Row(0, 0, num_tokens, True),))
 
 
 def result(step: int) -> StepResult:
@@ -177,12 +173,12 @@ def test_silence(session: WorkerSession) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "num_tokens", "seconds"),
-    [(WARM, 4, 10.0), (WARM - 1, 4, 60.0), (WARM, 8, 20 * 0.8)],
+    ("step", "predicted", "seconds"),
+    [(WARM, 0.4, 10.0), (WARM - 1, 0.4, 60.0), (WARM, 0.8, 20 * 0.8)],
     ids=["usual", "may compile", "twenty times its prediction"],
 )
-def test_step_timeout(session: WorkerSession, step: int, num_tokens: int, seconds: float) -> None:
-    session.timer.plan_sent(plan(step, num_tokens), now=100.0)
+def test_step_timeout(session: WorkerSession, step: int, predicted: float, seconds: float) -> None:
+    session.timer.plan_sent(step, predicted, now=100.0)
     session.receive(HEARTBEAT, 99.9 + seconds)
     assert session.check(99.9 + seconds) == []
     assert session.next_check() == 100.0 + seconds
@@ -191,8 +187,8 @@ def test_step_timeout(session: WorkerSession, step: int, num_tokens: int, second
 
 
 def test_step_starts_when_the_one_before_is_done(session: WorkerSession) -> None:
-    session.timer.plan_sent(plan(WARM), now=100.0)
-    session.timer.plan_sent(plan(WARM + 1), now=100.5)
+    session.timer.plan_sent(WARM, PREDICTED, now=100.0)
+    session.timer.plan_sent(WARM + 1, PREDICTED, now=100.5)
     assert session.result_applied(result(WARM), now=109.0), "nine seconds, and 0.4 were predicted"
     session.receive(HEARTBEAT, 118.0)
     assert session.check(118.0) == []
@@ -203,7 +199,7 @@ def test_step_starts_when_the_one_before_is_done(session: WorkerSession) -> None
 
 
 def test_cut_off_waits_for_last_messages(session: WorkerSession) -> None:
-    session.timer.plan_sent(plan(WARM), now=94.0)
+    session.timer.plan_sent(WARM, PREDICTED, now=94.0)
     assert session.handle(E.DISCONNECTED, 100.0) == []
     assert session.check(100.05) == []
     assert session.next_check() == 100.1
@@ -231,7 +227,7 @@ def test_suspended_scheduler_extends_deadlines(session: WorkerSession) -> None:
 
 
 def test_confirmed_token_is_progress_once(session: WorkerSession) -> None:
-    session.timer.plan_sent(plan(1), now=91.0)
+    session.timer.plan_sent(1, PREDICTED, now=91.0)
     assert not session.take_progress(now=91.5)
     session.result_applied(result(1), now=92.0)
     assert session.take_progress(now=92.0)
@@ -240,14 +236,14 @@ def test_confirmed_token_is_progress_once(session: WorkerSession) -> None:
 
 def test_step_without_token_is_no_progress(session: WorkerSession) -> None:
     for step in range(1, 100):
-        session.timer.plan_sent(plan(step), now=90.0 + step)
+        session.timer.plan_sent(step, PREDICTED, now=90.0 + step)
         session.result_applied(StepResult(3, step, ()), now=90.5 + step)
         assert not session.take_progress(now=90.6 + step)
 
 
 def test_ten_idle_seconds_are_progress_and_a_hanging_step_is_not(session: WorkerSession) -> None:
     assert not session.take_progress(now=99.9)
-    session.timer.plan_sent(plan(1), now=99.9)
+    session.timer.plan_sent(1, PREDICTED, now=99.9)
     assert not session.take_progress(now=1000.0)
     session.result_applied(StepResult(3, 1, ()), now=1000.0)
     assert not session.take_progress(now=1009.9)

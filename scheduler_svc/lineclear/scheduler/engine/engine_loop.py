@@ -81,7 +81,6 @@ class EngineLoop:
         """None while waiting."""
         self.workers = WorkerRegistry(
             limits.timeouts,
-            lambda epoch, num_tokens: self.snapshot.predicted_seconds(epoch, num_tokens),
             max_workers=limits.max_workers,
             text_fingerprint=limits.text_fingerprint,
             number_of=supervisor.number_of,
@@ -212,7 +211,8 @@ class EngineLoop:
         except WorkerGone:
             self.subscribers.carry_out(self.workers.handle(worker, SessionEvent.DISCONNECTED, now), events, now)
             return False
-        worker.timer.plan_sent(plan, now)
+        base, per_token, _ = self.core.state.workers[worker.epoch].step_time.coefficients
+        worker.timer.plan_sent(plan.step, base + per_token * plan.num_tokens, now)
         planning = self.core.drain_events()
         events += planning
         self.steps.planned(plan, self.core.state, planning, now)

@@ -137,11 +137,3 @@ class EngineSnapshot:
     counters: EngineCounters = field(default_factory=EngineCounters)
     link: LinkCounters = field(default_factory=LinkCounters)
     membership: MembershipCounters = field(default_factory=MembershipCounters)
-
-    def predicted_seconds(self, epoch: int, num_tokens: int) -> float:
-        """Return how long a step of a worker should take, 0 before its first step."""
-        for worker in self.core.workers:
-            if worker.epoch == epoch:
-                base, per_token, _ = worker.step_time
-                return base + per_token * num_tokens
-        return 0.0

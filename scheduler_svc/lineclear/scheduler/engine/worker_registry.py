@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 
 from lineclear.scheduler.core.poison_detector import WorkerLoss
@@ -33,15 +32,13 @@ MAX_SESSIONS = {S.CONNECTING: 64, S.WAITING: 64, S.ENDED: 64, S.GONE: 64}
 class WorkerRegistry:
     """The sessions of all workers, of which at most `max_workers` are joined. Owned by the engine thread.
 
-    `predict(epoch, num_tokens)` returns the seconds that a step of a worker should take. A worker whose Hello names
-    another `text_fingerprint` than this one is rejected; empty: not compared. `number_of` returns the number that the
-    supervisor has given to a worker, which is its index, too.
+    A worker whose Hello names another `text_fingerprint` than this one is rejected; empty: not compared. `number_of`
+    returns the number that the supervisor has given to a worker, which is its index, too.
     """
 
     def __init__(
         self,
         timeouts: WorkerTimeouts,
-        predict: Callable[[int, int], float],
         *,
         max_workers: int = 64,
         text_fingerprint: str = "",
@@ -60,7 +57,6 @@ class WorkerRegistry:
         self.serving: tuple[WorkerSession, ...] = ()
         """The sessions whose results are applied: joined, or just cut off."""
         self._timeouts = timeouts
-        self._predict = predict
         self._max_workers = max_workers
         self._text_fingerprint = text_fingerprint
         self._number_of = number_of
@@ -266,9 +262,7 @@ class WorkerRegistry:
         for state, limit in MAX_SESSIONS.items():
             for session in self._in(state)[: -limit or None]:
                 del self._sessions[session.epoch]
-        session = self._sessions[epoch] = WorkerSession(
-            epoch, hello, now, self._timeouts, partial(self._predict, epoch)
-        )
+        session = self._sessions[epoch] = WorkerSession(epoch, hello, now, self._timeouts)
         self._refresh()
         return session
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -23,7 +22,6 @@ from lineclear.wire.messages import (
     Rejoin,
     StepError,
     StepErrorKind,
-    StepPlan,
     StepResult,
     Stopping,
 )
@@ -183,12 +181,9 @@ class WorkerSession:
     """One epoch of a worker process. Owned by the engine thread.
 
     `hello` is None for an epoch whose Hello this scheduler has not received: such a session is over from the start.
-    `predict(num_tokens)` returns the seconds that a step should take.
     """
 
-    def __init__(
-        self, epoch: int, hello: Hello | None, now: float, timeouts: WorkerTimeouts, predict: Callable[[int], float]
-    ) -> None:
+    def __init__(self, epoch: int, hello: Hello | None, now: float, timeouts: WorkerTimeouts) -> None:
         self.epoch = epoch
         self.hello = hello
         self.state = S.ENDED if hello is None else S.CONNECTING
@@ -205,7 +200,7 @@ class WorkerSession:
         """The worker has received SIGTERM: it runs plans until no request is left, or its drain timeout."""
         self.has_progressed = False
         """A token was confirmed, or the worker was idle for `HEALTHY_IDLE_SECONDS`."""
-        self.timer = StepTimer(timeouts, predict)
+        self.timer = StepTimer(timeouts)
         self._since = now  # start of the current state
         self._heartbeat_timeout_seconds = timeouts.heartbeat_timeout_seconds
         self._last_message_at = now
@@ -353,20 +348,16 @@ _TIMEOUTS = {S.CONNECTING: CONNECT_TIMEOUT_SECONDS, S.CUT_OFF: LAST_MESSAGES_SEC
 
 
 class _SentPlan(NamedTuple):
-    plan: StepPlan
-    num_tokens: int
+    step: int
+    predicted_seconds: float
     sent_at: float
 
 
 class StepTimer:
-    """Plans run one after the other, so a step starts when it is sent or when the step before it is done.
+    """Plans run one after the other, so a step starts when it is sent or when the step before it is done."""
 
-    `predict(num_tokens)` returns the seconds that a step should take.
-    """
-
-    def __init__(self, timeouts: WorkerTimeouts, predict: Callable[[int], float]) -> None:
+    def __init__(self, timeouts: WorkerTimeouts) -> None:
         self._timeouts = timeouts
-        self._predict = predict
         self._inflight: deque[_SentPlan] = deque()
         self._step_started_at = 0.0  # of the oldest plan in flight
         self.idle_since = 0.0
@@ -377,18 +368,18 @@ class StepTimer:
         """No plan is without its result."""
         return not self._inflight
 
-    def plan_sent(self, plan: StepPlan, now: float) -> None:
-        """Add a plan in flight."""
+    def plan_sent(self, step: int, predicted_seconds: float, now: float) -> None:
+        """Add a plan in flight, whose step should take `predicted_seconds`."""
         if not self._inflight:
             self._step_started_at = now
-        self._inflight.append(_SentPlan(plan, plan.num_tokens, now))
+        self._inflight.append(_SentPlan(step, predicted_seconds, now))
 
     def result_received(self, now: float) -> bool:
         """Remove the oldest plan in flight. Return whether its step took far longer than predicted."""
-        _, num_tokens, sent_at = self._inflight.popleft()
+        _, predicted_seconds, sent_at = self._inflight.popleft()
         seconds = now - max(sent_at, self._step_started_at)
         self._step_started_at = self.idle_since = now
-        return seconds > max(_SLOW_STEP_SECONDS, _MAX_PREDICTED_RATIO * self._predict(num_tokens))
+        return seconds > max(_SLOW_STEP_SECONDS, _MAX_PREDICTED_RATIO * predicted_seconds)
 
     def restart(self, now: float) -> None:
         """Give the oldest plan in flight its whole timeout again."""
@@ -398,9 +389,9 @@ class StepTimer:
         """Return when the oldest plan in flight is overdue; infinite without one."""
         if not self._inflight:
             return math.inf
-        plan, num_tokens, _ = self._inflight[0]
-        allowed = max(self._timeouts.step_timeout_seconds, _MAX_PREDICTED_RATIO * self._predict(num_tokens))
-        if plan.step <= _COLD_STEPS:
+        step, predicted_seconds, _ = self._inflight[0]
+        allowed = max(self._timeouts.step_timeout_seconds, _MAX_PREDICTED_RATIO * predicted_seconds)
+        if step <= _COLD_STEPS:
             allowed = max(allowed, self._timeouts.cold_step_timeout_seconds)
         return self._step_started_at + allowed
 
@@ -408,4 +399,4 @@ class StepTimer:
         """Return why the worker is to be killed, None while the oldest plan has time left."""
         if now < self.deadline():
             return None
-        return f"step {self._inflight[0].plan.step} is not done after {now - self._step_started_at:.1f} s"
+        return f"step {self._inflight[0].step} is not done after {now - self._step_started_at:.1f} s"
