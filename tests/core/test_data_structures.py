@@ -103,6 +103,7 @@ class Keys(RuleBasedStateMachine):
         assert len(self.keys) == len(self.model)
         for index, key in list(enumerate(self.model))[:: max(1, len(self.model) // 20)]:
             assert self.keys.rank(key) == index
+            assert self.keys.after(key) == next(iter(self.model[index + 1 : index + 2]), None)
         with pytest.raises(KeyError):
             self.keys.remove((1.0, -1))
 

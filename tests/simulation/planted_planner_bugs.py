@@ -9,6 +9,7 @@ from lineclear.scheduler.core.drafts import DraftPlan
 from lineclear.scheduler.core.placement import Isolation, Placement
 from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import PoisonDetector
+from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 from lineclear.scheduler.core.worker_state import TokenBudget
 
@@ -154,8 +155,10 @@ PLANNER_BUGS: Bugs = {
     placement: {"cached prefixes are not compared": replace("len(shared)", "0")},
     request_queue: {
         "a resuming sequence waits for the strategy": replace("(self._resuming,)", "()"),
-        "the queue is passed in two parts": replace("entry[0]", "-entry[0][1]"),
-        "a sequence is passed twice in one plan": always("s.queue_key > self._last_key"),
-        "only the first of the queue is looked at": boundary("len(found) < self._count"),
+        "the queue is passed in two parts": replace("s.queue_key", "-s.queue_key[1]"),
+        "only the first of the queue is looked at": replace("found.queue_key", "(float('inf'), 0)"),
+    },
+    RequestQueue.after: {
+        "the first of the queue is passed over": replace("self._keys.after(key)", "self._keys.after(_0 or key)")
     },
 }

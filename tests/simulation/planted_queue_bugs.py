@@ -46,7 +46,6 @@ QUEUE_BUGS: Bugs = {
     RequestQueue.remove: {
         "a sibling that leaves the queue stays counted": never("sequence.request.is_sibling", role="test")
     },
-    RequestQueue.first: {"the first of the queue is passed over": replace("self", "list(self)[1:]")},
     SortedKeys: {"a new key goes to the end": always("key > keys[-1]")},
     FairShare: {
         "a preview ignores what the tenant has waiting": replace("max(key, account.last_key) if _ else key", "key"),

@@ -5,10 +5,8 @@ Every operation takes O(log n), but for short copies of keys.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import deque
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
-from itertools import islice
 
 from lineclear.scheduler.core.sequence import Sequence
 
@@ -63,6 +61,14 @@ class SortedKeys:
             self._largest[index] = keys[-1]
         else:
             del self._lists[index], self._largest[index]
+
+    def after(self, key: Key) -> Key | None:
+        """Return the lowest key above `key`."""
+        index = bisect_right(self._largest, key)
+        if index == len(self._lists):
+            return None
+        keys = self._lists[index]
+        return keys[bisect_right(keys, key)]
 
     def rank(self, key: Key) -> int:
         """Return the number of keys below `key`."""
@@ -146,11 +152,12 @@ class RequestQueue:
         self.num_tokens += 1
         self.sibling_tokens += sequence.request.is_sibling
 
-    def first(self, count: int) -> list[Sequence]:
-        """Return the first `count` sequences in order."""
-        return list(islice(self, count))
+    def after(self, key: Key) -> Sequence | None:
+        """Return the first sequence with a higher key; None if there is none."""
+        found = self._keys.after(key)
+        return None if found is None else self._live[found[1]]
 
-    def num_before(self, key: tuple[float, int]) -> int:
+    def num_before(self, key: Key) -> int:
         """Return the number of sequences with a lower key."""
         return self._keys.rank(key)
 
@@ -170,34 +177,14 @@ class QueueWalk:
     """
 
     def __init__(self, resuming: RequestQueue, fresh: RequestQueue) -> None:
-        self._resuming, self._fresh = _Cursor(resuming), _Cursor(fresh)
-
-    def next(self, *, with_fresh: bool) -> Sequence | None:
-        """Return the next sequence, of both queues or only of those that have started; None at the end."""
-        cursors = (self._resuming, self._fresh) if with_fresh else (self._resuming,)
-        heads = [(head.queue_key, cursor) for cursor in cursors if (head := cursor.head()) is not None]
-        return min(heads, key=lambda entry: entry[0])[1].pop() if heads else None
-
-
-class _Cursor:
-    """A place in a queue."""
-
-    def __init__(self, queue: RequestQueue) -> None:
-        self._queue = queue
-        self._ahead: deque[Sequence] = deque()
-        self._count = 1  # sequences to look at next, from the head of the queue
-        self._at_end = False
+        self._resuming, self._fresh = resuming, fresh
         self._last_key = (float("-inf"), 0)
 
-    def head(self) -> Sequence | None:
-        while not self._ahead and not self._at_end:
-            found = self._queue.first(self._count)
-            self._at_end = len(found) < self._count
-            self._ahead.extend(s for s in found if s.queue_key > self._last_key)
-            self._count *= 2
-        return self._ahead[0] if self._ahead else None
-
-    def pop(self) -> Sequence:
-        sequence = self._ahead.popleft()
-        self._last_key = sequence.queue_key
-        return sequence
+    def next(self, *, with_fresh: bool) -> Sequence | None:
+        """Return the next sequence; None at the end. Without `with_fresh`, those that have not started are passed."""
+        queues = (self._resuming, self._fresh) if with_fresh else (self._resuming,)
+        heads = [head for queue in queues if (head := queue.after(self._last_key)) is not None]
+        found = min(heads, key=lambda s: s.queue_key, default=None)
+        if found is not None:
+            self._last_key = found.queue_key
+        return found

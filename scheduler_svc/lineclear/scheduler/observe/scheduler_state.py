@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from google.protobuf.duration_pb2 import Duration
@@ -74,7 +74,7 @@ def take_state(core: SharedState, indices: dict[int, int], now: float, num_worke
 
 def _waiting(core: SharedState, now: float) -> list[pb.WaitingRequest]:
     """Return the requests that are served next, in their order."""
-    heads = chain(core.fresh.first(MAX_WAITING), core.resuming.first(MAX_WAITING))
+    heads = chain(islice(core.fresh, MAX_WAITING), islice(core.resuming, MAX_WAITING))
     return [
         pb.WaitingRequest(
             request=sequence.number,
