@@ -36,7 +36,6 @@ from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
 from lineclear.scheduler.grpc_api.server import Server
-from lineclear.scheduler.metrics_server import MetricsServer
 from lineclear.scheduler.observe.step_feed import StepFeed
 from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.scheduler.requests.adapters import Adapters
@@ -133,7 +132,7 @@ class App:
                 _METRICS_SECONDS
             )
 
-        server = MetricsServer(address, collect)
+        server = metrics.MetricsServer(address, collect)
         log.info("metrics_listening", address=server.address)
         try:
             yield

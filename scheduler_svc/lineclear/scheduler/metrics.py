@@ -1,4 +1,4 @@
-"""Prometheus metrics, made from the fields of GetStatsResponse.
+"""Prometheus metrics, made from the fields of GetStatsResponse, and the HTTP server that offers them.
 
 A field of Counters or Gauges is a metric of the same name; its comment in inference.proto is the help text. A metric
 that vLLM has with the same meaning also appears under vLLM's name, for dashboards, autoscalers and the endpoint pickers
@@ -10,10 +10,13 @@ from __future__ import annotations
 import copy
 import datetime
 import itertools
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from google.protobuf.message import Message
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -21,7 +24,9 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
+from prometheus_client.registry import Collector
 
+from lineclear.scheduler.http_listener import HttpListener
 from lineclear.scheduler.requests.adapters import AdapterUse
 from lineclear.scheduler.requests.request_manager import RequestManager
 from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, ServerStats
@@ -30,6 +35,7 @@ from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1.stats_help import HELP
 
+MAX_CONNECTIONS = 16
 VLLM_NAMES = {
     "lineclear_num_requests_running": "vllm:num_requests_running",
     "lineclear_num_requests_waiting": "vllm:num_requests_waiting",
@@ -180,3 +186,31 @@ def _renamed(metric: Metric, name: str) -> Metric:
     alias.name, alias.documentation = name, f"As {metric.name}."
     alias.samples = [sample._replace(name=name + sample.name.removeprefix(metric.name)) for sample in metric.samples]
     return alias
+
+
+class MetricsServer(HttpListener, Collector):
+    """Serves the metrics of `collect` until `close`, with a thread for each of at most MAX_CONNECTIONS."""
+
+    def __init__(self, address: str, collect: Callable[[], Iterable[Metric]]) -> None:
+        """Listen on `address`, a host:port. Raises ConfigurationError if that fails. `collect` may raise."""
+        super().__init__(address, "metrics", MAX_CONNECTIONS)
+        self._collect = collect
+        self._collecting = threading.Lock()
+        registry = CollectorRegistry()
+        registry.register(self)
+        self._page = make_wsgi_app(registry, disable_compression=True)
+        self.serve(self._answer)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics; the registry calls it."""
+        yield from self._collect()
+
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        # Always the text format 0.0.4, which every release of Prometheus reads: OpenMetrics has no colons in names.
+        environ["HTTP_ACCEPT"] = "text/plain; version=0.0.4"
+        try:
+            with self._collecting:
+                return list(self._page(environ, start_response))
+        except Exception:
+            start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
+            return [b"the engine did not answer in time\n"]
