@@ -22,7 +22,6 @@ from typer.testing import CliRunner, Result
 from lineclear.cli.app import app
 from lineclear.client import AdminClient, Client
 from lineclear.errors import InvalidRequest
-from lineclear.scheduler.requests import scheduling
 from lineclear.v1 import admin_pb2 as pb
 from lineclear.v1 import admin_pb2_grpc, inference_pb2
 from lineclear.wire.messages import Sampling
@@ -30,10 +29,6 @@ from lineclear.wire.messages import Sampling
 
 def stub_of(s: Serving) -> Any:
     return admin_pb2_grpc.AdminServiceStub(grpc.aio.insecure_channel(s.server.admin_address))
-
-
-def test_every_setting_of_the_message_can_change() -> None:
-    assert {field.name for field in pb.Scheduling.DESCRIPTOR.fields} == set(scheduling.NAMES)
 
 
 async def test_update_changes_what_is_set_and_returns_all(tmp_path: Path) -> None:

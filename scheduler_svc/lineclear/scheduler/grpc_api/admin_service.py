@@ -121,7 +121,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def GetScheduling(self, request: pb.GetSchedulingRequest, context: Context) -> pb.GetSchedulingResponse:
         """Return the scheduling settings in force."""
-        return pb.GetSchedulingResponse(scheduling=pb.Scheduling(**scheduling.values(self._services.settings)))
+        return pb.GetSchedulingResponse(scheduling=scheduling.in_force(self._services.settings))
 
     async def UpdateScheduling(
         self, request: pb.UpdateSchedulingRequest, context: Context
@@ -134,7 +134,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         # No await in between: the event loop and the core follow changes in the same order.
         self._services.follow(settings)
         await self._operations.switch_scheduling(settings)
-        return pb.UpdateSchedulingResponse(scheduling=pb.Scheduling(**scheduling.values(settings)))
+        return pb.UpdateSchedulingResponse(scheduling=scheduling.in_force(settings))
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
         """Load an adapter on every joined worker."""

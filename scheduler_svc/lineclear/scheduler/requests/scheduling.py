@@ -10,13 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from lineclear.process.setting_fields import allowed
 from lineclear.scheduler.requests.validate.violations import Violations
 from lineclear.scheduler.settings import SchedulerSettings
-
-NAMES = (
-    *("batching_strategy", "scheduling_policy", "preemption_policy", "max_batch_size", "min_batch_size"),
-    *("target_batch_tokens", "batch_timeout_ms", "target_inter_token_latency_ms", "max_prefill_slowdown"),
-    *("priority_aging_seconds", "max_queue_size", "max_queue_tokens", "max_queue_size_per_tenant"),
-    "max_queue_tokens_per_tenant",
-)
+from lineclear.v1 import admin_pb2 as pb
 
 
 def changed(settings: SchedulerSettings, changes: Mapping[str, Any], num_slots: int | None) -> SchedulerSettings:
@@ -46,6 +40,6 @@ def _adapter(name: str) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def values(settings: SchedulerSettings) -> dict[str, Any]:
-    """Return the values in force."""
-    return {name: getattr(settings, name) for name in NAMES}
+def in_force(settings: SchedulerSettings) -> pb.Scheduling:
+    """Return the values in force. Each field of the message is a setting."""
+    return pb.Scheduling(**{field.name: getattr(settings, field.name) for field in pb.Scheduling.DESCRIPTOR.fields})
