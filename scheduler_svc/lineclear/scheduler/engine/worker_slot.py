@@ -196,40 +196,34 @@ class WorkerSlot:
     # --- start and exit -----------------------------------------------------------------------------------------------
 
     def spawn(self) -> None:
-        """Start a worker."""
-        if self._standby is not None and (standby := self._standby.take()) is not None:
-            self._promote(standby)
-            return
-        try:
-            worker = self._spawn_process(self._flags)
-        except OSError as error:
-            problem = f"cannot start {error.filename or 'a worker'}: {error.strerror or error}"
-            if not self._has_joined and error.errno not in _TRANSIENT_ERRORS:
-                self.give_up(GiveUpReason.CONFIGURATION, problem)
-            else:
-                log.error("worker_start_failed", problem=problem)
-                self._retry()
-            return
-        self._watch(worker)
-        self._kill_after(self._limits.start_timeout_seconds, worker, "join")
-        log.info("worker_started", pid=worker.pid, start=self.num_starts, worker=self.number)
+        """Start a worker: a ready standby, else a new process. Until a standby acknowledges, its end is no crash."""
+        worker = None if self._standby is None else self._standby.take()
+        if worker is None:
+            try:
+                worker = self._spawn_process(self._flags)
+            except OSError as error:
+                problem = f"cannot start {error.filename or 'a worker'}: {error.strerror or error}"
+                if not self._has_joined and error.errno not in _TRANSIENT_ERRORS:
+                    self.give_up(GiveUpReason.CONFIGURATION, problem)
+                else:
+                    log.error("worker_start_failed", problem=problem)
+                    self._retry()
+                return
+        self._worker = worker
+        self.num_starts += 1
+        self.recent_pids = (*self.recent_pids[-3:], worker.pid)
+        worker.watch(self._guard, self._on_exit, self._on_acknowledged)
+        shown = {"pid": worker.pid, "start": self.num_starts, "worker": self.number}
+        if worker.line is None:
+            self._kill_after(self._limits.start_timeout_seconds, worker, "join")
+        else:
+            worker.line.promote(self._flags)
+            self._timer.set(_PROMOTION_SECONDS, self.kill, worker.pid, "the standby did not answer")
+            shown["standby"] = True
+        log.info("worker_started", **shown)
 
     def _kill_after(self, seconds: float, worker: WorkerProcess, expected: str) -> None:
         self._timer.set(seconds, self.kill, worker.pid, f"it did not {expected} within {seconds:g} s")
-
-    def _watch(self, worker: WorkerProcess) -> None:
-        self.num_starts += 1
-        self._worker = worker
-        self.recent_pids = (*self.recent_pids[-3:], worker.pid)
-        worker.watch(self._guard, self._on_exit, self._on_acknowledged)
-
-    def _promote(self, standby: WorkerProcess) -> None:
-        """Promote a standby that is ready. Until it has acknowledged, its end does not count as a crash."""
-        assert standby.line is not None
-        self._watch(standby)
-        standby.line.promote(self._flags)
-        self._timer.set(_PROMOTION_SECONDS, self.kill, standby.pid, "the standby did not answer")
-        log.info("worker_started", pid=standby.pid, start=self.num_starts, worker=self.number, standby=True)
 
     def _on_acknowledged(self, standby: WorkerProcess) -> None:
         """Handle that the promoted standby has written to its line or closed it. It is a normal worker then."""
