@@ -66,9 +66,12 @@ def open_stream(router: OutputRouter, text: AnswerText | None = None, **options:
 
 
 async def read(stream: OutputStream) -> OutputChunk:
+    ready = asyncio.Event()
+    stream.subscribe(ready.set)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await stream.wait()
-        return stream.read_nowait()
+        if not stream.has_output:
+            await ready.wait()
+    return stream.read_nowait()
 
 
 @settings(max_examples=300, deadline=None)

@@ -37,7 +37,9 @@ PLANNER_BUGS: Bugs = {
         "a decode beyond the budget": boundary("self.step.num_tokens >= self._budget"),
         "an older sequence is preempted": replace("s.queue_key > sequence.queue_key", "s is not sequence"),
         "a protected sequence is preempted": without("not s.protected"),
-        "a sequence with a row in this step is preempted": without("s.planned_step != self.step.step"),
+        "a sequence with a row in this step is preempted": replace(
+            "_1 and not s.protected and s.planned_step != self.step.step", "_1 and not s.protected"
+        ),
         "scores are planned as plain tokens": never("sequence is not None and _"),
         "scores take the whole free chunk": replace(
             "int(free_chunk / cost if is_scored else free_chunk)", "int(free_chunk)"

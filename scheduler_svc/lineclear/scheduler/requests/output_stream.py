@@ -129,7 +129,7 @@ class OutputLimits(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OutputStream:
-    """The unread part of one output, for one reader: it awaits `wait`, or is called through `subscribe`.
+    """The unread part of one output, for one reader, which is called through `subscribe`.
 
     `engine_id` is the output's name in the engine, `index` its number among those of its request. `text` is None for
     answers without text. The first `num_received` tokens reached the client from another server. `queue_place` is left
@@ -173,7 +173,6 @@ class OutputStream:
     _logprobs_bytes: int = 0
     _end: Completion | None = None
     _error: LineclearError | None = None
-    _waiter: asyncio.Future[None] | None = None
     _subscriber: Callable[[], None] | None = None
     _admission: asyncio.Future[None] | None = None
 
@@ -217,12 +216,6 @@ class OutputStream:
     def has_ended(self) -> bool:
         """Whether the output has its end or its error, which may be unread."""
         return self._end is not None or self._error is not None
-
-    async def wait(self) -> None:
-        """Wait for output."""
-        if not self.has_output:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
 
     def read_nowait(self, max_bytes: int = MAX_PIECE_BYTES) -> OutputChunk:
         """Take output of about `max_bytes`, at least one token. Requires `has_output`.
@@ -405,12 +398,9 @@ class OutputStream:
         self.cancel(SlowConsumer(message, metadata=figures), discard_unread=True)
 
     def _wake(self) -> None:
-        if self._subscriber is not None:
-            if not self.is_notified:
-                self.is_notified = True
-                self._subscriber()
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._subscriber is not None and not self.is_notified:
+            self.is_notified = True
+            self._subscriber()
 
 
 def _appended(column: Sequence[T], entry: T) -> list[T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
@@ -71,7 +71,7 @@ class RequestContext:
     """Outputs whose end has been read."""
     _reason: FinishReason | None = None
     _wakeup: asyncio.Event | None = None
-    """Set on new output of any of several."""
+    """Set on new output."""
 
     def __post_init__(self) -> None:
         self.outputs = self.answer.outputs
@@ -100,11 +100,8 @@ class RequestContext:
         seed = self.validated.sampling.seed
         return output_seed(seed, output.seed_index) if output.seed_index else seed
 
-    def wait(self) -> Coroutine[Any, Any, None]:
+    async def wait(self) -> None:
         """Wait for output."""
-        return self.outputs[0].wait() if len(self.outputs) == 1 else self._wait_for_any()
-
-    async def _wait_for_any(self) -> None:
         if self._wakeup is None:
             self._wakeup = asyncio.Event()
             for output in self.outputs:
