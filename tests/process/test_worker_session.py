@@ -216,7 +216,7 @@ def test_connect_timeout() -> None:
 
 
 def test_suspended_scheduler_extends_deadlines(session: WorkerSession) -> None:
-    session.timer.plan_sent(plan(WARM), now=100.0)
+    session.timer.plan_sent(WARM, PREDICTED, now=100.0)
     session.extend_deadlines(now=3700.0)
     assert session.check(3700.0) == []
     session.receive(HEARTBEAT, 3708.0)
