@@ -27,7 +27,7 @@ from lineclear.scheduler.core.events import (
     WorkerLost,
 )
 from lineclear.scheduler.requests.output_router import OutputRouter
-from lineclear.scheduler.requests.output_stream import OutputChunk, OutputStream
+from lineclear.scheduler.requests.output_stream import TOKEN_BYTES, Completion, OutputChunk, OutputStream
 from lineclear.scheduler.requests.queue_limits import QueueLimiter
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.detokenizer import AnswerText
@@ -161,6 +161,17 @@ async def test_complete_answer_stays_complete() -> None:
     assert chunk.end is not None
     assert chunk.end.reason is FinishReason.STOP_STRING
     assert chunk.end.completion_tokens == used
+
+
+async def test_delivered_output_ends_with_its_last_part() -> None:
+    router, _, _ = new_router()
+    stream = open_stream(router)
+    started, end = Started(stream.engine_id, 0, 1, 0), Completion(FinishReason.LENGTH, None, None, 9, RECORD)
+    stream.deliver(OutputChunk(0, list(range(9)), [], started=started, end=end))
+    parts = [stream.read_nowait(4 * TOKEN_BYTES) for _ in range(3)]
+    assert [part.token_ids for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    assert [part.started for part in parts] == [started, None, None]
+    assert [part.end for part in parts] == [None, None, end]
 
 
 async def test_stop_string_wakes_the_reader_at_once() -> None:

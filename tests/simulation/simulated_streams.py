@@ -13,7 +13,6 @@ from lineclear.scheduler.core.events import Failed, Finished, Started, TokensRea
 from lineclear.scheduler.requests.output_stream import OutputChunk
 
 _EMPTY = {
-    "first_index": 0,
     "error": None,
     "queued": None,
     "started": None,
@@ -21,6 +20,7 @@ _EMPTY = {
     "token_ids": (),
     "texts": (),
     "logprobs": (),
+    "times": (),
 }
 
 

@@ -78,6 +78,14 @@ class OutputChunk:
         """The text of all tokens."""
         return "".join(self.texts)
 
+    def extend(self, chunk: OutputChunk) -> None:
+        """Append the output that follows."""
+        self.token_ids += chunk.token_ids
+        self.texts += chunk.texts
+        self.logprobs = _extended(self.logprobs, chunk.logprobs)
+        self.times = _extended(self.times, chunk.times)
+        self.started, self.end = self.started or chunk.started, chunk.end
+
     def split(self, count: int) -> OutputChunk:
         """Keep the first `count` tokens, and return a chunk with the others."""
         tokens, texts, logprobs, times = self.token_ids, self.texts, self.logprobs, self.times
@@ -98,19 +106,6 @@ class OutputChunk:
             if bytes_left < 0:
                 return max(1, i)
         return len(self.token_ids)
-
-
-def joined(chunks: Sequence[OutputChunk]) -> OutputChunk:
-    """Return all chunks of a complete output as one."""
-    return OutputChunk(
-        chunks[0].first_index,
-        [token_id for chunk in chunks for token_id in chunk.token_ids],
-        [text for chunk in chunks for text in chunk.texts],
-        [entry for chunk in chunks for entry in chunk.logprobs],
-        [at for chunk in chunks for at in chunk.times],
-        next((chunk.started for chunk in chunks if chunk.started is not None), None),
-        chunks[-1].end,
-    )
 
 
 def end_of(match: StopMatch) -> FinishReason:
@@ -258,11 +253,12 @@ class OutputStream:
 
     def deliver(self, chunk: OutputChunk) -> None:
         """Take a complete output at once, of any length, with its start and its end."""
-        assert chunk.end is not None, "an output without an end"
+        end, chunk.end = chunk.end, None  # it belongs to the last part that is read
+        assert end is not None, "an output without an end"
         if self._error is None:
             self._unread, chunk.queued = chunk, self._unread.queued
             self.started, self.num_received = chunk.started, len(chunk.token_ids)
-            self.is_engine_done, self.stats, self._end = True, chunk.end.stats, chunk.end
+            self.is_engine_done, self.stats, self._end = True, end.stats, end
             self._wake()
 
     def stop(self) -> None:
@@ -321,9 +317,9 @@ class OutputStream:
             if text.match is not None:
                 self._engine.finish(self.engine_id, self.num_received)
         if self._wants_times:
-            unread.times = _appended(unread.times, at)
+            unread.times = _extended(unread.times, (at,))
         if logprobs is not None:
-            unread.logprobs = _appended(unread.logprobs, logprobs)
+            unread.logprobs = _extended(unread.logprobs, (logprobs,))
             self._logprobs_bytes += _memory(logprobs)
         if len(unread.token_ids) > self._share.tokens or self._logprobs_bytes > self._share.num_bytes:
             self._check_unread()
@@ -337,7 +333,7 @@ class OutputStream:
             self.scores.append(event.scores)
         else:
             encoded = self._encode_scores(event.scores)
-            self._unread.prompt_logprobs = _appended(self._unread.prompt_logprobs, encoded)
+            self._unread.prompt_logprobs = _extended(self._unread.prompt_logprobs, (encoded,))
 
     def on_pooled(self, event: Pooled) -> None:
         self.vector = event.vector
@@ -403,11 +399,11 @@ class OutputStream:
             self._subscriber()
 
 
-def _appended(column: Sequence[T], entry: T) -> list[T]:
-    """Return the column with one more entry. The empty one of a new chunk is shared; others grow in place."""
+def _extended(column: Sequence[T], entries: Sequence[T]) -> Sequence[T]:
+    """Return the column with more entries. The empty one of a new chunk is shared; others grow in place."""
     if not isinstance(column, list):
-        return [*column, entry]
-    column.append(entry)
+        return [*column, *entries] if entries else column
+    column += entries
     return column
 
 

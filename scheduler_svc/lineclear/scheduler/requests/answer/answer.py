@@ -104,8 +104,8 @@ class Answer:
 class HeldAnswer(Answer):
     """Outputs that are delivered at their end. The streams are read here, until `_complete` is called at their end."""
 
-    _chunks: Sequence[list[OutputChunk]] = field(init=False)
-    """Of each stream."""
+    _chunks: Sequence[OutputChunk] = field(init=False)
+    """What was read of each stream."""
     _started: Started | None = None
 
     def __post_init__(self) -> None:
@@ -113,18 +113,18 @@ class HeldAnswer(Answer):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Read the present streams, and submit their requests."""
-        self._chunks = [[] for _ in self.streams]
-        for stream, chunks in zip(self.streams, self._chunks, strict=True):
-            stream.subscribe(partial(self._read, stream, chunks))
+        self._chunks = [OutputChunk(0, [], []) for _ in self.streams]
+        for stream, so_far in zip(self.streams, self._chunks, strict=True):
+            stream.subscribe(partial(self._read, stream, so_far))
         super().submit(requests)
 
-    def _read(self, stream: OutputStream, chunks: list[OutputChunk]) -> None:
+    def _read(self, stream: OutputStream, so_far: OutputChunk) -> None:
         while stream.has_output and not self.is_over:
             chunk = stream.read_nowait()
             if chunk.error is not None:
                 self.cancel(chunk.error)
                 return
-            chunks.append(chunk)
+            so_far.extend(chunk)
             if chunk.queued is not None:
                 self.outputs[0].on_admitted(chunk.queued)
             if chunk.started is not None and self._started is None:

@@ -81,9 +81,8 @@ class Beams(HeldAnswer):
         self.submit(requests)
 
     def _complete(self) -> None:
-        chunks = [chunk for found in self._chunks for chunk in found]
-        self._first = self._first or next(chunk.end.stats for chunk in chunks if chunk.end is not None)
-        steps = [chunk.logprobs[0] for chunk in chunks if chunk.logprobs]
+        self._first = self._first or next(chunk.end.stats for chunk in self._chunks if chunk.end is not None)
+        steps = [chunk.logprobs[0] for chunk in self._chunks if chunk.logprobs]
         if len(steps) < len(self.streams):
             self.cancel(InternalError("a step of the beam search has no log probabilities"))
             return

@@ -6,13 +6,12 @@ before all candidates are complete.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Self
 
 from lineclear.scheduler.requests.answer.answer import HeldAnswer, open_streams
-from lineclear.scheduler.requests.output_stream import OutputChunk, joined
+from lineclear.scheduler.requests.output_stream import OutputChunk
 from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.requests.services import RequestServices
 from lineclear.scheduler.requests.validate.request import ValidatedRequest
@@ -35,15 +34,13 @@ class BestOf(HeldAnswer):
     def _complete(self) -> None:
         candidates = zip(map(_score, self._chunks), self.streams, self._chunks, strict=True)
         ranked = sorted(candidates, key=itemgetter(0), reverse=True)
-        for output, (score, stream, chunks) in zip(self.outputs, ranked, strict=False):
+        for output, (score, stream, best) in zip(self.outputs, ranked, strict=False):
             output.seed_index, output.score = stream.index, score
-            best = joined(chunks)
             if self._validated.sampling.logprobs < 0:
                 best.logprobs = ()
             output.deliver(best)
 
 
-def _score(chunks: Sequence[OutputChunk]) -> float:
+def _score(chunk: OutputChunk) -> float:
     """Return the mean log-probability of the tokens."""
-    values = [entry.logprob for chunk in chunks for entry in chunk.logprobs]
-    return sum(values) / max(1, len(values))
+    return sum(entry.logprob for entry in chunk.logprobs) / max(1, len(chunk.logprobs))
