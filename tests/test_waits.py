@@ -28,9 +28,6 @@ BOUNDED = {
     "scheduler_svc/lineclear/scheduler/engine/worker_process.py:WorkerProcess.reap:self._process.wait()": (
         "called once pidfd reports the exit"
     ),
-    "scheduler_svc/lineclear/scheduler/requests/request_context.py:RequestContext.wait:self.outputs[0].wait()": (
-        "a coroutine, which its caller awaits"
-    ),
     "embedded/lineclear/embedded/answers.py:Answer.__iter__:woken.wait()": (
         "a caller's thread; the request's deadline, and the end of the batcher, which fails every request"
     ),

@@ -151,7 +151,9 @@ class WorkerSupervisor:
         pids = []
         for slot in self._slots:
             self._check_lives()
-            await asyncio.gather(*(other.settled.wait() for other in self._slots if other is not slot))
+            for other in self._slots:
+                if other is not slot:
+                    await other.settled.wait()
             pids.append(await slot.restart())
         return pids
 
