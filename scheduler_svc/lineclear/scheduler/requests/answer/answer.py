@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -101,7 +102,7 @@ class Answer:
 
 
 @dataclass(eq=False)
-class HeldAnswer(Answer):
+class HeldAnswer(Answer, ABC):
     """Outputs that are delivered at their end. The streams are read here, until `_complete` is called at their end."""
 
     _chunks: Sequence[OutputChunk] = field(init=False)
@@ -134,9 +135,9 @@ class HeldAnswer(Answer):
         if not self.is_over and all(stream.is_read for stream in self.streams):
             self._complete()
 
+    @abstractmethod
     def _complete(self) -> None:
         """Go on after the end of all streams."""
-        raise NotImplementedError
 
 
 def seeded(sampling: Sampling, index: int) -> Sampling:
