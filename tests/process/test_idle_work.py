@@ -14,8 +14,8 @@ from support.toy import ToyRunner, ToyStep
 
 from lineclear.process.private_dir import SocketDir, private_socket_dir
 from lineclear.wire.codec import encode
-from lineclear.wire.messages import Rejoin, StepPlan
-from lineclear.worker.scheduler_link import PlanSocket, SchedulerMessage, Waker
+from lineclear.wire.messages import ControlMessage, Rejoin, StepPlan
+from lineclear.worker.scheduler_link import PlanSocket, Waker
 from lineclear.worker.step_loop import LoopLimits, _EpochEnd, _Loop
 
 IDLE = 0.25
@@ -51,11 +51,11 @@ class Preparing(ToyRunner):
 class Script:
     """Returns the messages of a script, None for a timeout, and records the timeouts."""
 
-    def __init__(self, *orders: SchedulerMessage | None) -> None:
+    def __init__(self, *orders: ControlMessage | StepPlan | None) -> None:
         self.waits: list[float | None] = []
         self._orders = iter(orders)
 
-    def receive(self, patience_seconds: float | None = None) -> SchedulerMessage | None:
+    def receive(self, patience_seconds: float | None = None) -> ControlMessage | StepPlan | None:
         self.waits.append(patience_seconds)
         return next(self._orders)
 

@@ -388,18 +388,10 @@ class PrepareGrammar:
     grammar: str
 
 
-Message = (
-    StepPlan
-    | StepResult
-    | Hello
-    | Heartbeat
-    | StepError
-    | Rejoin
-    | Goodbye
-    | SetLogLevel
-    | Stopping
-    | LoadAdapter
-    | UnloadAdapter
-    | AdapterLoaded
-    | PrepareGrammar
-)
+ControlMessage = Rejoin | Goodbye | SetLogLevel | LoadAdapter | UnloadAdapter | PrepareGrammar
+"""Scheduler to worker, beside the plans. A worker ignores a Heartbeat, which probes connections."""
+
+EpochMessage = StepResult | Heartbeat | StepError | Stopping | Goodbye | AdapterLoaded
+"""Worker to scheduler, after its Hello."""
+
+Message = StepPlan | ControlMessage | Hello | EpochMessage

@@ -15,22 +15,9 @@ import zmq
 from lineclear.process.logging_setup import should_log
 from lineclear.process.private_dir import SocketDir
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
-from lineclear.wire.messages import (
-    Goodbye,
-    Heartbeat,
-    LoadAdapter,
-    Message,
-    PrepareGrammar,
-    Rejoin,
-    SetLogLevel,
-    StepPlan,
-    UnloadAdapter,
-)
+from lineclear.wire.messages import ControlMessage, Heartbeat, Message, StepPlan
 
 log = structlog.get_logger()
-
-SchedulerMessage = StepPlan | Rejoin | Goodbye | SetLogLevel | LoadAdapter | UnloadAdapter | PrepareGrammar
-"""Messages of a scheduler that the step loop handles."""
 
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 500
 
@@ -86,7 +73,7 @@ class PlanSocket:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(waker.fileno, zmq.POLLIN)
 
-    def receive(self, timeout_seconds: float | None = None) -> SchedulerMessage | None:
+    def receive(self, timeout_seconds: float | None = None) -> StepPlan | ControlMessage | None:
         """Wait for the next message of this epoch. Returns None after a wake-up and after `timeout_seconds`.
 
         Counts and drops invalid frames. Raises ProtocolMismatch.
@@ -110,7 +97,7 @@ class PlanSocket:
                     log.warning("bad_frame", problem=str(error), num_bad_frames=self.num_bad_frames)
                 continue
             self._has_received |= message.epoch == self.epoch
-            if isinstance(message, SchedulerMessage) and message.epoch == self.epoch:
+            if isinstance(message, StepPlan | ControlMessage) and message.epoch == self.epoch:
                 return message
             if not isinstance(message, Heartbeat):  # the scheduler sends it to probe the connection
                 log.warning("stray_message", kind=type(message).__name__)

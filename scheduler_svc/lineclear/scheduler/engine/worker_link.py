@@ -26,20 +26,9 @@ from lineclear.process.logging_setup import should_log
 from lineclear.process.private_dir import PathError, SocketDir, private_socket_dir, remove_stale_socket
 from lineclear.scheduler.engine.engine_stats import LinkCounters
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
-from lineclear.scheduler.engine.worker_session import EpochMessage, Fact, Output, Send
+from lineclear.scheduler.engine.worker_session import Fact, Output, Send
 from lineclear.wire.codec import DecodeError, ProtocolMismatch, decode, encode
-from lineclear.wire.messages import (
-    PROTOCOL,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    LoadAdapter,
-    PrepareGrammar,
-    Rejoin,
-    SetLogLevel,
-    StepPlan,
-    UnloadAdapter,
-)
+from lineclear.wire.messages import PROTOCOL, ControlMessage, EpochMessage, Heartbeat, Hello, StepPlan
 
 log = structlog.get_logger()
 
@@ -142,9 +131,7 @@ class WorkerLink:
         self.counters.plans += 1
         self.counters.bytes_sent += len(frame)
 
-    def send_control(
-        self, message: SetLogLevel | Goodbye | Rejoin | LoadAdapter | UnloadAdapter | PrepareGrammar
-    ) -> bool:
+    def send_control(self, message: ControlMessage) -> bool:
         """Send a message to the worker of its epoch; return False if that is not possible now."""
         return not self._post(message.epoch, encode(message))
 

@@ -13,7 +13,6 @@ from itertools import count
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.engine.engine_stats import MembershipCounters, WorkerFigures, WorkerStatus
 from lineclear.scheduler.engine.worker_session import (
-    EpochMessage,
     JoinRejected,
     Output,
     SessionEvent,
@@ -21,7 +20,7 @@ from lineclear.scheduler.engine.worker_session import (
     WorkerSession,
     WorkerTimeouts,
 )
-from lineclear.wire.messages import Goodbye, Hello, StepError, StepResult, Stopping
+from lineclear.wire.messages import EpochMessage, Goodbye, Hello, StepError, StepResult, Stopping
 
 S, E = SessionState, SessionEvent
 _HUNG_CHECK_SECONDS = 0.5

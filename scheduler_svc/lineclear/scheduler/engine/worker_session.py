@@ -16,6 +16,7 @@ from lineclear.scheduler.engine.engine_stats import TokenRate, WorkerFigures
 from lineclear.wire.messages import (
     CANNOT_JOIN,
     AdapterLoaded,
+    EpochMessage,
     Goodbye,
     Heartbeat,
     Hello,
@@ -37,9 +38,6 @@ HEALTHY_IDLE_SECONDS = 10.0
 _COLD_STEPS = 8
 _MAX_PREDICTED_RATIO = 20
 _SLOW_STEP_SECONDS = 2.0
-
-EpochMessage = StepResult | Heartbeat | Stopping | StepError | Goodbye | AdapterLoaded
-"""Messages of a worker after its Hello."""
 
 
 class SessionState(Enum):
