@@ -5,13 +5,13 @@ from __future__ import annotations
 from simulation.mutations import Bugs, always, boundary, drop, never, off_by_one, replace, swap, without
 
 from lineclear.scheduler.core import placement, request_queue
+from lineclear.scheduler.core.core_state import TokenBudget
 from lineclear.scheduler.core.drafts import DraftPlan
 from lineclear.scheduler.core.placement import Isolation, Placement
 from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import PoisonDetector
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.step_time_model import StepTimeModel
-from lineclear.scheduler.core.worker_state import TokenBudget
 
 _INDEX = "state.adapters.index(request.adapter)"
 

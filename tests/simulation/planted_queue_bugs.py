@@ -5,6 +5,7 @@ from __future__ import annotations
 from simulation.mutations import Bugs, always, boundary, drop, never, off_by_one, replace, swap, without
 
 from lineclear.scheduler.core import limits, policies, wait_prediction
+from lineclear.scheduler.core.core_state import SlotPace
 from lineclear.scheduler.core.fair_share import FairShare
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import (
@@ -19,7 +20,6 @@ from lineclear.scheduler.core.policies import (
     Shortest,
 )
 from lineclear.scheduler.core.request_queue import RequestQueue, SortedKeys
-from lineclear.scheduler.core.slot_pace import SlotPace
 
 QUEUE_BUGS: Bugs = {
     CoreLimits: {"a switch keeps the tenants' weights": replace("self.policy.share_weights", "None")},

@@ -5,8 +5,8 @@ from __future__ import annotations
 from simulation.mutations import Bugs, always, boundary, drop, never, off_by_one, replace, without
 
 from lineclear.scheduler.core import result_applier
+from lineclear.scheduler.core.core_state import LiveRequests
 from lineclear.scheduler.core.inflight_step import ChunkRow, InflightStep, ResultTokens
-from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.result_applier import ResultApplier
 
 RESULT_BUGS: Bugs = {

@@ -5,9 +5,8 @@ from __future__ import annotations
 from simulation.mutations import Bugs, always, boundary, drop, never, replace, swap, without
 
 from lineclear.scheduler.core.adapter_table import AdapterTable
+from lineclear.scheduler.core.core_state import SharedState, WorkerState
 from lineclear.scheduler.core.scheduler import Scheduler
-from lineclear.scheduler.core.shared_state import SharedState
-from lineclear.scheduler.core.worker_state import WorkerState
 
 SCHEDULER_BUGS: Bugs = {
     Scheduler: {

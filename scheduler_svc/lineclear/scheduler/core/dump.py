@@ -16,28 +16,20 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from lineclear.scheduler.core import (
-    fair_share,
-    inflight_step,
-    policies,
-    running_batch,
-    sequence,
-    shared_state,
-    worker_state,
-)
+from lineclear.scheduler.core import core_state, fair_share, inflight_step, policies, running_batch, sequence
 from lineclear.scheduler.core.child_blocks import ChildBlocks, min_copied, token_bytes
+from lineclear.scheduler.core.core_state import SharedState
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request, Sequence, State
-from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.wire.messages import Sampling
 
 BLANK_TOKEN, BLANK_STOP, BLANK_EOS = 0, 1, 2
 """The tokens of a loaded core."""
 _BLANK_GRAMMAR = "blank"
 
-_MODULES = fair_share, inflight_step, policies, running_batch, sequence, shared_state, worker_state
+_MODULES = core_state, fair_share, inflight_step, policies, running_batch, sequence
 _CLASSES = {
     name: found
     for module in _MODULES

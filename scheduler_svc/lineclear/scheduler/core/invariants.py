@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain
 
+from lineclear.scheduler.core.core_state import WorkerState
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Sequence, State
-from lineclear.scheduler.core.worker_state import WorkerState
 
 
 def check(core: Scheduler, *, with_waiting_prompts: bool = True) -> None:

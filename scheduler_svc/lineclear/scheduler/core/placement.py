@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lineclear.scheduler.core.core_state import SharedState, WorkerState
 from lineclear.scheduler.core.sequence import Sequence, State
-from lineclear.scheduler.core.shared_state import SharedState
-from lineclear.scheduler.core.worker_state import WorkerState
 
 _MIN_WAIT_SECONDS = 0.001
 """A request is left to another worker for at least this long, so that the worker can plan in the meantime."""

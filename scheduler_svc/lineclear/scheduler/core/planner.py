@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from lineclear.scheduler.core.child_blocks import Donor
+from lineclear.scheduler.core.core_state import SharedState, WorkerState
 from lineclear.scheduler.core.drafts import DraftPlan
 from lineclear.scheduler.core.events import Event, Started
 from lineclear.scheduler.core.inflight_step import ChunkRow, InflightStep, kv_of_drafts
@@ -16,8 +17,6 @@ from lineclear.scheduler.core.placement import Placement
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES
 from lineclear.scheduler.core.request_queue import QueueWalk
 from lineclear.scheduler.core.sequence import Sequence, State
-from lineclear.scheduler.core.shared_state import SharedState
-from lineclear.scheduler.core.worker_state import WorkerState
 from lineclear.wire.messages import BlockCopy, Decodes, Row, RowOutput, SlotInit
 
 _MAX_UNFIT = 8  # waiting sequences without enough blocks that a step skips before it stops admitting

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from lineclear.errors import InternalError, LineclearError, NonFiniteLogits, NoTokenAllowed
+from lineclear.scheduler.core.core_state import LiveRequests, SharedState, WorkerState
 from lineclear.scheduler.core.events import Event, FinishReason, Pooled, Scored
 from lineclear.scheduler.core.inflight_step import BadResult, ChunkRow, InflightStep, ResultTokens
-from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.sequence import Sequence, State
-from lineclear.scheduler.core.shared_state import SharedState
-from lineclear.scheduler.core.worker_state import WorkerState
 from lineclear.wire.messages import RowOutput, Scores, StepResult
 
 _SAMPLE = RowOutput.SAMPLE

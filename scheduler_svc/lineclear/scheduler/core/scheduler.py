@@ -24,10 +24,10 @@ from lineclear.errors import (
 )
 from lineclear.scheduler.core import limits
 from lineclear.scheduler.core.block_pool import BlockHash, BlockHasher
+from lineclear.scheduler.core.core_state import LiveRequests, SharedState, WorkerState
 from lineclear.scheduler.core.events import Admitted, Event, FinishReason, QueuePosition, WorkerJoined, WorkerLost
 from lineclear.scheduler.core.inflight_step import ChunkRow
 from lineclear.scheduler.core.limits import SWITCHABLE, CoreLimits
-from lineclear.scheduler.core.live_requests import LiveRequests
 from lineclear.scheduler.core.placement import Isolation
 from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import WorkerLoss
@@ -35,10 +35,8 @@ from lineclear.scheduler.core.policies import QUEUE_ORDERS
 from lineclear.scheduler.core.result_applier import ResultApplier
 from lineclear.scheduler.core.running_batch import ChooseDonor
 from lineclear.scheduler.core.sequence import Request, Sequence, State
-from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.core.stats import CoreSnapshot
 from lineclear.scheduler.core.wait_prediction import LAST, must_wait, queue_position
-from lineclear.scheduler.core.worker_state import WorkerState
 from lineclear.wire.messages import Hello, RowOutput, StepError, StepErrorKind, StepPlan, StepResult
 
 

@@ -10,10 +10,9 @@ import heapq
 from collections.abc import Iterator
 from itertools import islice
 
+from lineclear.scheduler.core.core_state import SharedState, WorkerState
 from lineclear.scheduler.core.events import QueuePosition
 from lineclear.scheduler.core.sequence import Sequence
-from lineclear.scheduler.core.shared_state import SharedState
-from lineclear.scheduler.core.worker_state import WorkerState
 
 _MAX_SIMULATED = 64  # requests that are given a slot one by one; the others count by their mean
 LAST = (float("inf"), 0)

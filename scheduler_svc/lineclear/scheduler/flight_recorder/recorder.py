@@ -16,6 +16,7 @@ from typing import Any
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core.block_pool import BlockHasher
 from lineclear.scheduler.core.child_blocks import Donor
+from lineclear.scheduler.core.core_state import WorkerState
 from lineclear.scheduler.core.dump import dump, dump_core
 from lineclear.scheduler.core.events import (
     Event,
@@ -34,7 +35,6 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.core.worker_state import WorkerState
 from lineclear.wire.messages import StepError, StepPlan, StepResult
 
 FORMAT = "lineclear flight recording 10"

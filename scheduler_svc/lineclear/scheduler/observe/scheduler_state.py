@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from google.protobuf.duration_pb2 import Duration
 
+from lineclear.scheduler.core.core_state import SharedState, WorkerState
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.sequence import Sequence
-from lineclear.scheduler.core.shared_state import SharedState
-from lineclear.scheduler.core.worker_state import WorkerState
 from lineclear.v1 import steps_pb2 as pb
 
 MAX_WAITING = 64

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from lineclear.scheduler.core.core_state import SharedState
 from lineclear.scheduler.core.events import Admitted, Event, Failed, Finished, Preempted, Started
 from lineclear.scheduler.core.inflight_step import ChunkRow
-from lineclear.scheduler.core.shared_state import SharedState
 from lineclear.scheduler.observe.scheduler_state import duration
 from lineclear.v1 import steps_pb2 as pb
 from lineclear.wire.messages import Decodes, Hello, Row, StepPlan, StepResult
