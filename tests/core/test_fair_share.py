@@ -10,7 +10,7 @@ import pytest
 from core.harness import CoreHarness, make_request
 
 from lineclear.scheduler.core.dump import dump
-from lineclear.scheduler.core.fair_share import FairShare
+from lineclear.scheduler.core.policies import FairShare, PolicySettings
 from lineclear.scheduler.core.sequence import Request, Sequence
 from lineclear.wire.messages import Pooling, PoolingKind
 
@@ -70,7 +70,7 @@ def run_through(order: FairShare, request: Request, number: int) -> None:
 
 
 def test_outputs_are_charged_with_their_prompt_once() -> None:
-    order = FairShare({})
+    order = FairShare(PolicySettings())
     requests = [make_request(f"a{n}", 20, 6, tenant="a", is_sibling=n > 0) for n in range(4)]
     sequences = [Sequence(x, (order.key(x, 0.0, 0.0), n), 0.0) for n, x in enumerate(requests)]
     assert charged(order) == 20 + 4 * 6
@@ -84,7 +84,7 @@ def test_outputs_are_charged_with_their_prompt_once() -> None:
 
 
 def test_parts_of_a_call_are_charged_with_their_prompts() -> None:
-    order = FairShare({})
+    order = FairShare(PolicySettings())
     pooling = Pooling(PoolingKind.LAST)
     for number in range(3):
         part = make_request(f"a{number}", 20, 0, tenant="a", is_sibling=number > 0, pooling=pooling)
@@ -93,7 +93,7 @@ def test_parts_of_a_call_are_charged_with_their_prompts() -> None:
 
 
 def test_steps_of_a_beam_search_are_charged_like_one_request() -> None:
-    order = FairShare({})
+    order = FairShare(PolicySettings())
     order.key(make_request("lives", 2, 60, tenant="a"), 0.0, 0.0)
     for step in range(5):
         for beam, request in enumerate(beam_step(step)):
@@ -102,7 +102,7 @@ def test_steps_of_a_beam_search_are_charged_like_one_request() -> None:
 
 
 def test_absent_tenants_are_forgotten() -> None:
-    order = FairShare({})
+    order = FairShare(PolicySettings())
 
     def arrive(number: int) -> Sequence:
         request = make_request(f"r{number}", 1, 1, tenant=f"t{number}")
@@ -123,7 +123,7 @@ def test_absent_tenants_are_forgotten() -> None:
 
 def test_clock_never_runs_backwards() -> None:
     """A request that did not fit starts behind one with a later key. A new tenant begins at the later key."""
-    order = FairShare({})
+    order = FairShare(PolicySettings())
     small, large = make_request("small", 10, 10, tenant="a"), make_request("large", 10, 10, tenant="b")
     order.key(make_request("first", 40, 10, tenant="a"), 0.0, 0.0)
     later, earlier = Sequence(small, (order.key(small, 0.0, 0.0), 1), 0.0), Sequence(large, (0.0, 2), 0.0)

@@ -26,7 +26,7 @@ from lineclear.errors import (
     ShutdownInterrupted,
 )
 from lineclear.scheduler.core.events import FinishReason
-from lineclear.scheduler.core.fair_share import share_of
+from lineclear.scheduler.core.policies import share_of
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.requests.session import Session
 from lineclear.v1 import inference_pb2 as pb

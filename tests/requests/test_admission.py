@@ -13,7 +13,7 @@ from support.serving import TOKENIZER, Serving, error_of, serving, text_request
 from support.session_driver import Caller, submit
 
 from lineclear.errors import QueueFull
-from lineclear.scheduler.core.fair_share import share_of
+from lineclear.scheduler.core.policies import share_of
 from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueuePlace
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb

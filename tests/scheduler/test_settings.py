@@ -11,9 +11,8 @@ import pytest
 from lineclear.process.flag_aliases import names_of
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.addresses import is_local, parse_address
-from lineclear.scheduler.core.fair_share import share_of
 from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES, PolicySettings
+from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES, PolicySettings, share_of
 from lineclear.scheduler.engine.worker_session import WorkerTimeouts
 from lineclear.scheduler.engine.worker_slot import SupervisorLimits
 from lineclear.scheduler.settings import SchedulerSettings, load

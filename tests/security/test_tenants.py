@@ -19,7 +19,7 @@ from support.session_driver import Caller
 from support.session_driver import submit as session_submit
 
 from lineclear.scheduler.core.events import FinishReason
-from lineclear.scheduler.core.fair_share import share_of
+from lineclear.scheduler.core.policies import share_of
 from lineclear.status_codec import from_status
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs

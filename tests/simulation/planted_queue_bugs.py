@@ -6,7 +6,6 @@ from simulation.mutations import Bugs, always, boundary, drop, never, off_by_one
 
 from lineclear.scheduler.core import limits, policies, wait_prediction
 from lineclear.scheduler.core.core_state import SlotPace
-from lineclear.scheduler.core.fair_share import FairShare
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import (
     Adaptive,
@@ -14,9 +13,10 @@ from lineclear.scheduler.core.policies import (
     Continuous,
     Deadline,
     DynamicTimeout,
-    Fifo,
+    FairShare,
     FixedSize,
     Priority,
+    QueueOrder,
     Shortest,
 )
 from lineclear.scheduler.core.request_queue import RequestQueue, SortedKeys
@@ -92,7 +92,7 @@ QUEUE_BUGS: Bugs = {
         ),
     },
     Adaptive: {"adaptive batching lets no request start": replace("0 if state.num_active else 1", "0")},
-    Fifo: {"the first to arrive has no earlier key": replace("return now", "return 0.0")},
+    QueueOrder: {"the first to arrive has no earlier key": replace("return now", "return 0.0")},
     Priority: {"the last to arrive goes first": replace("now + _1", "-now + _1")},
     Shortest: {
         "shortest leaves out the expected output length": replace(

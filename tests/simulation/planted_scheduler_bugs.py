@@ -87,7 +87,7 @@ SCHEDULER_BUGS: Bugs = {
         "a stopping worker takes requests": without("not self.is_leaving(worker)"),
         "a request starts where it never fits": without("sequence.max_len > worker.max_len"),
         "samples in flight elsewhere stop admission": replace("sequence.in_flight == 0 or _", "True"),
-        "a suspect starts beside others": without("self.poison.must_isolate(sequence)"),
+        "a suspect starts beside others": without("sequence.must_isolate"),
         "draining workers wait for full batches": replace("self.draining", "False"),
         "a group waits for requests that run elsewhere only": replace("self.may_take(worker, sequence)", "True"),
         "a batch counts requests that fit into other workers only": always("self.fresh.longest <= worker.max_len"),

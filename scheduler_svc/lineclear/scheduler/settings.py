@@ -18,8 +18,7 @@ from lineclear.process.command_line import Hints
 from lineclear.process.device_names import split_devices
 from lineclear.process.flag_aliases import flags_of_worker
 from lineclear.scheduler.addresses import is_local, is_tcp
-from lineclear.scheduler.core.fair_share import share_of
-from lineclear.scheduler.core.policies import PolicySettings
+from lineclear.scheduler.core.policies import PolicySettings, share_of
 from lineclear.scheduler.settings_fields import MAX_MESSAGE_BYTES, SchedulerFields, parse_adapters, parse_weights
 
 # A Generate call beyond queue and batch is refused at once. These streams are for calls that do not wait in the queue.

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from lineclear.errors import AdapterLimitReached, AdapterNotFound
 
-NO_ADAPTER = b""
-"""Key of requests for the model without an adapter. Its index is 0."""
-
 
 class AdapterTable:
-    """At most `max_adapters` adapters, with indices from 1."""
+    """At most `max_adapters` adapters, with indices from 1: 0 is the model without one."""
 
     def __init__(self, max_adapters: int) -> None:
         self._max_adapters = max_adapters
@@ -28,8 +25,8 @@ class AdapterTable:
         return dict(self._indices)
 
     def index(self, key: bytes) -> int:
-        """Return the index of an adapter that a live request uses; 0 for NO_ADAPTER."""
-        return self._indices[key] if key else 0
+        """Return the index of an adapter that a live request uses."""
+        return self._indices[key]
 
     def load(self, key: bytes) -> int:
         """Return the index of an adapter, which is a new one unless the workers hold it. Raises AdapterLimitReached."""
@@ -57,20 +54,18 @@ class AdapterTable:
 
     def check(self, key: bytes) -> None:
         """Raises AdapterNotFound unless requests may use the adapter."""
-        if key and (key not in self._indices or key in self._unloading):
+        if key not in self._indices or key in self._unloading:
             raise AdapterNotFound("the adapter was unloaded before the request reached the queue")
 
     def acquire(self, key: bytes) -> None:
-        """Count a request that uses an adapter, or NO_ADAPTER."""
-        if key:
-            self._num_uses[key] += 1
+        """Count a request that uses an adapter."""
+        self._num_uses[key] += 1
 
     def release(self, key: bytes) -> None:
         """Count the end of a request."""
-        if key:
-            self._num_uses[key] -= 1
-            if not self._num_uses[key] and key in self._unloading:
-                self._forget(key)
+        self._num_uses[key] -= 1
+        if not self._num_uses[key] and key in self._unloading:
+            self._forget(key)
 
     def _forget(self, key: bytes) -> None:
         self._indices.pop(key, None)

@@ -259,7 +259,7 @@ class SharedState:
 
     def may_take(self, worker: WorkerState, sequence: Sequence) -> bool:
         """Return whether a worker may run a waiting sequence in its batch, now or after other requests."""
-        if sequence.max_len > worker.max_len or self.poison.must_isolate(sequence):
+        if sequence.max_len > worker.max_len or sequence.must_isolate:
             return False
         # Samples in flight elsewhere may take long. Only the worker that has them waits for their values.
         return sequence.in_flight == 0 or sequence.epoch == worker.epoch
@@ -337,7 +337,8 @@ class LiveRequests:
         """Add an admitted request."""
         self._by_id[sequence.request.request_id] = sequence
         self._num_search_steps += sequence.request.is_search_step
-        self._state.adapters.acquire(sequence.request.adapter)
+        if sequence.request.adapter:
+            self._state.adapters.acquire(sequence.request.adapter)
         if sequence.request.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.request.deadline, sequence.number, sequence))
 
@@ -373,7 +374,8 @@ class LiveRequests:
     def _free(self, sequence: Sequence, *, tainted: bool = False) -> None:
         """Any state -> FINISHED."""
         state = self._state
-        state.poison.remove(sequence)
+        if state.poison.suspects:
+            state.poison.remove(sequence)
         state.queue_order.on_finish(sequence)
         if sequence.state is State.RUNNING:
             state.workers[sequence.epoch].batch.free(sequence, State.FINISHED, tainted=tainted)
@@ -383,7 +385,8 @@ class LiveRequests:
             sequence.state = State.FINISHED
         del self._by_id[sequence.request.request_id]
         self._num_search_steps -= sequence.request.is_search_step
-        state.adapters.release(sequence.request.adapter)
+        if sequence.request.adapter:
+            state.adapters.release(sequence.request.adapter)
         if len(self._deadlines) > 2 * len(self._by_id) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2].state is not State.FINISHED]
             heapq.heapify(self._deadlines)

@@ -41,7 +41,7 @@ def check(core: Scheduler, *, with_waiting_prompts: bool = True) -> None:
         assert queue.num_siblings == len(siblings)
         assert queue.sibling_tokens == sum(len(s.tokens) for s in siblings)
     suspects = [s for s in live if s.crash_count]
-    assert {*suspects} == {*state.poison}, "crash counts and suspects disagree"
+    assert {*suspects} == {*state.poison.suspects}, "crash counts and suspects disagree"
     assert all(0 < s.clear_position < s.max_len or s.max_len == 1 for s in suspects)
     inflight = chain.from_iterable(worker.inflight for worker in state.workers.values())
     samples = Counter(id(s) for step in inflight for s in step.sampled())

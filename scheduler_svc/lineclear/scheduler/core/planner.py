@@ -373,7 +373,7 @@ class StepPlanner:
                 sequence.prompt_len,
                 tuple(shared),
                 request.sampling,
-                state.adapters.index(request.adapter),
+                state.adapters.index(request.adapter) if request.adapter else 0,
                 0 if request.scoring is None else request.scoring.num_top,
                 request.pooling,
             )

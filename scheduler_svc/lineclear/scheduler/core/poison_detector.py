@@ -8,13 +8,12 @@ requests lose only time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import Enum
 
 from lineclear.scheduler.core.inflight_step import InflightStep
 from lineclear.scheduler.core.sequence import Sequence, State
 
-_ISOLATE_AFTER_CRASHES = 2
 _CLEAR_POSITIONS = 2  # positions to compute after those in flight at the loss, so that the last is a decode row
 
 
@@ -30,17 +29,12 @@ class WorkerLoss(Enum):
 
 
 class PoisonDetector:
-    """The suspects: live sequences with a crash count."""
+    """Counts crashes. No request of a server without them comes here."""
 
     def __init__(self, max_isolated_crashes: int, max_isolated_kills: int) -> None:
         self._max_crashes, self._max_kills = max_isolated_crashes, max_isolated_kills
-        self._suspects: dict[Sequence, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._suspects)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._suspects)
+        self.suspects: dict[Sequence, None] = {}
+        """Live sequences with a crash count."""
 
     def record_crash(self, steps: Iterable[InflightStep]) -> Sequence | None:
         """Count a crash for every live sequence with a row in `steps`; return the sequence if it ran alone.
@@ -55,7 +49,7 @@ class PoisonDetector:
                 reached += sequence.num_drafts
                 clear = min(reached + _CLEAR_POSITIONS, sequence.max_len - 1)
                 sequence.clear_position = max(sequence.clear_position, clear)
-                self._suspects[sequence] = None
+                self.suspects[sequence] = None
         if len(in_flight) != 1 or in_flight[0].state is State.FINISHED:
             return None
         return in_flight[0]
@@ -67,21 +61,16 @@ class PoisonDetector:
             sequence.isolated_kills += loss is WorkerLoss.KILLED
         return sequence.isolated_crashes / self._max_crashes + sequence.isolated_kills / self._max_kills >= 1.0
 
-    def must_isolate(self, sequence: Sequence) -> bool:
-        """Return whether a sequence must run alone."""
-        return sequence.crash_count >= _ISOLATE_AFTER_CRASHES
-
     def isolated_by_age(self) -> list[Sequence]:
         """Return the sequences that must run alone, oldest first."""
-        return sorted(filter(self.must_isolate, self._suspects), key=lambda s: s.queue_key)
+        return sorted((s for s in self.suspects if s.must_isolate), key=lambda s: s.queue_key)
 
     def clear_passed(self) -> None:
         """Clear every suspect that computed past its `clear_position`."""
-        for sequence in [s for s in self._suspects if s.num_computed >= s.clear_position]:
+        for sequence in [s for s in self.suspects if s.num_computed >= s.clear_position]:
             self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Clear a sequence that passed its position or has ended."""
-        if self._suspects:
-            self._suspects.pop(sequence, None)
-            sequence.crash_count = sequence.isolated_crashes = sequence.isolated_kills = sequence.clear_position = 0
+        self.suspects.pop(sequence, None)
+        sequence.crash_count = sequence.isolated_crashes = sequence.isolated_kills = sequence.clear_position = 0

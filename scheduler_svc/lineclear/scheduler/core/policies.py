@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Protocol
 
-from lineclear.scheduler.core.fair_share import FairShare
 from lineclear.scheduler.core.sequence import Request, Sequence
 from lineclear.scheduler.core.step_time_model import StepTimeModel
+
+_MAX_DEBTORS = 4096  # tenants without a live request whose accounts are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,74 +187,57 @@ STRATEGIES: dict[str, Callable[[PolicySettings], BatchingStrategy]] = {
 }
 
 
-class QueueOrder(Protocol):
-    """Orders requests by a key that never changes, so the queue is sorted once and every wait is bounded."""
+class QueueOrder:
+    """First in, first out: orders requests by a key that never changes, so the queue is sorted once.
 
-    prefill_first: bool
+    Other orders compute another key, for which every wait is bounded.
+    """
+
+    prefill_first = False
     """Whether a step computes prompts before decodes."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._settings = settings
 
     def key(self, request: Request, now: float, run_seconds: float) -> float:
         """Return the key of an admitted request: lowest first, equal keys by arrival. Called once a request.
 
         `run_seconds` is the time that the request is expected to run; 0 if unknown.
         """
-        ...
-
-    def preview(self, request: Request, now: float, run_seconds: float) -> float:
-        """Return the key that the request would get, and change nothing."""
-        ...
-
-    def on_start(self, sequence: Sequence) -> None:
-        """Note that a request got its first slot."""
-        ...
-
-    def on_finish(self, sequence: Sequence) -> None:
-        """Note that a request ended, started or not."""
-        ...
-
-
-class Fifo:
-    """First in, first out."""
-
-    prefill_first = False
-
-    def __init__(self, settings: PolicySettings) -> None:
-        self._settings = settings
-
-    def key(self, request: Request, now: float, run_seconds: float) -> float:
         return now
 
     def preview(self, request: Request, now: float, run_seconds: float) -> float:
+        """Return the key that the request would get, and change nothing."""
         return self.key(request, now, run_seconds)
 
     def on_start(self, sequence: Sequence) -> None:
-        pass
+        """Note that a request got its first slot."""
 
     def on_finish(self, sequence: Sequence) -> None:
-        pass
+        """Note that a request ended, started or not."""
 
 
-class PrefillFirst(Fifo):
+class PrefillFirst(QueueOrder):
     """By arrival, prompts before decodes: the shortest time to the first token, with pauses between later tokens."""
 
     prefill_first = True
 
 
-class Priority(Fifo):
+class Priority(QueueOrder):
     """By priority, 0 first. A wait of `priority_aging_seconds` counts as one priority class, so no request starves."""
 
     def key(self, request: Request, now: float, run_seconds: float) -> float:
         return now + request.priority * self._settings.priority_aging_seconds
 
 
-class Shortest(Fifo):
+class Shortest(QueueOrder):
     """By prompt and expected output tokens, fewest first. A wait of `priority_aging_seconds` counts as 256 tokens."""
 
     def key(self, request: Request, now: float, run_seconds: float) -> float:
         return now + request.expected_len / 256 * self._settings.priority_aging_seconds
 
 
-class Deadline(Fifo):
+class Deadline(QueueOrder):
     """Latest start first: the deadline minus the expected run time (least slack time, Leung 1989), but not in the past.
 
     A request without deadline counts as due after 256 times `priority_aging_seconds`.
@@ -263,14 +248,101 @@ class Deadline(Fifo):
         return max(now, due - run_seconds)  # a start in the past would overtake all that wait
 
 
-QUEUE_ORDERS: dict[str, Callable[[PolicySettings], QueueOrder]] = {
-    "fifo": Fifo,
+@dataclass(slots=True)
+class _Account:
+    """A tenant's account, in tokens by weight."""
+
+    charged: float = 0.0
+    last_key: float = 0.0
+    num_waiting: int = 0
+    num_live: int = 0
+
+
+class FairShare(QueueOrder):
+    """Waiting tenants get the same number of tokens, however many requests each of them sends.
+
+    Start-time fair queueing (Goyal, Vin, Cheng, 1996) over tokens. A request's key is its tenant's account when it
+    arrives. Then the account is charged with the tokens that the request is expected to take: prompt and output. The
+    lowest key is next. The virtual clock is the highest key that has started. An account behind the clock continues
+    from the clock, so an idle tenant saves up nothing. The outputs of one request are charged with its prompt once.
+    When the request ends, the account is settled by the tokens used: later requests of the tenant start earlier by the
+    unused tokens, or later by the excess. The tokens of a tenant of weight w count 1/w.
+
+    Counting tokens by tenant is the idea of VTC (Sheng et al., OSDI 2024). VTC updates its counters with every token
+    and decides in each step; a key that stays lets one queue serve all orders and costs nothing between arrivals and
+    ends.
+    """
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._weights = settings.share_weights
+        self._clock = 0.0
+        self._present: dict[str, _Account] = {}  # tenants with a live request
+        self._debtors: dict[str, _Account] = {}  # others charged beyond the clock, longest absent first
+
+    def preview(self, request: Request, now: float, run_seconds: float) -> float:
+        account = self._present.get(request.tenant) or self._debtors.get(request.tenant) or _Account()
+        key = max(account.charged, self._clock)
+        return max(key, account.last_key) if account.num_waiting else key
+
+    def key(self, request: Request, now: float, run_seconds: float) -> float:
+        """Return the tenant's account and charge it with the request."""
+        account = self._present.get(request.tenant)
+        if account is None:
+            account = self._debtors.pop(request.tenant, _Account())
+            self._present[request.tenant] = account
+        account.charged = max(account.charged, self._clock)
+        key = account.charged
+        if account.num_waiting:
+            key = max(key, account.last_key)  # after a credit, still behind the tenant's own earlier requests
+        account.charged += (request.expected_len - request.charged_before) / self._weight(request.tenant)
+        if request.continues:
+            key = self._clock  # next, in the place of the requests that it continues
+        else:
+            account.last_key = key
+        account.num_waiting += 1
+        account.num_live += 1
+        return key
+
+    def on_start(self, sequence: Sequence) -> None:
+        # The clock advances to the key of a request that starts.
+        self._clock = max(self._clock, sequence.queue_key[0])
+        self._present[sequence.request.tenant].num_waiting -= 1
+
+    def on_finish(self, sequence: Sequence) -> None:
+        # The tokens that the request used replace its charge.
+        tenant = sequence.request.tenant
+        account = self._present[tenant]
+        account.num_waiting -= sequence.started_at is None
+        used = 0 if sequence.started_at is None else len(sequence.tokens)
+        used = max(used, sequence.request.charged_before)
+        account.charged -= (sequence.request.expected_len - used) / self._weight(tenant)
+        account.num_live -= 1
+        if account.num_live == 0:
+            del self._present[tenant]
+            if account.charged > self._clock:
+                self._debtors[tenant] = account
+            if len(self._debtors) > _MAX_DEBTORS:
+                del self._debtors[next(iter(self._debtors))]
+        if not self._present:
+            self._debtors.clear()  # with no tenant waiting, no debt matters
+
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+
+QUEUE_ORDERS: dict[str, type[QueueOrder]] = {
+    "fifo": QueueOrder,
     "prefill_first": PrefillFirst,
     "priority": Priority,
     "shortest": Shortest,
     "deadline": Deadline,
-    "fair": lambda settings: FairShare(settings.share_weights),
+    "fair": FairShare,
 }
+
+
+def share_of(tenant: str) -> str:
+    """Return the hashed tenant id for the core and the flight recorder, which must not know names."""
+    return blake2b(tenant.encode("utf-8", "replace"), digest_size=8).hexdigest() if tenant else ""
 
 
 def newest(candidates: Collection[Sequence]) -> Sequence:

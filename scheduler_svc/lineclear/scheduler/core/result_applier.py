@@ -58,7 +58,7 @@ class ResultApplier:
                 batch.publish(sequence)
         batch.resolve_pending(inflight.step, bad_owners)
         events = [*tokens.event(), *reports, *restarted, *failures, *self._finish_complete(candidates, now)]
-        if self._state.poison:
+        if self._state.poison.suspects:
             self._clear_suspects()
         return events
 
@@ -256,7 +256,7 @@ class ResultApplier:
         return events
 
     def _clear_suspects(self) -> None:
-        for sequence in self._state.poison:
+        for sequence in self._state.poison.suspects:
             if sequence.in_decode_batch:
                 self._state.workers[sequence.epoch].batch.decode_batch.sync(sequence)
         self._state.poison.clear_passed()

@@ -82,7 +82,8 @@ class Scheduler:
                 raise ServerDraining("the server is shutting down", retry_after_seconds=1.0)
             if request.request_id in self._live:
                 raise DuplicateRequest("a request with this request_id is in progress")
-            state.adapters.check(request.adapter)
+            if request.adapter:
+                state.adapters.check(request.adapter)
             limits.check_queue(request, state.fresh, self.limits, lambda: queue_position(state, LAST, now).seconds)
             if state.workers:
                 largest = self._largest_worker()

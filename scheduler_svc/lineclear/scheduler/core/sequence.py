@@ -14,6 +14,8 @@ from typing import NamedTuple
 from lineclear.scheduler.core.events import RequestStats
 from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, Sampling
 
+_ISOLATE_AFTER_CRASHES = 2
+
 
 class Scoring(NamedTuple):
     """Asks for the log-probability of each prompt token behind `first_position`, and of the `num_top` most likely."""
@@ -252,6 +254,11 @@ class Sequence:
     def has_stopped(self) -> bool:
         """Whether its last token ends the answer."""
         return self.tokens[-1] in self.stop_token_ids and self.num_outputs > self.request.sampling.min_tokens
+
+    @property
+    def must_isolate(self) -> bool:
+        """Whether it must run alone: it is suspected of the loss of workers (core/poison_detector.py)."""
+        return self.crash_count >= _ISOLATE_AFTER_CRASHES
 
     @property
     def num_skippable(self) -> int:

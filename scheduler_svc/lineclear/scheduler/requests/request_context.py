@@ -14,7 +14,7 @@ from lineclear.api_limits import output_seed
 from lineclear.errors import Cancelled, DeadlineExceeded, InternalError, LineclearError
 from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReason, RequestStats, Started
-from lineclear.scheduler.core.fair_share import share_of
+from lineclear.scheduler.core.policies import share_of
 from lineclear.scheduler.requests import preparation
 from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.requests.answer.answer import Answer

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from lineclear.scheduler.core.fair_share import share_of
+from lineclear.scheduler.core.policies import share_of
 from lineclear.scheduler.security.memory_file import memory_file
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
