@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from lineclear.scheduler.engine.command_inbox import CommandInbox
+from lineclear.scheduler.engine.engine_loop import CommandInbox
 
 
 def test_burst_of_commands_wakes_the_engine_once() -> None:

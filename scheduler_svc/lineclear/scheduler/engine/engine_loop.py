@@ -1,4 +1,4 @@
-"""One iteration of the engine: carries requests in, plans out, results in and events out.
+"""One iteration of the engine: carries commands of other threads in, plans out, results in and events out.
 
 The core decides what runs, `WorkerRegistry` which workers may join, and `WorkerSession` when one is lost. Subscribers
 follow these changes. `WorkerLink` sends and receives, the supervisor starts and kills processes.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -17,12 +17,12 @@ import structlog
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core import invariants
-from lineclear.scheduler.core.events import Event
+from lineclear.scheduler.core.events import Event, Failed, RequestStats
 from lineclear.scheduler.core.inflight_step import BadResult
+from lineclear.scheduler.core.limits import queue_full
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
-from lineclear.scheduler.engine.command_inbox import CommandInbox, refusal
 from lineclear.scheduler.engine.engine_stats import MAX_STEP_TIMES, EngineCounters, EngineSnapshot
 from lineclear.scheduler.engine.worker_link import WorkerGone, WorkerLink
 from lineclear.scheduler.engine.worker_process import loss_by_exit
@@ -35,6 +35,7 @@ from lineclear.wire.messages import StepResult
 
 log = structlog.get_logger()
 
+_MAX_COMMANDS_PER_ITERATION = 64  # a burst of requests does not delay the results of running ones
 _SNAPSHOT_SECONDS = 0.05
 _SUSPENDED_SECONDS = 1.0
 _CHECK_PAUSE = 50
@@ -124,19 +125,20 @@ class EngineLoop:
             self.callbacks.publish(events)
             self._counters.publish_seconds += time.perf_counter() - begin
         # After the plans and events of this iteration are sent.
-        self._checks.check_if_due(now, is_idle=self.workers.is_idle)
+        is_idle = self.workers.is_idle
+        self._checks.check_if_due(now, is_idle=is_idle)
         if now >= self._snapshot_at + _SNAPSHOT_SECONDS:
             self.take_snapshot(now)
         if not self.inbox and not self.is_stopped:
-            self._wait(now)
+            self._wait(now, is_idle=is_idle)
 
-    def _wait(self, now: float) -> None:
+    def _wait(self, now: float, *, is_idle: bool) -> None:
         deadline = self.core.next_deadline(self.workers.joined_epochs - self._joining)
         self._next_worker_check = self.workers.next_check(now)
         self._next_wakeup = min(
             self._next_worker_check,
             math.inf if deadline is None else deadline,
-            self._checks.next_check() if self.workers.is_idle else math.inf,
+            self._checks.next_check() if is_idle else math.inf,
             math.inf if self._is_snapshot_current else self._snapshot_at + _SNAPSHOT_SECONDS,
         )
         self.iteration_started_at = None
@@ -288,3 +290,59 @@ class InvariantChecks:
     def next_check(self) -> float:
         """Return the time of the check that an idle engine has put off; infinite without one."""
         return self._paused_until if self._every_steps and self._num_unchecked else math.inf
+
+
+class CommandInbox:
+    """A queue of calls: bounded for requests, never blocking. Any thread adds, the engine's thread runs them.
+
+    `wake()` is called for the first addition after `run` has begun. A request is refused while `max_commands` are
+    unread.
+    """
+
+    def __init__(self, max_commands: int, wake: Callable[[], None]) -> None:
+        self._max_commands = max_commands
+        self._wake = wake
+        self._commands: deque[Callable[[float], list[Event] | None]] = deque()
+        self._refused: deque[Request] = deque()
+        self._is_woken = False
+
+    def __bool__(self) -> bool:
+        """Whether commands are unread."""
+        return bool(self._commands)
+
+    def add(self, command: Callable[[float], list[Event] | None]) -> None:
+        """Add a call. Not bounded: each admitted request adds only a few of these."""
+        self._commands.append(command)
+        self._wake_once()
+
+    def submit(self, requests: Iterable[Request], command: Callable[[float], list[Event]]) -> None:
+        """Add the call that submits the requests, or refuse all of them."""
+        if len(self._commands) < self._max_commands:
+            self._commands.append(command)
+        else:
+            self._refused.extend(requests)
+        self._wake_once()
+
+    def _wake_once(self) -> None:
+        # A wake is a system call, which releases the interpreter lock. `run` clears the flag before it looks for
+        # commands, and this thread has added one before it reads the flag: none is left behind.
+        if not self._is_woken:
+            self._is_woken = True
+            self._wake()
+
+    def run(self, now: float, predicted_wait: float | None = None) -> list[Event]:
+        """Run the next commands and return all events. A refusal has the `predicted_wait` of the queue."""
+        self._is_woken = False
+        events: list[Event] = []
+        for _ in range(min(len(self._commands), _MAX_COMMANDS_PER_ITERATION)):
+            events += self._commands.popleft()(now) or ()
+        while self._refused:
+            limit = self._max_commands
+            error = queue_full(f"{limit} commands are unread", limit, {"limit": limit}, predicted_wait)
+            events.append(refusal(self._refused.popleft(), error, now))
+        return events
+
+
+def refusal(request: Request, error: LineclearError, now: float) -> Failed:
+    """Return the only event of a request that was not admitted."""
+    return Failed(request.request_id, error, RequestStats(now, len(request.prompt), ended_at=now))
