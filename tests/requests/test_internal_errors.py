@@ -70,7 +70,7 @@ async def test_bug_in_one_answer_ends_that_request_only(tmp_path: Path, monkeypa
     break_at_a_token(monkeypatch)
     async with serving(tmp_path) as s:
         fatal: list[BaseException] = []
-        s.manager.on_fatal = fatal.append
+        s.manager.services.streams.on_fatal = fatal.append
         calls = []
         for number in (1, 2, 3):
             call = s.generate()

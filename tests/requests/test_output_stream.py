@@ -26,6 +26,7 @@ from lineclear.scheduler.core.events import (
     WorkerJoined,
     WorkerLost,
 )
+from lineclear.scheduler.engine.engine_stats import TokenRate
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import TOKEN_BYTES, Completion, OutputChunk, OutputStream
 from lineclear.scheduler.requests.queue_limits import QueueLimiter
@@ -53,11 +54,9 @@ class Engine:
 
 def new_router(max_unread_tokens: int = 100) -> tuple[OutputRouter, Engine, list[bool]]:
     engine, workers = Engine(), list[bool]()
-    return (
-        OutputRouter(engine, max_unread_tokens, workers.append, lambda error: InternalError(str(error))),
-        engine,
-        workers,
-    )
+    incident, rate = (lambda error: InternalError(str(error))), TokenRate(0.0)
+    router = OutputRouter(engine, max_unread_tokens, workers.append, incident, rate, lambda: 0.0)
+    return router, engine, workers
 
 
 def open_stream(router: OutputRouter, text: AnswerText | None = None, **options: Any) -> OutputStream:

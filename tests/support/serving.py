@@ -310,7 +310,7 @@ async def serving(
     """Run a server with a joined worker on a Unix socket below `path`, with a channel to it if that is `plaintext`."""
     chosen = SchedulerSettings(**{"model": "m", "listen": f"unix:{path}/s", **settings})
     chat = None if template is None else ChatTemplate(template, tokenizer.seal, {})
-    engine = FakeEngine(lambda events: manager.publish(events))
+    engine = FakeEngine(lambda events: services.streams.publish(events))
     services = RequestServices(chosen, engine, tokenizer, chat, model_defaults, model)
     manager = RequestManager(services)
     operations = FakeOperations()

@@ -78,7 +78,7 @@ class App:
         stack.callback(recordings.close)
         history = StepHistory(settings.step_history)
         callbacks = EngineCallbacks(
-            lambda events: self._manager.publish(events),
+            lambda events: self._manager.services.streams.publish(events),
             on_rejected=_on_rejected(files.fingerprint, shutdown),
             on_adapter_failed=lambda key, problem: self._manager.adapter_failed(key, problem),
             on_anomaly=recordings.dump,
@@ -90,7 +90,7 @@ class App:
         supervisor.on_exit = engine.worker_exited
         services = RequestServices(settings, engine, files.tokenizer, files.chat, files.generation_config, model)
         self._manager = RequestManager(services, supervisor.wanted)
-        self._manager.on_fatal = shutdown.on_fatal
+        services.streams.on_fatal = shutdown.on_fatal
         stack.callback(self._manager.close)
         self._steps = StepFeed(history, engine.call_on_engine_thread, engine.take_state, settings.max_step_watchers)
         operations = AdminOperations(shutdown, engine, recordings, supervisor, self._steps)

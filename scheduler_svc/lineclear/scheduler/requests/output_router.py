@@ -1,4 +1,4 @@
-"""Route the engine's events to the output streams of their requests."""
+"""Carry the engine's events to the event loop, and route them to the output streams of their requests."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from lineclear.scheduler.core.events import (
     WorkerJoined,
     WorkerLost,
 )
+from lineclear.scheduler.engine.engine_stats import TokenRate
 from lineclear.scheduler.requests import output_stream
 from lineclear.scheduler.requests.engine_api import EngineApi
 from lineclear.scheduler.requests.output_stream import OutputLimits, OutputStream
@@ -34,6 +35,7 @@ class OutputRouter:
     """The open output streams, by the engine's id of their request.
 
     `on_worker` is called when a worker joins (True) or is lost. `incident` maps a bug to the error that clients get.
+    `rate` counts output tokens. On the event loop that runs when it is created; the engine's thread calls `publish`.
     """
 
     def __init__(
@@ -42,11 +44,19 @@ class OutputRouter:
         max_unread_tokens: int,
         on_worker: Callable[[bool], None],
         incident: Callable[[BaseException], LineclearError],
+        rate: TokenRate,
+        clock: Callable[[], float],
     ) -> None:
+        self.on_fatal: Callable[[BaseException], None] = lambda error: None
+        """Called after an event that could not be delivered."""
+        self.is_closed = False
+        """The event loop ends: events are dropped."""
         self._engine = engine
         self._limits = OutputLimits(max_unread_tokens, output_stream.MAX_UNREAD_BYTES)
         self._on_worker = on_worker
         self._incident = incident
+        self._rate, self._clock = rate, clock
+        self._loop = asyncio.get_running_loop()
         self._streams: dict[str, OutputStream] = {}
         self._numbers = itertools.count(1)
         self._idle = asyncio.Event()
@@ -95,11 +105,26 @@ class OutputRouter:
         """Return when no stream is open."""
         await self._idle.wait()
 
+    def publish(self, events: Sequence[Event]) -> None:
+        """Deliver events of the engine. Thread-safe; does not wait."""
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, list(events), self._clock())
+        except RuntimeError:  # the loop is closed
+            if not self.is_closed:
+                raise
+
+    def _deliver(self, events: Sequence[Event], at: float) -> None:
+        try:
+            self.dispatch(events, at)
+        except Exception as error:  # the loop would only log it, and streams would wait forever
+            self.on_fatal(error)
+
     def dispatch(self, events: Sequence[Event], at: float) -> None:
         """Deliver the engine's events. `at` is the monotonic time of their creation."""
         streams = self._streams
         for event in events:
             if isinstance(event, StepTokens):  # most of the work: one call for each row of a step
+                self._rate.add(len(event), at)
                 columns = (event.request_ids, event.indices, event.tokens, event.logprobs or repeat(None))
                 for request_id, index, token_id, logprobs in zip(*columns, strict=False):
                     stream = streams.get(request_id)

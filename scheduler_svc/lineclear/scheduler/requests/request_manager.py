@@ -1,4 +1,4 @@
-"""The requests of a server as a whole: their events, their statistics, and their end at the shutdown."""
+"""The requests of a server as a whole: their statistics, and their end at the shutdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from lineclear.errors import LineclearError, ServerDraining, ShutdownInterrupted
-from lineclear.scheduler.core.events import Event, StepTokens
 from lineclear.scheduler.engine.engine_stats import WantedWorker
 from lineclear.scheduler.requests import status_messages
 from lineclear.scheduler.requests.admission import Admission
@@ -20,10 +19,7 @@ _FRESH_SECONDS = 0.5
 
 
 class RequestManager:
-    """Live requests, submitted answers and sessions. On the event loop that runs when it is created.
-
-    The engine's thread calls `publish`. `on_fatal` is called after an event that could not be delivered.
-    """
+    """Live requests, submitted answers and sessions. On the event loop that runs when it is created."""
 
     def __init__(self, services: RequestServices, wanted_workers: Callable[[], Sequence[WantedWorker]] = tuple) -> None:
         """`wanted_workers` returns the workers that the server keeps running, for the statistics."""
@@ -31,34 +27,13 @@ class RequestManager:
         self.requests = Admission(services)
         self.submitted = SubmittedRequests(services.settings, services.quota.retry_after_seconds)
         self.sessions: set[Session] = set()
-        self.on_fatal: Callable[[BaseException], None] = lambda error: None
         self._wanted_workers = wanted_workers
         self._loop = asyncio.get_running_loop()
-        self._is_closed = False
         self._drain_ends_at: float | None = None
 
-    # --- called by the engine's thread -------------------------------------------------------------------------------
-
-    def publish(self, events: Sequence[Event]) -> None:
-        """Deliver events of the engine. Thread-safe; does not wait."""
-        try:
-            self._loop.call_soon_threadsafe(self._dispatch, list(events), self.services.clock())
-        except RuntimeError:  # the loop is closed
-            if not self._is_closed:
-                raise
-
     def adapter_failed(self, key: bytes, problem: str) -> None:
-        """Forget an adapter that a worker cannot load."""
+        """Forget an adapter that a worker cannot load. Thread-safe."""
         self._loop.call_soon_threadsafe(self.services.adapters.failed, key, problem)
-
-    def _dispatch(self, events: Sequence[Event], at: float) -> None:
-        try:
-            count = sum(len(event.tokens) for event in events if isinstance(event, StepTokens))
-            if count:
-                self.services.stats.output.add(count, at)
-            self.services.streams.dispatch(events, at)
-        except Exception as error:  # the loop would only log it, and streams would wait forever
-            self.on_fatal(error)
 
     # --- shutdown ----------------------------------------------------------------------------------------------------
 
@@ -92,7 +67,6 @@ class RequestManager:
 
     def close(self) -> None:
         """Stop threads and processes. No call may be in progress."""
-        self._is_closed = True
         self.services.close()
 
     # --- statistics --------------------------------------------------------------------------------------------------

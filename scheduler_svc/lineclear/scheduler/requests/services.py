@@ -70,7 +70,9 @@ class RequestServices:
         self.model = ServedModel(settings, engine, defaults, tokenizer.vocab_size)
         self.quota = QueueLimiter(settings, clock)
         self.quota.predicted_wait = lambda: engine.snapshot().core.predicted_wait_seconds
-        self.streams = OutputRouter(engine, settings.max_unread_tokens, self._on_worker_change, self.incident)
+        self.streams = OutputRouter(
+            engine, settings.max_unread_tokens, self._on_worker_change, self.incident, self.stats.output, clock
+        )
         self.adapters = Adapters(settings, engine, clock, model)
 
     def follow(self, settings: SchedulerSettings) -> None:
@@ -83,6 +85,7 @@ class RequestServices:
 
     def close(self) -> None:
         """Stop threads and processes. No call may be in progress."""
+        self.streams.is_closed = True
         self.tokenizers.close()
         self.grammars.close()
 
