@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -11,21 +12,24 @@ from typing import Any, Self
 import structlog
 
 from lineclear.api_limits import output_seed
-from lineclear.errors import Cancelled, DeadlineExceeded, InternalError, LineclearError
+from lineclear.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest, LineclearError
 from lineclear.model_files.fingerprint import prompt_digest
 from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReason, RequestStats, Started
 from lineclear.scheduler.core.policies import share_of
-from lineclear.scheduler.requests import preparation
 from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.requests.answer.answer import Answer
 from lineclear.scheduler.requests.expected_length import AnswerShape
-from lineclear.scheduler.requests.output_stream import Completion, OutputStream
+from lineclear.scheduler.requests.output_stream import Completion, OutputStream, end_of
 from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.requests.request_stats import EndedRequest, RequestTimings, request_timings
 from lineclear.scheduler.requests.services import Call, RequestServices
 from lineclear.scheduler.requests.validate import request as validation
-from lineclear.scheduler.requests.validate.request import ValidatedRequest
+from lineclear.scheduler.requests.validate import sampling as sampling_validation
+from lineclear.scheduler.requests.validate import tools
+from lineclear.scheduler.requests.validate.request import ModelBounds, ValidatedRequest
 from lineclear.scheduler.security import identity
+from lineclear.scheduler.settings import SchedulerSettings
+from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.scheduler.text.parsed_answer import ParsedAnswerText
 from lineclear.scheduler.text.template_renderer import wall_clock_us
 from lineclear.v1 import inference_pb2 as pb
@@ -148,18 +152,13 @@ class RequestContext:
             prompt: Sequence[int] = message.token_ids.ids
             prompt = prompt[-message.truncate_prompt_tokens :] if message.truncate_prompt_tokens else prompt
         else:
-            if message.WhichOneof("prompt") == "chat":
-                self.chat_time_us = message.resume.chat_time_us or wall_clock_us()
-            remaining = self.deadline - services.clock()
-            prompt, sampling = await preparation.prepare(
-                services, validated, message, call.bounds.vocab_size, self.chat_time_us, remaining
-            )
+            prompt, sampling = await self._prepare(message)
         if self.has_ended:  # cancelled in the meantime
             return
         self.prompt_digest = prompt_digest(prompt)
         fields = validation.resolve(validated, message, prompt, self.prompt_digest, sampling, call.bounds)
         if validated.echoes_prompt:
-            self.prompt_echo = await preparation.echo(services, validated, prompt, call.bounds)
+            self.prompt_echo = await _echo(services, validated, prompt, call.bounds)
             if self.has_ended:
                 return
         self.queue_place.add_tokens(len(prompt))
@@ -171,13 +170,33 @@ class RequestContext:
                 return
         fields["deadline"], fields["tenant"] = self.deadline, tenant
         fields["expected_tokens"] = services.lengths.expect(self.shape, 0)
-        fields["max_drafts"] = self._max_drafts(message, sampling)
+        fields["max_drafts"] = _max_drafts(services.settings, message, sampling)
         owner = identity.ANONYMOUS if services.settings.share_prefix_cache_across_tenants else call.caller
         fields["cache_salt"] = identity.cache_salt(owner, message.cache_salt)
         if self.adapter is not None:  # the core compares fingerprints of the model alone
             fields["adapter"] = self.adapter.files.key
             fields["model_fingerprint"] = fields["model_fingerprint"] and call.bounds.model_fingerprint
         self.answer.start(fields | asks if asks else fields)
+
+    async def _prepare(self, message: pb.GenerateRequest) -> tuple[Sequence[int], Sampling]:
+        """Return the prompt and the complete sampling parameters: texts are tokenized, and the form is compiled.
+
+        Raises DeadlineExceeded.
+        """
+        services, sampling = self.services, self.validated.sampling
+        if message.WhichOneof("prompt") == "chat":
+            self.chat_time_us = message.resume.chat_time_us or wall_clock_us()
+        try:
+            async with asyncio.timeout(self.deadline - services.clock()):
+                prompt = await services.tokenizers.ids(message, self.chat_time_us)
+                if message.truncate_prompt_tokens:
+                    prompt = prompt[-message.truncate_prompt_tokens :]
+                sampling = await _with_texts(services, sampling, message, self.call.bounds.vocab_size)
+                if (grammar := await _grammar(services, self.validated, message, prompt)) is not None:
+                    sampling = replace(sampling, grammar=grammar)
+                return prompt, sampling
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed before the prompt was tokenized") from None
 
     async def _begin_outputs(self, prompt: Sequence[int]) -> None:
         """Prepare the outputs for an answer in parts behind the prompt, and for one that another server has begun."""
@@ -197,7 +216,7 @@ class RequestContext:
             await services.tokenizers.replay(output.text, received)
         end = None
         if not output.has_ended:
-            end = preparation.end_of_resumed(self.validated, output.text, received, self.shape.max_tokens)
+            end = _end_of_resumed(self.validated, output.text, received, self.shape.max_tokens)
         if end is not None:
             stats, engine_id = self._stats_of(output), output.engine_id
             started = Started(engine_id, 0, 0, 0, self.call.bounds.model_fingerprint)
@@ -268,14 +287,6 @@ class RequestContext:
             self.services.lengths.learn(self.shape, end.completion_tokens)
         return request_timings(end.stats, self.call.arrival, num_made_here, self.services.clock())
 
-    def _max_drafts(self, message: pb.GenerateRequest, sampling: Sampling) -> int:
-        settings = self.services.settings
-        if settings.speculative_method == "none" or sampling.grammar:
-            return 0  # a grammar follows the sampled tokens, one at a time
-        if not message.HasField("num_speculative_tokens"):
-            return settings.num_speculative_tokens
-        return min(message.num_speculative_tokens, settings.num_speculative_tokens)
-
     def _stats_of(self, output: OutputStream) -> RequestStats:
         """Return the statistics of an output that the engine does not compute."""
         now, num_prompt = self.services.clock(), self.shape.prompt_tokens
@@ -315,3 +326,78 @@ class RequestContext:
 def outcome_of(error: BaseException) -> str:
     """Return the `outcome` in the log and the metrics of a request that ended with `error`."""
     return error.reason if isinstance(error, LineclearError) else InternalError.reason
+
+
+# --- the preparation of a request that has more than token ids -------------------------------------------------------
+
+
+async def _with_texts(
+    services: RequestServices, sampling: Sampling, message: pb.GenerateRequest, vocab_size: int
+) -> Sampling:
+    """Tokenize the texts in the sampling parameters."""
+    params, tokenizers = message.sampling, services.tokenizers
+    if params.bad_words:
+        words = await tokenizers.bad_words(tuple(params.bad_words))
+        sampling = sampling_validation.with_bad_words(sampling, words, vocab_size)
+    if sampling.dry_multiplier:
+        breakers = await tokenizers.breakers(tuple(params.dry_sequence_breakers))
+        sampling = sampling_validation.with_breakers(sampling, *breakers, vocab_size)
+    return sampling
+
+
+async def _grammar(
+    services: RequestServices, validated: ValidatedRequest, message: pb.GenerateRequest, prompt: Sequence[int]
+) -> str | None:
+    """Compile the form of the answer here and on the workers; return None if it has none."""
+    if validated.tools is not None and validated.tools.is_call_forced:
+        calls = tools.forced_calls(message.chat, services.parsers, services.tokenizers.tokenizer, prompt)
+        grammar = await services.grammars.grammar_of_calls(calls)
+    elif message.sampling.HasField("structured_output"):
+        grammar = await services.grammars.grammar(message.sampling.structured_output)
+    else:
+        return None
+    loop, prepared = asyncio.get_running_loop(), asyncio.Event()
+
+    def done() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(prepared.set)
+
+    services.engine.prepare_grammar(grammar, done)
+    await prepared.wait()
+    return grammar
+
+
+async def _echo(
+    services: RequestServices, validated: ValidatedRequest, prompt: Sequence[int], bounds: ModelBounds
+) -> pb.PromptEcho:
+    """Return the prompt as its answer begins with it. Raises PromptTooLong."""
+    keep_special = validated.text_options["keep_special"]
+    text = await services.tokenizers.decode(prompt, keep_special=keep_special, vocab_size=bounds.vocab_size)
+    validation.check_echo(text, bounds)
+    return pb.PromptEcho(text=text, token_ids=prompt)
+
+
+def _end_of_resumed(
+    validated: ValidatedRequest, text: AnswerText | None, received: Sequence[int], max_tokens: int
+) -> tuple[FinishReason, int | None] | None:
+    """Return why the received tokens are a complete answer, and the stop token; None if they are not.
+
+    Raises InvalidRequest if the answer was complete before the last token.
+    """
+    count, last = len(received), received[-1]
+    if text is not None and (match := text.match) is not None:
+        if match.num_tokens < count:
+            message = "has tokens after a stop string, a repetition or the only call"
+            raise InvalidRequest.at("resume.token_ids", message)
+        return end_of(match), None
+    if last in validated.sampling.stop_ids and count > validated.sampling.min_tokens:
+        return (FinishReason.STOP_EOS if last in validated.fields["eos_ids"] else FinishReason.STOP_TOKEN), last
+    return (FinishReason.LENGTH, None) if count == max_tokens else None
+
+
+def _max_drafts(settings: SchedulerSettings, message: pb.GenerateRequest, sampling: Sampling) -> int:
+    if settings.speculative_method == "none" or sampling.grammar:
+        return 0  # a grammar follows the sampled tokens, one at a time
+    if not message.HasField("num_speculative_tokens"):
+        return settings.num_speculative_tokens
+    return min(message.num_speculative_tokens, settings.num_speculative_tokens)
