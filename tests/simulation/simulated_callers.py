@@ -27,8 +27,8 @@ from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.grammar_preparation import MAX_SENT, GrammarPreparation
 from lineclear.scheduler.engine.worker_session import Joined, Lost
+from lineclear.scheduler.requests.answer.answer import BestOf
 from lineclear.scheduler.requests.answer.beams import Beams
-from lineclear.scheduler.requests.answer.best_of import BestOf
 from lineclear.scheduler.requests.beam_search import BeamSearch, BeamSettings, EarlyStopping
 from lineclear.wire.messages import Heartbeat, PrepareGrammar, Sampling, StepPlan, StepResult
 

@@ -12,9 +12,8 @@ from google.protobuf.message import Message
 
 from lineclear.errors import DuplicateRequest, ModelChanged, ModelNotFound, RequestTooLarge
 from lineclear.scheduler.requests.adapters import AdapterUse, LoadedAdapter
-from lineclear.scheduler.requests.answer.answer import Answer
+from lineclear.scheduler.requests.answer.answer import Answer, BestOf
 from lineclear.scheduler.requests.answer.beams import Beams
-from lineclear.scheduler.requests.answer.best_of import BestOf
 from lineclear.scheduler.requests.fairness import FairnessWindow
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES
 from lineclear.scheduler.requests.queue_limits import QueuePlace

@@ -1,7 +1,8 @@
 """The outputs of a request, and the requests of the core that make them.
 
-`Answer` streams its outputs: each is one request of the core, read while it grows. Other answers override `open` and
-`start`. A request calls `start` once, `cancel` at any time, and `close` at its end.
+`Answer` streams its outputs: each is one request of the core, read while it grows. `BestOf` generates more outputs than
+requested. Other answers override `open` and `start`. A request calls `start` once, `cancel` at any time, and `close` at
+its end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, Self
 
 from lineclear.api_limits import output_seed
@@ -140,6 +142,34 @@ class HeldAnswer(Answer, ABC):
         """Go on after the end of all streams."""
 
 
+@dataclass(eq=False)
+class BestOf(HeldAnswer):
+    """The outputs with the best mean log-probability of more candidates. `streams` are those of the candidates.
+
+    The mean over the tokens is the score of OpenAI's completions and of TGI; vLLM compared sums. Nothing can be
+    delivered before all candidates are complete.
+    """
+
+    @classmethod
+    def open(cls, services: RequestServices, validated: ValidatedRequest, place: QueuePlace) -> Self:
+        outputs = open_streams(services, validated, range(len(validated.received)), None)
+        return cls(services, validated, outputs, open_streams(services, validated, range(validated.best_of), place))
+
+    def start(self, fields: dict[str, Any]) -> None:
+        """Submit all candidates, with the log-probabilities to choose by."""
+        sampling = fields["sampling"]
+        super().start(fields | {"sampling": replace(sampling, logprobs=max(0, sampling.logprobs))})
+
+    def _complete(self) -> None:
+        candidates = zip(map(_score, self._chunks), self.streams, self._chunks, strict=True)
+        ranked = sorted(candidates, key=itemgetter(0), reverse=True)
+        for output, (score, stream, best) in zip(self.outputs, ranked, strict=False):
+            output.seed_index, output.score = stream.index, score
+            if self._validated.sampling.logprobs < 0:
+                best.logprobs = ()
+            output.deliver(best)
+
+
 def seeded(sampling: Sampling, index: int) -> Sampling:
     """Return the sampling parameters of an output with an index above 0."""
     return replace(sampling, seed=output_seed(sampling.seed, index))
@@ -178,3 +208,8 @@ def _answer_text(services: RequestServices, validated: ValidatedRequest) -> Answ
         is_parallel = tools.has_parallel_calls
         return ParsedAnswerText(tokenizer, services.parsers, tools.names, is_parallel=is_parallel, **options)
     return AnswerText(tokenizer, **options)
+
+
+def _score(chunk: OutputChunk) -> float:
+    """Return the mean log-probability of the tokens."""
+    return sum(entry.logprob for entry in chunk.logprobs) / max(1, len(chunk.logprobs))
