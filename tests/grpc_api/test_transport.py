@@ -23,9 +23,10 @@ from lineclear.api_limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from lineclear.client.grpc_channel import channel_options
 from lineclear.scheduler import settings as settings_module
 from lineclear.scheduler.core.events import FinishReason
-from lineclear.scheduler.grpc_api import listener, request_reader
-from lineclear.scheduler.grpc_api.listener import Options, data_options, probe_options
+from lineclear.scheduler.grpc_api import request_reader
+from lineclear.scheduler.grpc_api import server as grpc_server
 from lineclear.scheduler.grpc_api.request_reader import LONG
+from lineclear.scheduler.grpc_api.server import Options, data_options, probe_options
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb
 
@@ -143,7 +144,7 @@ async def test_client_that_only_pings_gets_goaway(tmp_path: Path) -> None:
 
 async def test_client_pinging_at_the_allowed_rate_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as many pings as the server allows strikes, in a thousandth of the time. The default is one per 300 s."""
-    monkeypatch.setattr(listener, "MIN_PING_INTERVAL_MS", 5)
+    monkeypatch.setattr(grpc_server, "MIN_PING_INTERVAL_MS", 5)
 
     async with serving(tmp_path):
         connection = await asyncio.to_thread(pings, tmp_path / "s", 60, 0.01)

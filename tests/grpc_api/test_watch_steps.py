@@ -20,7 +20,7 @@ from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.client import AdminClient, AsyncAdminClient, AsyncClient, Client, step_rows
 from lineclear.errors import TooManyWatchers, Unauthenticated
-from lineclear.scheduler.grpc_api import step_stream
+from lineclear.scheduler.grpc_api.admin_service import watch_steps
 from lineclear.scheduler.observe.step_feed import REPLACE_SECONDS, StepFeed
 from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.v1 import admin_pb2_grpc, steps_pb2
@@ -176,7 +176,7 @@ def test_a_call_of_a_minute_makes_room() -> None:
     context = Mock(auth_context=dict, write=AsyncMock())
 
     async def serve() -> None:
-        first = asyncio.create_task(step_stream.serve(feed, steps_pb2.WatchStepsRequest(), context, 5.0))
+        first = asyncio.create_task(watch_steps(feed, steps_pb2.WatchStepsRequest(), context, 5.0))
         await asyncio.sleep(0)
         with pytest.raises(TooManyWatchers):
             feed.watch()
