@@ -9,7 +9,7 @@ from support.answers import answered, invalid_fields
 from support.serving import HELLO, TOKENIZER, Serving, text_of, text_request, tokens_of
 
 from lineclear.scheduler.text.detokenizer import decode
-from lineclear.scheduler.text.repetition import RepetitionDetector, RepetitionLimits
+from lineclear.scheduler.text.stop_strings import RepetitionDetector, RepetitionLimits
 from lineclear.v1 import inference_pb2 as pb
 
 limits = st.builds(

@@ -16,9 +16,8 @@ import codecs
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lineclear.scheduler.text.repetition import RepetitionDetector, RepetitionLimits
 from lineclear.scheduler.text.stop_regex import StopRegex
-from lineclear.scheduler.text.stop_strings import StopStrings
+from lineclear.scheduler.text.stop_strings import RepetitionDetector, RepetitionLimits, StopStrings
 from lineclear.scheduler.text.tokenizer import Tokenizer
 
 

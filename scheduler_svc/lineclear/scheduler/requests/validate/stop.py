@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lineclear.scheduler.requests.validate.violations import Violations, checked_ids, checked_texts
-from lineclear.scheduler.text.repetition import RepetitionLimits
 from lineclear.scheduler.text.stop_regex import MAX_PATTERN_BYTES, BadPattern, StopRegex
-from lineclear.scheduler.text.stop_strings import StopStrings
+from lineclear.scheduler.text.stop_strings import RepetitionLimits, StopStrings
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import sampling_pb2
 
