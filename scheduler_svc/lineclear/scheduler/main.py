@@ -37,13 +37,16 @@ from lineclear.scheduler.addresses import check_bindable
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
 from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
-from lineclear.scheduler.model_dir import demo_directory
 from lineclear.scheduler.security.token_file import read_tokens
 from lineclear.scheduler.settings import SchedulerSettings, load
 from lineclear.scheduler.shutdown import ExitGuard, ShutdownController
 
 log = structlog.get_logger()
 
+_DEMO = (
+    Path(__file__).parents[1] / "demo" / "model",  # installed
+    Path(__file__).parents[3] / "demo" / "model",  # a checkout
+)
 _WORKER_DRAIN_MARGIN_SECONDS = 10.0
 _EXIT_SECONDS = 30.0  # for engine, threads and sockets, once the worker is gone
 _WITHOUT_WORKER = {
@@ -130,12 +133,20 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
 
 def _model(settings: SchedulerSettings) -> Path:
     if settings.demo:
-        return demo_directory()
+        return _demo_directory()
     if not settings.model:
         raise ConfigurationError("no model is named; use --model DIR, or --demo")
     directory = model_directory.locate(settings.model)
     model_directory.check(settings.model, directory, is_loaded_here=False)
     return directory
+
+
+def _demo_directory() -> Path:
+    """Return the demonstration model's directory. Raises ConfigurationError if it is not installed."""
+    for directory in _DEMO:
+        if directory.is_dir():
+            return directory.resolve()
+    raise ConfigurationError("the demonstration model is not installed; name a model with --model")
 
 
 def _check_addresses(settings: SchedulerSettings) -> None:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 from lineclear.model_files.fingerprint import text_fingerprint
 from lineclear.model_files.special_tokens import token_text
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.scheduler.model_dir import read_json
 from lineclear.scheduler.text.special_token_seal import Seal
 from lineclear.scheduler.text.template_renderer import ChatTemplate, InvalidTemplate
-from lineclear.scheduler.text.tokenizer import Tokenizer, load_tokenizer
+from lineclear.scheduler.text.tokenizer import Tokenizer, load_tokenizer, read_json
 
 _ATTEMPTS = 3
 _MAX_TEMPLATE_BYTES = 1024 * 1024

@@ -30,7 +30,6 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from lineclear.model_files.special_tokens import mark_special, special_names
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.scheduler.model_dir import read_json
 from lineclear.scheduler.text.special_token_seal import Seal
 
 REPLACE_EACH = "lineclear.replace_each"
@@ -163,6 +162,23 @@ def load_tokenizer(model: Path) -> Tokenizer:
     if definition is None:
         raise ConfigurationError(f"{path} does not exist; lineclear needs the tokenizer in this format")
     return Tokenizer(definition, special_names(read_json(model / "tokenizer_config.json") or {}))
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file of the model, None if the file is missing. Raises ConfigurationError."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ConfigurationError(f"{path} is nested too deeply to be read") from None
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{path} does not contain a JSON object")
+    return found
 
 
 # --- special tokens --------------------------------------------------------------------------------------------------
