@@ -156,7 +156,7 @@ def test_the_stream_ends_when_the_server_stops(start: Callable[..., Running], ad
     ended = threading.Event()
 
     def watch() -> None:
-        for _ in admin.watch_steps(include_state=True):
+        for _ in admin.watch_steps(include_state=True, min_interval_seconds=10.0):
             pass
         ended.set()
 
@@ -168,6 +168,12 @@ def test_the_stream_ends_when_the_server_stops(start: Callable[..., Running], ad
     assert server.exit_code() == 0
     thread.join(PATIENCE_SECONDS)
     assert ended.is_set(), "the stream ended with an error"
+
+
+@pytest.mark.parametrize(("asked", "taken"), [({}, 0.02), ({"seconds": 5}, 5.0), ({"seconds": 3600}, 10.0)])
+def test_the_interval_is_bounded(asked: dict[str, int], taken: float) -> None:
+    """With none at all a call would ask the engine for its state all the time."""
+    assert step_stream._interval(steps_pb2.WatchStepsRequest(min_interval=asked)) == taken
 
 
 def test_a_call_of_a_minute_makes_room() -> None:

@@ -87,6 +87,8 @@ def test_every_position_is_in_one_row_that_is_no_recomputation() -> None:
         recomputed += len(again)
     check_nothing_secret(history)
     assert recomputed > 0, "no request was preempted: the test shows nothing"
+    for name in ("num_waiting", "num_running", "blocks_used", "blocks_cached"):
+        assert max(getattr(record, name) for record in found) > 0, name
     assert sum(len(record.preempted) for record in found) == sum(
         stream.end.stats.preemptions for stream in streams if isinstance(stream.end, Finished)
     )
@@ -144,6 +146,7 @@ def test_a_replaced_worker_keeps_its_number_and_its_requests() -> None:
         harness.wait_ended(streams)
     found = records(history)
     assert len({record.epoch for record in found}) == 2
+    assert [*history.worker_indices] == [found[-1].epoch]
     assert {record.worker for record in found} == {0}
     assert sorted(number for record in found for number in record.started) == [1, 2, 3]
     assert any(RECOMPUTE in record.rows.kind for record in found)
