@@ -365,7 +365,12 @@ async def test_sessions_of_a_connection_are_limited(tmp_path: Path) -> None:
         assert error.metadata == {"limit": "2"}
         callers[0].call.cancel()
         await until(lambda: len(s.manager.sessions) == 1)
-        await Caller(s).call.initial_metadata()
+        callers[0] = Caller(s)
+        await callers[0].call.initial_metadata()
+        for caller in callers:
+            caller.call.cancel()
+        readers = [guard._reading for guard in s.server._errors]
+        await until(lambda: not any(reader._streams or reader._slots for reader in readers))
 
 
 async def test_connection_at_maximum_age_takes_no_new_calls(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from observe.chromium import Page, chromium
@@ -25,6 +26,7 @@ from lineclear.scheduler import settings
 from lineclear.scheduler.observe.scheduler_state import TakenState
 from lineclear.scheduler.observe.step_feed import REPLACE_SECONDS, StepFeed
 from lineclear.scheduler.observe.step_history import StepHistory
+from lineclear.scheduler.status_page import status_server
 from lineclear.scheduler.status_page.status_server import StatusServer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import steps_pb2
@@ -62,6 +64,11 @@ def test_the_page_needs_nothing_from_elsewhere(server: Running) -> None:
     assert "default-src 'self'" in policy
     assert "unsafe" not in policy
     assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert response.headers["Cache-Control"] == "no-store"
+    assert get(server, "/").read().decode() == page
+    assert get(server, "/status", "HEAD").status == 200
+    assert get(server, "/status/steps", "HEAD").status == 404
+    assert get(server, "/status/steps?history=all").status == 200
     assert get(server, "/status/../settings.py").status == 404
     assert get(server, "/status", "POST").status == 405
 
@@ -96,7 +103,8 @@ def test_the_stream_needs_the_token_and_the_log_has_none(start: Callable[..., Ru
     stream = events(get(server, "/status/steps?history=5", Authorization=f"Bearer {TOKEN}"))
     assert len(next(stream)["steps"]) == 5
     server.wait_for("admin_call", rpc="status_page", name="operator")
-    server.wait_for("auth_failures", problem="status_page")
+    server.wait_for("auth_failures", count=3, problem="status_page")
+    assert [line["num_rejected"] for line in server.logged("auth_failures")] == [1, 2, 4]
     tokens.chmod(0o600)
     tokens.write_text("operator another-0123456789abcdef\n")
     for _ in stream:
@@ -141,10 +149,9 @@ def test_streams_beyond_the_limit_are_refused_and_places_are_freed(start: Callab
     until(lambda: get(server, "/status/steps").status == 200)
 
 
-def test_unread_streams_make_room_after_a_minute() -> None:
-    now = [100.0]
-    state = TakenState(steps_pb2.SchedulerState())
-    feed = StepFeed(StepHistory(8), lambda call: call(), lambda: state, 16, lambda: now[0])
+@contextlib.contextmanager
+def serving(feed: StepFeed) -> Iterator[Callable[[], http.client.HTTPResponse]]:
+    """Serve the page in this process; yield a function that opens a stream."""
     server = StatusServer("127.0.0.1:0", feed, None, 16)
     host, port = server.server_address[0], server.server_port
 
@@ -154,6 +161,16 @@ def test_unread_streams_make_room_after_a_minute() -> None:
         return connection.getresponse()
 
     try:
+        yield ask
+    finally:
+        feed.close()
+        server.close()
+
+
+def test_unread_streams_make_room_after_a_minute() -> None:
+    now = [100.0]
+    state = TakenState(steps_pb2.SchedulerState())
+    with serving(StepFeed(StepHistory(8), lambda call: call(), lambda: state, 16, lambda: now[0])) as ask:
         unread = [ask() for _ in range(16)]
         assert [response.status for response in unread] == [200] * 16
         assert ask().status == 503
@@ -163,9 +180,18 @@ def test_unread_streams_make_room_after_a_minute() -> None:
         for response in unread:
             list(events(response))  # up to its end
         assert ask().status == 503
-    finally:
-        feed.close()
-        server.close()
+
+
+def test_a_viewer_that_has_gone_is_found_while_the_engine_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write finds it, so comments are sent where there are no steps and no state."""
+    monkeypatch.setattr(status_server, "_STATE_SECONDS", 0.01)
+    monkeypatch.setattr(status_server, "_KEEP_ALIVE_SECONDS", 0.0)
+    feed = StepFeed(StepHistory(8), lambda call: None, Mock(), 1)
+    with serving(feed) as ask:
+        response = ask()
+        assert response.readline() == b":\n"
+        response.close()
+        until(lambda: feed.num_watchers == 0)
 
 
 def test_a_slow_viewer_misses_steps(start: Callable[..., Running]) -> None:

@@ -14,6 +14,7 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from security.test_tls import credentials, secure, tcp
 from security.test_token_file import ALICE, AUTHORITY, BOB, pem_files, token_file
+from structlog.testing import capture_logs
 from support.every_method import ADMIN, CHANNELZ, HEALTH, METHODS, REFLECTION, bearer, status_of
 from support.http2 import Connection, message
 from support.serving import BOUND_SECONDS, HELLO_IDS, Serving, error_of, read_all, serving, text_request
@@ -45,6 +46,15 @@ def test_default_listen_address_is_local() -> None:
     assert settings.listen == "127.0.0.1:50051"
     assert is_local(settings.listen)
     assert settings.health_listen == settings.admin_listen == ""
+
+
+async def test_listener_that_others_reach_is_logged_with_what_it_lacks(tmp_path: Path) -> None:
+    with capture_logs() as lines:
+        async with serving(tmp_path, listen="0.0.0.0:0", insecure_allow_remote=True):
+            pass
+    (line,) = [line for line in lines if line["event"] == "insecure_listener"]
+    assert (line["log_level"], line["address"]) == ("warning", "0.0.0.0:0")
+    assert line["there_is"]
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -216,6 +226,13 @@ async def test_admin_listener_has_its_own_methods_and_tokens(tmp_path: Path) -> 
         serving(tmp_path, admin_listen=f"unix:{tmp_path}/a", lora_dir=str(tmp_path), **files) as s,
         grpc.aio.insecure_channel(s.server.admin_address) as admin,
     ):
+        with capture_logs() as lines:
+            for method in ADMIN:
+                await status_of(admin, method, *bearer(BOB))
+        audited = {line["rpc"]: line["name"] for line in lines if line["event"] == "admin_call"}
+        # All but those that only read, and SetLogLevel, which refuses an empty message.
+        names = ("drain", "dump_recording", "flush_prefix_cache", "restart_workers", "watch_steps")
+        assert audited == dict.fromkeys((*names, "update_scheduling", "load_adapter", "unload_adapter"), "operator")
         for method in METHODS:
             is_served = (
                 await status_of(s.channel, method, *bearer(ALICE)) != "UNIMPLEMENTED",
