@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import socket
@@ -12,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.demo import PROMPTS, SEEDED, all_at_once, greedy, model, reference
+from support.demo import PROMPTS, all_at_once, greedy, model, reference
 from support.service import Service, running, wait_for
-
-from lineclear import errors
 
 LENGTH = 40
 
@@ -41,12 +38,6 @@ def test_deltas_concatenate_to_the_answer(service: Service) -> None:
     assert len(deltas) > 5, "the answer came in one piece"
 
 
-def test_seeded_answers_do_not_depend_on_the_batch(service: Service) -> None:
-    alone = [service.client.generate(p, ignore_eos=True, max_tokens=16, **SEEDED).token_ids for p in PROMPTS]
-    assert [a.token_ids for a in all_at_once(service.client, max_tokens=16, **SEEDED)] == alone
-    assert alone != [reference(p, LENGTH)[:16] for p in PROMPTS], "nothing was sampled"
-
-
 def test_stop_string_ends_the_answer(service: Service) -> None:
     params: dict[str, Any] = {"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True}
     answer = service.client.generate(PROMPTS[0], **params)
@@ -65,14 +56,6 @@ def test_own_end_of_sequence_equals_generate(service: Service) -> None:
     answer = service.client.generate(PROMPTS[0], temperature=0.0, max_tokens=24, eos_token_ids=[eos])
     assert list(answer.token_ids) == wanted[inputs["input_ids"].shape[1] :].tolist()
     assert (answer.finish_reason, answer.matched_stop) == ("stop_eos", eos)
-
-
-def test_repeated_prompt_hits_the_prefix_cache(service: Service) -> None:
-    prompt = "A very long sentence about the sea, the sky and the ships that sail between them. " * 4
-    first = service.client.generate(prompt, max_tokens=2, temperature=0.0)
-    second = service.client.generate(prompt, max_tokens=2, temperature=0.0)
-    assert second.usage.cached_tokens == first.usage.prompt_tokens - 1  # its last block is copied
-    assert second.token_ids == first.token_ids
 
 
 def network_sockets(pid: int) -> set[str]:
@@ -113,38 +96,6 @@ def test_cancelled_streams_release_everything(service: Service) -> None:
     assert 12 <= finished < 24
     wait_for(service.is_idle, "nothing left of 24 streams")
     wait_for(lambda: service.client.stats().gauges.asyncio_tasks <= tasks, "no task left of 24 streams")
-
-
-def test_errors_have_codes_and_details(service: Service) -> None:
-    client, vocab = service.client, service.client.model().vocab_size
-
-    def failure(kind: type[errors.LineclearError], prompt: Any = "Hello", **params: Any) -> errors.LineclearError:
-        with pytest.raises(kind) as caught:
-            client.generate(prompt, **params)
-        return caught.value
-
-    context = client.model().context_length
-    assert failure(errors.PromptTooLong, [5] * (context + 1)).reason == "PROMPT_TOO_LONG"
-    assert failure(errors.PromptTooLong, "Hello", max_tokens=context).code == "INVALID_ARGUMENT"
-    (field, _) = failure(errors.TokenOutOfVocabulary, [5, vocab]).violations[0]
-    assert field == "token_ids.ids[1]"
-    assert failure(errors.InvalidRequest, temperature=float("nan")).violations[0].field == "sampling.temperature"
-    with client.stream("Hello", request_id="twice", max_tokens=900, ignore_eos=True) as stream:
-        next(stream)
-        assert failure(errors.DuplicateRequest, request_id="twice").code == "ALREADY_EXISTS"
-
-
-def test_deadlines_apply_while_queued_and_running(service: Service) -> None:
-    with contextlib.ExitStack() as stack:
-        for _ in range(3):
-            stream = service.client.stream(PROMPTS[2], max_tokens=900, ignore_eos=True, temperature=0.0)
-            next(stack.enter_context(stream))
-        with pytest.raises(errors.DeadlineExceeded):
-            service.client.generate("Hello", timeout_seconds=0.2)
-    wait_for(service.is_idle, "idle after the deadline and three hang-ups")
-    with pytest.raises(errors.DeadlineExceeded):
-        service.client.generate(PROMPTS[2], max_tokens=900, ignore_eos=True, timeout_seconds=0.3)
-    wait_for(service.is_idle, "idle after a deadline while running")
 
 
 @pytest.mark.parametrize(("strategy", "depth"), [("fixed_size", "1"), ("dynamic_timeout", "2"), ("adaptive", "1")])

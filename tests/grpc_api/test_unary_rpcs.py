@@ -40,6 +40,7 @@ async def test_the_model_and_its_limits(tmp_path: Path) -> None:
         assert (model.limits.max_batch_size, model.limits.target_batch_tokens) == (4, 256)
         assert model.limits.num_blocks == 64
         assert model.limits.num_slots == 4
+        assert model.limits.max_outputs == 128
         assert model.server_version
 
 

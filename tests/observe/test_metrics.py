@@ -25,8 +25,6 @@ from prometheus_client.registry import Collector
 from security.test_token_file import ALICE, token_file
 from support.every_method import bearer
 from support.processes import Running, until
-from support.serving import BOUND_SECONDS, error_of, serving, text_request
-from support.session_driver import Caller, submit
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 
 from lineclear.process.settings_base import ConfigurationError
@@ -319,50 +317,3 @@ def test_an_address_in_use_is_refused() -> None:
         used.listen()
         with pytest.raises(ConfigurationError, match="in use"):
             MetricsServer(f"127.0.0.1:{used.getsockname()[1]}", list)
-
-
-# -- rejected requests
-
-
-async def test_every_rejected_request_is_counted_once(tmp_path: Path) -> None:
-    """By any method, and by commands of a Session, before and after tokenization."""
-
-    file = token_file(tmp_path, f"alice {ALICE}")
-    async with serving(tmp_path, token_file=str(file), max_queue_size=1) as s:
-
-        async def call(method: Callable[..., Any], message: Any, **options: Any) -> None:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                answer = method(message, metadata=bearer(ALICE), timeout=BOUND_SECONDS, **options)
-                await (answer.read() if hasattr(answer, "read") else answer)
-
-        wrong = text_request(sampling={"top_p": 7.0})
-        await call(s.stub.Generate, wrong)
-        await call(s.stub.Submit, pb.SubmitRequest(request=wrong))
-        await call(s.stub.Tokenize, pb.TokenizeRequest())
-        await call(s.stub.Detokenize, pb.DetokenizeRequest(token_ids=[10**6]))
-        await call(s.stub.Attach, pb.AttachRequest(request_id="nobody"))
-        await call(s.stub.GetResult, pb.GetResultRequest(request_id="nobody"))
-        await call(s.channel.unary_unary("/lineclear.v1.InferenceService/GetModel"), b"\xff")
-        await call(s.channel.unary_unary("/lineclear.v1.AdminService/Drain"), b"")
-        await error_of(s.stub.Generate(wrong))  # without a token
-        caller = Caller(s, metadata=bearer(ALICE))
-        await caller.send(submit(1), submit(2, wrong), submit(3))  # the queue is full for the last one
-        await caller.until(lambda: len(caller.failed) == 2)
-        await caller.send(submit(1))  # ends the Session
-        await error_of(caller.call)
-        await s.idle()
-        # Admitted, then rejected as too long after tokenizing.
-        await call(s.stub.Generate, text_request("a b " * 200))
-        await s.idle()
-        rejected, ended = s.service.stats.rejected, s.service.stats.ended
-        assert dict(rejected) == {
-            "invalid_request": 5,  # Generate, Submit, Tokenize, a command, the Session
-            "token_out_of_vocabulary": 1,
-            "unknown_request": 2,
-            "malformed_message": 1,
-            "unsupported": 1,
-            "unauthenticated": 1,
-            "queue_full": 1,
-            "prompt_too_long": 1,
-        }
-        assert dict(ended) == {"cancelled": 1}

@@ -12,6 +12,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from observe.test_metrics import page_with
+from security.test_token_file import ALICE, token_file
 from structlog.testing import capture_logs
 from support.figures import Page, check_page
 from support.serving import (
@@ -47,6 +48,8 @@ from lineclear.scheduler.requests.request_manager import shutdown_interrupted
 from lineclear.v1 import inference_pb2 as pb
 
 GENERATE = "/lineclear.v1.InferenceService/Generate"
+GET_MODEL = "/lineclear.v1.InferenceService/GetModel"
+DRAIN = "/lineclear.v1.AdminService/Drain"
 Way = Callable[[Serving], Awaitable[Any]]
 WAYS: dict[str, tuple[Way, dict[str, int], dict[str, int]]] = {}
 """Ways to end, each with the outcomes of admitted requests and the reasons of rejected ones that it adds."""
@@ -144,6 +147,12 @@ REFUSED = {
     "malformed": ("MALFORMED_MESSAGE", lambda s: s.channel.unary_stream(GENERATE)(b"\xff")),
     "too_long": ("PROMPT_TOO_LONG", lambda s: s.generate(text_request("a b " * 200))),
     "template_fails": ("INVALID_REQUEST", lambda s: s.generate(FAILING_CHAT)),
+    "invalid_submit": ("INVALID_REQUEST", lambda s: s.stub.Submit(pb.SubmitRequest())),
+    "invalid_tokenize": ("INVALID_REQUEST", lambda s: s.stub.Tokenize(pb.TokenizeRequest())),
+    "other_token": ("TOKEN_OUT_OF_VOCABULARY", lambda s: s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[10**6]))),
+    "malformed_unary": ("MALFORMED_MESSAGE", lambda s: s.channel.unary_unary(GET_MODEL)(b"\xff")),
+    "admin_method": ("UNSUPPORTED", lambda s: s.channel.unary_unary(DRAIN)(b"")),
+    "other_result": ("UNKNOWN_REQUEST", lambda s: s.stub.GetResult(pb.GetResultRequest(request_id="nobody"))),
     "invalid_embed": ("INVALID_REQUEST", lambda s: s.stub.Embed(pb.EmbedRequest())),
     "other_call": ("UNKNOWN_REQUEST", lambda s: s.stub.Attach(pb.AttachRequest(request_id="nobody"))),
 }
@@ -305,6 +314,16 @@ async def deadline_while_tokenizing(s: Serving) -> None:
 
 @way(rejected="cancelled")
 async def hang_up_while_paced(s: Serving) -> None:
+    await paced(s, "cancelled")
+
+
+@way(rejected="deadline_exceeded")
+async def deadline_while_paced(s: Serving) -> None:
+    await paced(s, "deadline_exceeded", 0.2)
+
+
+async def paced(s: Serving, reason: str, seconds: float | None = None) -> None:
+    """End a call before its request is admitted: at its deadline, or by a hang-up."""
     is_waiting = asyncio.Event()
 
     async def wait() -> None:
@@ -313,10 +332,11 @@ async def hang_up_while_paced(s: Serving) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s.service.pacer, "wait", wait)
-        call = s.generate(text_request("a " * 50_000))
+        call = s.generate(text_request("a " * 50_000), timeout=seconds)
         await is_waiting.wait()
-        call.cancel()
-        await until(lambda: s.service.stats.rejected["cancelled"])
+        if seconds is None:
+            call.cancel()
+        await until(lambda: s.service.stats.rejected[reason])
 
 
 @contextlib.asynccontextmanager
@@ -352,6 +372,14 @@ async def session(s: Serving) -> None:
     await caller.call.done_writing()
     while await caller.read():
         pass
+
+
+@way("cancelled", rejected="invalid_request")
+async def session_ends_with_a_repeated_handle(s: Serving) -> None:
+    caller = Caller(s)
+    await caller.send(submit(1), submit(1))
+    assert (await error_of(caller.call)).reason == "INVALID_REQUEST"
+    await s.idle()
 
 
 @way("cancelled", "cancelled")
@@ -448,3 +476,10 @@ async def test_each_end_is_in_one_figure(tmp_path: Path, name: str) -> None:
         stats = await s.stub.GetStats(pb.GetStatsRequest())
         assert stats.counters.requests_rejected == sum(rejected.values())
         assert stats.counters.requests_admitted == sum(ended.values())
+
+
+async def test_a_call_without_a_token_is_counted_once(tmp_path: Path) -> None:
+    file = token_file(tmp_path, f"alice {ALICE}")
+    async with serving(tmp_path, token_file=str(file)) as s:
+        await error_of(s.generate())
+        assert (await page_of(s)).rejected == Counter(unauthenticated=1)

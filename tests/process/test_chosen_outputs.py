@@ -173,22 +173,3 @@ def test_a_full_queue_rejects_the_request(tmp_path: Path) -> None:
             assert len(waiting.result().token_ids) == 6
             assert len(client.generate(PROMPT, max_tokens=6, ignore_eos=True, **kind).token_ids) == 6
             eventually(lambda: is_idle(client.stats()))
-
-
-@pytest.mark.parametrize(
-    ("params", "field"),
-    [
-        ({"best_of": 129}, "sampling.best_of"),
-        ({"num_beams": 33}, "sampling.num_beams"),
-        ({"num_beams": 0}, "sampling.num_beams"),
-        ({"num_beams": 2, "prompt_logprobs": 1}, "output.prompt_logprobs"),
-        ({"best_of": 2, "prompt_logprobs": 1}, "output.prompt_logprobs"),
-        ({"num_beams": 2, "length_penalty": float("nan")}, "sampling.length_penalty"),
-        ({"length_penalty": 2.0}, "sampling.length_penalty"),
-        ({"early_stopping": True}, "sampling.early_stopping"),
-    ],
-)
-def test_invalid_parameters_are_named(service: ToyService, params: dict[str, Any], field: str) -> None:
-    with Client(service.target) as client, pytest.raises(InvalidRequest) as caught:
-        client.generate(PROMPT, **params)
-    assert [violation.field for violation in caught.value.violations] == [field]

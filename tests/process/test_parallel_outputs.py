@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from lineclear.cli.app import app
 from lineclear.client import AsyncClient, Client, FinishReason, Generation, RetryPolicy
-from lineclear.errors import Cancelled, DeadlineExceeded, InvalidRequest, QueueFull
+from lineclear.errors import Cancelled, DeadlineExceeded, QueueFull
 
 PROMPT = [7, 8, 9, 10, 11, 12, 13]
 SEED = 2**64 - 2  # the seeds of outputs 2 and 3 wrap around
@@ -191,15 +191,6 @@ def test_a_full_queue_rejects_all_outputs_or_none(tmp_path: Path) -> None:
         eventually(lambda: client.stats().counters.requests_finished == 2)
         counters = client.stats().counters
         assert (counters.requests_admitted, counters.requests_cancelled) == (3, 1)
-
-
-def test_invalid_numbers_of_outputs(service: ToyService) -> None:
-    with Client(service.target) as client:
-        assert client.model().limits.max_outputs == 128
-        for n in (0, 129):
-            with pytest.raises(InvalidRequest) as caught:
-                client.generate(PROMPT, n=n)
-            assert [violation.field for violation in caught.value.violations] == ["sampling.n"]
 
 
 def test_clients_that_leave_do_not_keep_outputs(service: ToyService) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bad_requests import CASES, CONTEXT, MAX_BYTES, VOCABULARY, Bad, request
+from support.bad_requests import CASES, CONTEXT, MAX_BYTES, MAX_OUTPUTS, VOCABULARY, Bad, request
 from support.serving import EOS, error_of, read_all, serving
 
 from lineclear.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary
@@ -32,7 +32,9 @@ from lineclear.wire.messages import Row, SlotInit, StepPlan
 BOUNDS = ModelBounds(
     context_length=CONTEXT,
     vocab_size=VOCABULARY,
-    settings=SchedulerSettings(max_prompt_bytes=MAX_BYTES, default_max_tokens=16, max_outputs=1, max_chat_messages=4),
+    settings=SchedulerSettings(
+        max_prompt_bytes=MAX_BYTES, default_max_tokens=16, max_outputs=MAX_OUTPUTS, max_chat_messages=4
+    ),
     step_tokens=256,
     eos_ids=frozenset({EOS}),
 )
@@ -52,7 +54,7 @@ def test_invalid_request_names_reason_and_fields(case: Bad) -> None:
 
 
 async def test_invalid_requests_do_not_reach_the_engine(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_prompt_bytes=MAX_BYTES) as s:
+    async with serving(tmp_path, max_prompt_bytes=MAX_BYTES, max_outputs=MAX_OUTPUTS) as s:
         for case in CASES:
             error = await error_of(s.generate(case.request))
             assert (error.code, error.reason) == ("INVALID_ARGUMENT", case.reason), case.name

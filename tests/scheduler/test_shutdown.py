@@ -44,9 +44,11 @@ def test_idle_server_stops_at_once(start: Callable[..., Running]) -> None:
 
 
 def drain_by_operator(server: Running, stdin: int) -> None:
-    """Send AdminService.Drain."""
+    """Send AdminService.Drain. A second one does not shorten the drain."""
     with grpc.insecure_channel(server.wait_for("listening")["admin_address"]) as channel:
-        admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
+        for _ in range(2):
+            admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
+    server.wait_for("shutdown_started", reason="an operator asked")
 
 
 def close_standard_input(server: Running, stdin: int) -> None:
@@ -73,7 +75,6 @@ def test_first_signal_during_an_admin_drain_keeps_streams(
     tokens = list(next(call).token_ids)
     next(long)
     drain(server, writing)
-    server.wait_for("shutdown_started")
     server.popen.send_signal(signal.SIGTERM)
     tokens += [t for r in call for t in r.token_ids]
     assert tokens == right(1)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lineclear.v1 import inference_pb2 as pb
 
-CONTEXT, VOCABULARY, MAX_BYTES = 128, 512, 4096
+CONTEXT, VOCABULARY, MAX_BYTES, MAX_OUTPUTS = 128, 512, 4096, 2
 
 INVALID, TOO_LONG, VOCAB = "INVALID_REQUEST", "PROMPT_TOO_LONG", "TOKEN_OUT_OF_VOCABULARY"
 
@@ -65,6 +65,9 @@ OUTSIDE = {
     "dry_base": (0.99, 10.01),
 }
 WHOLE_OUTSIDE: dict[str, tuple[Any, ...]] = {
+    "n": (0, MAX_OUTPUTS + 1),
+    "best_of": (MAX_OUTPUTS + 1,),
+    "num_beams": (0, 33),
     "top_k": (VOCABULARY + 1, 2**31, 2**32 - 1),
     "max_tokens": (0,),
     "min_tokens": (CONTEXT + 1, 2**32 - 1),
@@ -125,6 +128,15 @@ _INVALID: dict[str, dict[str, dict[str, Any]]] = {
     },
     "sampling.logit_bias": {"301 biases": {"sampling": _bias(*((i, 1.0) for i in range(301)))}},
     "sampling.logit_bias[1].token_id": {"a bias twice": {"sampling": _bias((3, 1.0), (3, 2.0))}},
+    "sampling.length_penalty": {
+        "length penalty not a number": {"sampling": {"num_beams": 2, "length_penalty": math.nan}},
+        "length penalty without beams": {"sampling": {"length_penalty": 2.0}},
+    },
+    "sampling.early_stopping": {"early stopping without beams": {"sampling": {"early_stopping": 1}}},
+    "output.prompt_logprobs": {
+        f"prompt logprobs with {name}": {"sampling": {name: 2}, "output": {"prompt_logprobs": 1}}
+        for name in ("num_beams", "best_of")
+    },
     "stop.token_ids": {f"{count} stop tokens": {"stop": {"token_ids": [2] * count}} for count in (17, 1000)},
     "stop.eos_token_ids": {
         "17 eos tokens": {"stop": {"eos_token_ids": [2] * 17}},
