@@ -325,15 +325,12 @@ def test_no_template_process_outlives_its_scheduler(tmp_path: Path) -> None:
     model, sockets = save(tmp_path, byte_level(), TEMPLATE), tmp_path / "d"
     sockets.mkdir(mode=0o700)
     flags = ["--model", str(model), "--listen", f"unix:{tmp_path}/s", "--log-format", "json"]
-    process = Process([*flags, "--socket-directory", str(sockets)])
-    try:
+    with Process([*flags, "--socket-directory", str(sockets)]) as process:
         process.wait_for("listening")
         until_true(lambda: template_processes(process.popen.pid))
         children = template_processes(process.popen.pid)
         process.popen.kill()
         until_true(lambda: not any(map(is_running, children)))
-    finally:
-        process.end()
 
 
 def template_processes(parent: int) -> list[int]:

@@ -19,7 +19,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.engine_harness import ENVIRONMENT
-from support.processes import RUN
+from support.processes import RUN, start_process, worker_flags
 from support.small_tokenizers import byte_level, save
 from support.time_limits import PATIENCE_SECONDS
 
@@ -81,11 +81,9 @@ def stuck(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_unread_stack_dumps_block_nothing(tmp_path: Path, stuck: int) -> None:
     address, flag = f"unix:{tmp_path}/s", tmp_path / "stand-still"
     code = RUN.replace("sys.exit", NOTES + STANDING_STILL.format(path=str(flag)) + "sys.exit", 1)
-    command = [sys.executable, "-c", code, "--model", str(save(tmp_path, byte_level())), "--listen", address]
-    command += ["--watchdog-timeout-seconds", "0.5", "--spawn-worker", "--log-format", "json"]
-    command += [f"--worker-command={sys.executable} -m support.toy_worker_command"]
-    environment = {**ENVIRONMENT, "TOY_OPTIONS": '{"vocab_size": 512}', "PYTHONUNBUFFERED": ""}
-    server = subprocess.Popen(command, env=environment, stderr=stuck, stdin=subprocess.DEVNULL)
+    flags = ["--model", str(save(tmp_path, byte_level())), "--listen", address, "--watchdog-timeout-seconds", "0.5"]
+    flags += ["--log-format", "json", *worker_flags()]
+    server = start_process(flags, code, toy={}, variables={"PYTHONUNBUFFERED": ""}, stderr=stuck)
     try:
         with Client(address, max_attempts=1000) as client, grpc.insecure_channel(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
@@ -105,7 +103,7 @@ def test_unread_stack_dumps_block_nothing(tmp_path: Path, stuck: int) -> None:
 def test_server_without_standard_streams(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/s"
     command = [sys.executable, "-c", RUN, "--model", str(save(tmp_path, byte_level())), "--listen", address]
-    command += ["--spawn-worker", f"--worker-command={sys.executable} -m support.toy_worker_command"]
+    command += worker_flags()
     environment = {**ENVIRONMENT, "TOY_OPTIONS": '{"vocab_size": 512}'}
     server = subprocess.Popen(["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], env=environment)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import shlex
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 import trustme
-from support.processes import BOUND_SECONDS, RUN, WITHOUT_TORCH, Process, Running, endless, error_of
+from support.processes import BOUND_SECONDS, RUN, WITHOUT_TORCH, Process, Running, endless, error_of, worker_flags
 
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
@@ -30,27 +29,20 @@ def test_exit_69_when_workers_crash_too_often(start: Callable[..., Running]) -> 
 
 
 def test_exit_79_when_the_worker_is_misconfigured(model: Path) -> None:
-    worker = ["--worker-command", shlex.join([sys.executable, "-c", "raise SystemExit(78)"])]
-    process = Process(["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", *worker])
-    try:
+    worker = worker_flags([sys.executable, "-c", "raise SystemExit(78)"])
+    with Process(["--model", str(model), "--listen", "127.0.0.1:0", *worker]) as process:
         assert process.exit_code() == 79
-    finally:
-        process.end()
 
 
 def test_exit_76_when_tokenizer_files_differ(model: Path) -> None:
     """After a restart both read the current files: unlike after 78, a restart helps."""
-    worker = [f"--worker-command={sys.executable} -m support.toy_worker_command"]
-    flags = ["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", "--log-format", "json", *worker]
-    process = Process(flags, text_fingerprint="0123456789abcdef")
-    try:
+    flags = ["--model", str(model), "--listen", "127.0.0.1:0", "--log-format", "json", *worker_flags()]
+    with Process(flags, text_fingerprint="0123456789abcdef") as process:
         assert process.exit_code() == 76
         refused = process.wait_for("join_rejected")
         assert refused["theirs"] == "0123456789abcdef"
         assert "same model directory" in refused["reason"]
         assert not [line for line in process.lines if line.get("event") == "worker_joined"]
-    finally:
-        process.end()
 
 
 @pytest.mark.parametrize("part", ["core.scheduler.Scheduler.apply", "requests.request_stats.TokenRate.add"])
@@ -149,7 +141,7 @@ def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied:
     late = {"tokenizer.json does not exist"}
     processes = [(Process([*flags]), flags, says) for flags, says in cases]
     for process, flags, says in processes:
-        try:
+        with process:
             code = process.exit_code()
             output = str(process.lines) + "".join(process.other)
             assert code == 78, (flags, output)
@@ -160,22 +152,17 @@ def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied:
             assert len(started) == (says in late), flags
             assert [line["pid"] for line in process.lines if line["event"] == "worker_exited"] == started
             assert not any(Path(f"/proc/{pid}").exists() for pid in started)
-        finally:
-            process.end()
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_settings_are_logged_once_and_changed_ones_on_the_console(occupied: str, form: str) -> None:
-    process = Process(["--demo", "--listen", occupied, "--insecure-allow-remote", "--log-format", form])
-    try:
+    with Process(["--demo", "--listen", occupied, "--insecure-allow-remote", "--log-format", form]) as process:
         assert process.exit_code() == 78
         output = "".join(process.other) + str(process.lines)
         assert occupied in output
         assert "demo" in output
         assert ("'insecure_allow_remote': True" if form == "json" else "insecure_allow_remote=True") in output
         assert ("max_batch_size" in output) == (form == "json")
-    finally:
-        process.end()
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
@@ -197,15 +184,12 @@ def test_worker_starts_before_service_imports(model: Path) -> None:
     loads_for_ever = (
         "from lineclear.process.parent_death import die_with_parent; import signal; die_with_parent(); signal.pause()"
     )
-    worker = ["--worker-command", shlex.join([sys.executable, "-c", loads_for_ever])]
-    process = Process(["--model", str(model), "--listen", "127.0.0.1:0", "--spawn-worker", *worker], code)
-    try:
+    worker = worker_flags([sys.executable, "-c", loads_for_ever])
+    with Process(["--model", str(model), "--listen", "127.0.0.1:0", *worker], code) as process:
         pid = process.wait_for("worker_started")["pid"]
         assert process.exit_code() == 1
         assert "is not installed here" in "".join(process.other)  # the first import of the service
         assert process.wait_for("worker_exited")["pid"] == pid
-    finally:
-        process.end()
 
 
 def test_hang_up_is_no_incident(start: Callable[..., Running]) -> None:

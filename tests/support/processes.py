@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import pytest
@@ -72,7 +72,7 @@ class Line(dict[str, Any]):
 
 
 class Process:
-    """A scheduler process and its output."""
+    """A scheduler process and its output. A context manager: its exit kills the process."""
 
     def __init__(
         self,
@@ -89,6 +89,12 @@ class Process:
         self._condition = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def _read(self) -> None:
         assert self.popen.stderr is not None
