@@ -98,14 +98,6 @@ def test_cancelled_streams_release_everything(service: Service) -> None:
     wait_for(lambda: service.client.stats().gauges.asyncio_tasks <= tasks, "no task left of 24 streams")
 
 
-@pytest.mark.parametrize(("strategy", "depth"), [("fixed_size", "1"), ("dynamic_timeout", "2"), ("adaptive", "1")])
-def test_strategies_and_depths_do_not_change_tokens(strategy: str, depth: str) -> None:
-    batching = ("--batching-strategy", strategy, "--pipeline-depth", depth, "--max-batch-size", "4")
-    with running(*batching, "--scheduling-policy", "shortest") as service:
-        answers = all_at_once(service.client, **greedy(12))
-        assert [a.token_ids for a in answers] == [reference(p, LENGTH)[:12] for p in PROMPTS]
-
-
 def test_answers_without_kernels_equal_generate() -> None:
     """As after an installation without a compiler. Prompts run in chunks, and too few blocks preempt some requests."""
     flags = ("--max-batch-size", "6", "--target-batch-tokens", "16")

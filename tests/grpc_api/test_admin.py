@@ -184,13 +184,10 @@ def test_invalid_arguments_are_rejected(arguments: list[str]) -> None:
 def test_workers_that_another_program_started_are_not_restarted(model: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
     flags = [*ADMIN, "--socket-directory", f"{tmp_path}/run"]
-    process = Process(["--model", str(model), "--listen", "127.0.0.1:0", "--log-format", "json", *flags])
-    try:
+    with Process(["--model", str(model), "--listen", "127.0.0.1:0", "--log-format", "json", *flags]) as process:
         result = admin(process, "restart-workers")
         assert result.exit_code != 0
         assert "send SIGTERM to one after the other" in result.stderr
-    finally:
-        process.end()
 
 
 # --- several workers -------------------------------------------------------------------------------------------------

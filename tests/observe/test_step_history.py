@@ -155,14 +155,6 @@ def test_a_replaced_worker_keeps_its_number_and_its_requests() -> None:
         assert sorted({*kinds[PREFILL], *kinds[DECODE], *kinds[RECOMPUTE]}) == [*range(last)]
 
 
-def test_the_history_is_bounded_by_steps() -> None:
-    history = StepHistory(4)
-    run(history, ToyOptions(), [request(1, max_tokens=40)])
-    found, missed = history.after(0, 10**9)
-    assert [step.number for step in found] == [*range(history.last - 3, history.last + 1)]
-    assert missed == history.last - 4 > 20
-
-
 def test_history_and_reads_are_bounded_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_history, "MAX_ROWS", 40)
     history = StepHistory(4096)

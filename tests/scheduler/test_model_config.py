@@ -146,10 +146,9 @@ def test_tables_are_those_of_transformers() -> None:
     assert known.media >= set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
-@pytest.mark.parametrize("flag", ["--model", "--draft-model"])
-def test_serve_starts_no_worker(flag: str, tmp_path: Path) -> None:
+def test_serve_starts_no_worker(tmp_path: Path) -> None:
     path = str(saved(tmp_path, CONFIGS["gptq"][0]))
-    model = ["--model", path] if flag == "--model" else ["--demo", "--speculative-method", "draft_model", flag, path]
+    model = ["--demo", "--speculative-method", "draft_model", "--draft-model", path]
     done = subprocess.run(
         [sys.executable, "-m", "lineclear.cli", "serve", "--listen", "127.0.0.1:0", "--log-format", "json", *model],
         capture_output=True,
@@ -159,7 +158,7 @@ def test_serve_starts_no_worker(flag: str, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert done.returncode == ExitCode.CONFIGURATION
     assert [line["event"] for line in lines] == ["settings", "configuration_error"]
-    assert lines[-1]["problem"].startswith(f"{flag} {path} is quantized (GPTQ, 4 bits)")
+    assert lines[-1]["problem"].startswith(f"--draft-model {path} is quantized (GPTQ, 4 bits)")
 
 
 def test_worker_refuses_before_it_imports_torch(tmp_path: Path) -> None:

@@ -82,15 +82,6 @@ def test_demo_model_is_found_and_fixed_size_strategy_is_logged(start: Callable[.
     assert all(list(call) for call in calls)
 
 
-def test_answer_is_exact_after_a_worker_crash(start: Callable[..., Running], tmp_path: Path) -> None:
-    server = start(fault="exit", fault_step=10, fault_once=str(tmp_path / "died"))
-    responses = list(server.stub.Generate(endless()))
-    tokens = [t for r in responses for t in r.token_ids]
-    assert tokens == expected([5], Sampling(seed=1), 500, VOCABULARY)
-    assert responses[-1].finished.timings.recoveries == 1
-    assert server.stub.GetStats(pb.GetStatsRequest()).worker.joins == 2
-
-
 def test_worker_in_a_separate_container(model: Path, tmp_path: Path) -> None:
     """It is smaller than the flags of the scheduler say, which is logged once for each of them."""
     directory = tmp_path / "sockets"
