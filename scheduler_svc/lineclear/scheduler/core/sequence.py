@@ -7,7 +7,7 @@ prefill, decode, a prefix-cache hit, and resuming after a preemption or a worker
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -119,104 +119,77 @@ class State(Enum):
     FINISHED = 3
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """A live request. Only the core writes to it."""
+    """A live request. Only the core writes to it.
 
-    __slots__ = (
-        "accepted_tokens",
-        "admission_count",
-        "arrival",
-        "blocks",
-        "cached_tokens",
-        "clear_position",
-        "crash_count",
-        "decode_joined_at",
-        "decode_offset",
-        "draft_hits",
-        "draft_tries",
-        "drafted_tokens",
-        "epoch",
-        "first_token_at",
-        "in_decode_batch",
-        "isolated_crashes",
-        "isolated_kills",
-        "last_step",
-        "last_token_at",
-        "leading_blocks",
-        "max_computed_before",
-        "max_len",
-        "num_computed",
-        "num_drafts",
-        "num_known",
-        "num_offered",
-        "num_planned",
-        "num_published",
-        "num_scored",
-        "num_void",
-        "overtaken_count",
-        "planned_step",
-        "preemptions",
-        "prompt_len",
-        "protected",
-        "queue_key",
-        "recomputed_tokens",
-        "recoveries",
-        "request",
-        "slot",
-        "started_at",
-        "state",
-        "stop_token_ids",
-        "tokens",
-        "void_admission",
-        "wait_until",
-    )
+    While it is in the decode batch, fields marked * are as of the last `sync`.
+    """
 
-    def __init__(self, request: Request, queue_key: tuple[float, int], now: float) -> None:
-        self.request = request
-        self.queue_key = queue_key  # lower: served earlier, and never preempted for a higher key; ends in the number
-        self.arrival = now
-        self.tokens = [*request.prompt, *request.output]  # prompt and confirmed output
-        self.prompt_len = len(request.prompt)
-        self.max_len = request.max_len
+    request: Request
+    queue_key: tuple[float, int]
+    """Lower: served earlier, and never preempted for a higher key. Ends in the number."""
+    arrival: float
+    tokens: list[int] = field(init=False)
+    """Prompt and confirmed output."""
+    prompt_len: int = field(init=False)
+    max_len: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    state: State = State.WAITING
+    # Owned by DecodeBatch:
+    in_decode_batch: bool = False
+    decode_joined_at: int = 0  # its first decode step
+    decode_offset: int = 0  # position of its row, minus the decode step
+    epoch: int = 0  # of the worker that it runs on, or ran on last
+    wait_until: float | None = None  # while waiting: the time until which it is left to a better worker
+    # While running:
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    num_planned: int = 0  # * positions in plans, sent or applied
+    num_computed: int = 0  # * positions in applied plans
+    planned_step: int = 0  # * the last step it has a row in
+    admission_count: int = 0  # distinguishes rows of an earlier admission
+    num_drafts: int = 0  # drafts that its row in flight may verify; until the result, its length is not known
+    # Always:
+    num_known: int = field(init=False)  # * tokens and samples in flight
+    leading_blocks: dict[int, tuple[list[bytes], list[bytes]]] = field(default_factory=dict)
+    """By block size, which may differ between workers, and made when needed: the key that starts the chain with the
+    prefix-cache keys of the leading full blocks, and their `token_bytes`."""
+    num_published: int = 0  # leading computed positions in blocks that were offered to the prefix cache
+    num_offered: int = 0  # the same with planned positions
+    num_void: int = 0
+    """Samples in flight to drop: they were computed from values that are not finite, or behind a deferred row."""
+    void_admission: int = 0  # the same for scores and vectors: drop those of this admission and earlier ones
+    num_scored: int = field(init=False)
+    """Leading positions of the prompt whose score is not requested, or has been reported."""
+    max_computed_before: int = 0  # most positions computed in earlier admissions: computing them again is counted
+    preemptions: int = 0
+    recoveries: int = 0
+    overtaken_count: int = 0
+    # Owned by PoisonDetector:
+    crash_count: int = 0
+    isolated_crashes: int = 0
+    isolated_kills: int = 0
+    clear_position: int = 0  # where the crashes are forgotten
+    protected: bool = False  # preempted too often: gets all blocks it can ever need, and is not preempted again
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_hits: float = 0.0  # accepted drafts of the last rows
+    draft_tries: float = 0.0  # those, and rejected ones
+    last_step: int = 0  # *
+    started_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None  # *
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.tokens = [*request.prompt, *request.output]
+        self.prompt_len, self.max_len = len(request.prompt), request.max_len
         self.stop_token_ids = frozenset(request.sampling.stop_ids)
-        self.state = State.WAITING
-        # Owned by DecodeBatch. While in the decode batch, fields marked * are as of the last `sync`.
-        self.in_decode_batch = False
-        self.decode_joined_at = 0  # its first decode step
-        self.decode_offset = 0  # position of its row, minus the decode step
-        self.epoch = 0  # of the worker that it runs on, or ran on last
-        self.wait_until: float | None = None  # while waiting: the time until which it is left to a better worker
-        # While running:
-        self.slot = -1
-        self.blocks: list[int] = []
-        self.num_planned = 0  # * positions in plans, sent or applied
-        self.num_computed = 0  # * positions in applied plans
-        self.planned_step = 0  # * the last step it has a row in
-        self.admission_count = 0  # distinguishes rows of an earlier admission
-        self.num_drafts = 0  # drafts that its row in flight may verify; until the result, its length is not known
-        # Always:
-        self.num_known = len(self.tokens)  # * tokens and samples in flight
-        # By block size, which may differ between workers, and made when needed: the key that starts the chain with the
-        # prefix-cache keys of the leading full blocks, and their `token_bytes`.
-        self.leading_blocks: dict[int, tuple[list[bytes], list[bytes]]] = {}
-        self.num_published = 0  # leading computed positions in blocks that were offered to the prefix cache
-        self.num_offered = 0  # the same with planned positions
-        # Samples in flight to drop: they were computed from values that are not finite, or behind a deferred row.
-        self.num_void = 0
-        self.void_admission = 0  # the same for scores and vectors: drop those of this admission and earlier ones
-        # Leading positions of the prompt whose score is not requested, or has been reported.
+        self.num_known = len(self.tokens)
         self.num_scored = self.prompt_len - 1 if request.scoring is None else request.scoring.first_position
-        self.max_computed_before = 0  # most positions computed in earlier admissions: computing them again is counted
-        self.preemptions = self.recoveries = self.overtaken_count = 0
-        # Owned by PoisonDetector; `clear_position` is where the crashes are forgotten.
-        self.crash_count = self.isolated_crashes = self.isolated_kills = self.clear_position = 0
-        self.protected = False  # preempted too often: gets all blocks it can ever need, and is not preempted again
-        self.cached_tokens = self.recomputed_tokens = self.drafted_tokens = self.accepted_tokens = 0
-        self.draft_hits = self.draft_tries = 0.0  # accepted drafts of the last rows, and those with rejected ones
-        self.last_step = 0  # *
-        self.started_at: float | None = None
-        self.first_token_at: float | None = None
-        self.last_token_at: float | None = None  # *
 
     @property
     def number(self) -> int:
