@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool, OutOfBlocks
-from lineclear.scheduler.core.child_blocks import ChildBlocks, token_bytes
+from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool, ChildBlocks, OutOfBlocks, token_bytes
 from lineclear.scheduler.core.request_queue import SortedKeys
 
 

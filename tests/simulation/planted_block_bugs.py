@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulation.mutations import Bugs, always, drop, never, off_by_one, replace, twice, without
 
-from lineclear.scheduler.core import child_blocks, running_batch
+from lineclear.scheduler.core import block_pool, running_batch
 from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.running_batch import RunningBatch
@@ -49,7 +49,7 @@ BLOCK_BUGS: Bugs = {
         )
     },
     BlockPool.clear_cache: {"a cleared prefix cache is copied from": drop("self._children = ChildBlocks(_, _)")},
-    child_blocks: {
+    block_pool: {
         "the block that shares fewer positions is copied": replace(
             "children[max(0, index - 1) : index + 1]", "children[: index + 1][-1:]"
         ),

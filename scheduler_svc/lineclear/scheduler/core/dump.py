@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lineclear.scheduler.core import core_state, inflight_step, policies, running_batch, sequence
-from lineclear.scheduler.core.child_blocks import ChildBlocks, min_copied, token_bytes
+from lineclear.scheduler.core.block_pool import ChildBlocks, min_copied, token_bytes
 from lineclear.scheduler.core.core_state import SharedState
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.running_batch import RunningBatch

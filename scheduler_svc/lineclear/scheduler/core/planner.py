@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from lineclear.scheduler.core.child_blocks import Donor
+from lineclear.scheduler.core.block_pool import Donor
 from lineclear.scheduler.core.core_state import SharedState, WorkerState
 from lineclear.scheduler.core.drafts import DraftPlan
 from lineclear.scheduler.core.events import Event, Started

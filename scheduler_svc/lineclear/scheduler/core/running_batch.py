@@ -8,8 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping
 
-from lineclear.scheduler.core.block_pool import BlockHash, BlockPool, PendingWrites
-from lineclear.scheduler.core.child_blocks import Donor, token_bytes
+from lineclear.scheduler.core.block_pool import BlockHash, BlockPool, Donor, PendingWrites, token_bytes
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.sequence import Sequence, State
 

@@ -14,8 +14,7 @@ from itertools import chain, count, repeat
 from typing import Any
 
 from lineclear.errors import LineclearError
-from lineclear.scheduler.core.block_pool import BlockHasher
-from lineclear.scheduler.core.child_blocks import Donor
+from lineclear.scheduler.core.block_pool import BlockHasher, Donor
 from lineclear.scheduler.core.core_state import WorkerState
 from lineclear.scheduler.core.dump import dump, dump_core
 from lineclear.scheduler.core.events import (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lineclear.errors import LineclearError
-from lineclear.scheduler.core.child_blocks import Donor
+from lineclear.scheduler.core.block_pool import Donor
 from lineclear.scheduler.core.dump import BLANK_EOS, BLANK_STOP, BLANK_TOKEN, load, load_core, load_request
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.core.limits import CoreLimits
