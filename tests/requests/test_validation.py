@@ -21,7 +21,7 @@ from lineclear.scheduler.requests.validate.request import (
     check_tokenize,
     resolve,
 )
-from lineclear.scheduler.requests.validate.sampling import PARAMETERS, model_defaults
+from lineclear.scheduler.requests.validate.sampling import DEFAULTS, RANGES, model_defaults
 from lineclear.scheduler.requests.validate.violations import Violations, checked_texts
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb
@@ -153,7 +153,7 @@ SCALARS = [
 @pytest.mark.parametrize("name", SCALARS)
 def test_schema_parameter_reaches_the_wire(name: str) -> None:
     """Both bounds are valid, reach the worker under the same name and survive the codec; values beyond fail."""
-    allowed, is_float = PARAMETERS[name].range, isinstance(PARAMETERS[name].default, float)
+    allowed, is_float = RANGES[name], isinstance(DEFAULTS[name], float)
     lowest = math.nextafter(allowed.lowest, math.inf) + 1e-6 if allowed.above_lowest else allowed.lowest
     for value in (lowest, allowed.highest):
         sampling = check(request(sampling={name: value}), BOUNDS).sampling
@@ -173,10 +173,10 @@ def test_range_and_default_are_those_of_the_schemas_comment(name: str) -> None:
     assert found is not None
     comment = found[1].replace("\n  //", "")
     intervals = re.findall(r"[\[(]-?[\d.]+, -?[\d.]+\]", comment)
-    assert [str(PARAMETERS[name].range).removeprefix("0 or in ").removeprefix("in ")] == intervals
+    assert [str(RANGES[name]).removeprefix("0 or in ").removeprefix("in ")] == intervals
     default = re.search(r"Default (-?\d+(?:\.\d+)?)", comment)
     assert default is not None
-    assert getattr(check(request(), BOUNDS).sampling, name) == PARAMETERS[name].default == float(default[1])
+    assert getattr(check(request(), BOUNDS).sampling, name) == DEFAULTS[name] == float(default[1])
 
 
 # --- checks that need the prompt -------------------------------------------------------------------------------------

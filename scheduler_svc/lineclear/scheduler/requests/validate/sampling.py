@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from lineclear.errors import InvalidRequest, PromptTooLong
@@ -23,32 +23,20 @@ _ID_LISTS = {
 """Fields of SamplingParams: those of Sampling."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParameter:
-    """A scalar field of SamplingParams."""
-
-    default: float
-    range: Range
-    in_generation_config: bool
-
-
-PARAMETERS: Mapping[str, SamplingParameter] = {
-    name: SamplingParameter(scalar.default, scalar.range, scalar.in_generation_config)
-    for name, scalar in SCALARS.items()
-    if scalar.range is not None
-}
-DEFAULTS: Mapping[str, float] = {name: parameter.default for name, parameter in PARAMETERS.items()}
+RANGES: Mapping[str, Range] = {name: scalar.range for name, scalar in SCALARS.items() if scalar.range is not None}
+"""Of the scalar fields of SamplingParams."""
+DEFAULTS: Mapping[str, float] = {name: SCALARS[name].default for name in RANGES}
 BIAS_RANGE = Range(-100, 100)
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
     """Return the valid sampling parameters of a generation_config.json. Invalid ones are ignored."""
     found: dict[str, float] = {}
-    for name, parameter in PARAMETERS.items():
+    for name, allowed in RANGES.items():
         value: Any = generation_config.get(name)
-        numbers = int if isinstance(parameter.default, int) else int | float
+        numbers = int if isinstance(DEFAULTS[name], int) else int | float
         is_number = isinstance(value, numbers) and not isinstance(value, bool)
-        if parameter.in_generation_config and is_number and value in parameter.range:
+        if SCALARS[name].in_generation_config and is_number and value in allowed:
             found[name] = value
     return found
 
@@ -63,10 +51,10 @@ def read_sampling(
     """Return fields of Sampling, without stop tokens, texts and log probabilities, and max_tokens if it is set."""
     values: dict[str, Any] = {**DEFAULTS, **defaults}
     for name, value in given.items():
-        if (parameter := PARAMETERS.get(name)) is not None:
+        if (allowed := RANGES.get(name)) is not None:
             values[name] = value
-            if value not in parameter.range:
-                violations.add(f"sampling.{name}", f"must be {parameter.range}")
+            if value not in allowed:
+                violations.add(f"sampling.{name}", f"must be {allowed}")
     if given.get("top_k", 0) > vocab:
         violations.add("sampling.top_k", f"must be in [0, vocabulary], which is {vocab}")
     values["top_k"] = min(values["top_k"], vocab)
