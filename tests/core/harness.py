@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from support.events import flat
+from support.events import TokensReady, flat
 from support.toy import ToyRunner, expected
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core import invariants
-from lineclear.scheduler.core.events import Event, Failed, Finished, Started, TokensReady
+from lineclear.scheduler.core.events import Event, Failed, Finished, Started
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.policies import PolicySettings

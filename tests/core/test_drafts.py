@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from core.harness import CoreHarness, answer, make_request
+from support.events import TokensReady
 
 from lineclear.scheduler.core.drafts import DraftCosts
-from lineclear.scheduler.core.events import FinishReason, TokensReady
+from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.core.inflight_step import BadResult, kv_of_drafts
 from lineclear.scheduler.core.sequence import Sequence
 from lineclear.scheduler.core.step_time_model import StepTimeModel

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from core.harness import CoreHarness, answer, make_request
+from support.events import TokensReady
 
-from lineclear.scheduler.core.events import FinishReason, TokensReady
+from lineclear.scheduler.core.events import FinishReason
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])

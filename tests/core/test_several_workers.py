@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from core.harness import answer
 from core.workers_harness import WorkersHarness
+from support.events import TokensReady
 
 from lineclear.errors import KvCapacityExceeded, PromptTooLong
-from lineclear.scheduler.core.events import TokensReady
 
 SHARED = list(range(1, 41))  # ten full blocks
 

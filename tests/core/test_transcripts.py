@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from core.harness import CoreHarness
+from support.events import TokensReady
 
 from lineclear.errors import LineclearError
-from lineclear.scheduler.core.events import Event, Failed, Finished, Preempted, Started, TokensReady
+from lineclear.scheduler.core.events import Event, Failed, Finished, Preempted, Started
 from lineclear.wire.messages import StepError, StepErrorKind, StepPlan
 
 SCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))

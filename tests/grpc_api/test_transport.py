@@ -24,7 +24,6 @@ from lineclear.client.grpc_channel import channel_options
 from lineclear.scheduler import settings as settings_module
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.grpc_api import request_reader
-from lineclear.scheduler.grpc_api import server as grpc_server
 from lineclear.scheduler.grpc_api.request_reader import LONG
 from lineclear.scheduler.grpc_api.server import Options, data_options, probe_options
 from lineclear.scheduler.settings import SchedulerSettings
@@ -144,7 +143,7 @@ async def test_client_that_only_pings_gets_goaway(tmp_path: Path) -> None:
 
 async def test_client_pinging_at_the_allowed_rate_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as many pings as the server allows strikes, in a thousandth of the time. The default is one per 300 s."""
-    monkeypatch.setattr(grpc_server, "MIN_PING_INTERVAL_MS", 5)
+    monkeypatch.setattr("lineclear.scheduler.grpc_api.server.MIN_PING_INTERVAL_MS", 5)
 
     async with serving(tmp_path):
         connection = await asyncio.to_thread(pings, tmp_path / "s", 60, 0.01)

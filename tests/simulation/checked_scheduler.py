@@ -9,7 +9,7 @@ from typing import Any
 from simulation.invariant_error import InvariantViolated, require
 from simulation.oracle import Oracle
 from simulation.scenario import Scenario, poison
-from support.events import flat
+from support.events import TokensReady, flat
 
 from lineclear.errors import (
     AdapterLimitReached,
@@ -20,7 +20,7 @@ from lineclear.errors import (
     PoisonRequest,
 )
 from lineclear.scheduler.core import invariants
-from lineclear.scheduler.core.events import Admitted, Event, Failed, Finished, Started, TokensReady
+from lineclear.scheduler.core.events import Admitted, Event, Failed, Finished, Started
 from lineclear.scheduler.core.inflight_step import BadResult
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss

@@ -11,19 +11,10 @@ from simulation.model_sequence import ModelSequence
 from simulation.model_state import ModelState
 from simulation.model_workers import ModelStep
 from simulation.scenario import is_bad
-from support.events import flat
+from support.events import TokensReady, flat
 
 from lineclear.errors import InternalError, NonFiniteLogits, NoTokenAllowed
-from lineclear.scheduler.core.events import (
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Pooled,
-    Preempted,
-    Scored,
-    TokensReady,
-)
+from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReason, Pooled, Preempted, Scored
 from lineclear.wire.messages import Logprobs, RowOutput, Scores, StepResult
 
 

@@ -8,8 +8,10 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+from support.events import TokensReady
+
 from lineclear.errors import Cancelled, LineclearError
-from lineclear.scheduler.core.events import Failed, Finished, Started, TokensReady
+from lineclear.scheduler.core.events import Failed, Finished, Started
 from lineclear.scheduler.requests.output_stream import OutputChunk
 
 _EMPTY = {

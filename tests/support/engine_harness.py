@@ -18,13 +18,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
-from support.events import flat
+from support.events import TokensReady, flat
 from support.time_limits import PATIENCE_SECONDS
 from support.toy import expected, expected_logprobs
 from support.toy_worker import ToyOptions
 from support.waiting import eventually as eventually
 
-from lineclear.scheduler.core.events import Event, Failed, Finished, TokensReady, WorkerJoined, WorkerLost
+from lineclear.scheduler.core.events import Event, Failed, Finished, WorkerJoined, WorkerLost
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request

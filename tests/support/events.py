@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lineclear.scheduler.core.events import StepTokens
 from lineclear.wire.messages import Logprobs
+
+
+class TokensReady(NamedTuple):
+    """A confirmed token of one request. `first_index` counts output tokens from 0; `logprobs` has one or none."""
+
+    request_id: str
+    first_index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 def flat(events: Iterable[Any]) -> Iterator[Any]:
     """Yield `events` with one TokensReady per row in place of each StepTokens."""
     for event in events:
         if isinstance(event, StepTokens):
-            rows = len(event.request_ids)
-            assert len(event.indices) == len(event.tokens) == rows, "columns of different lengths"
-            assert len(event.logprobs) in (0, rows), "logprobs for some rows and not for others"
-            yield from event
+            # Strict: columns have one length, and all rows have logprobs or none.
+            logprobs = event.logprobs or [None] * len(event)
+            for name, index, token, entry in zip(event.request_ids, event.indices, event.tokens, logprobs, strict=True):
+                yield TokensReady(name, index, (token,), () if entry is None else (entry,))
         else:
             yield event
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from support.events import flat
+from support.events import TokensReady, flat
 
 from lineclear.model_files import adapter_files
 from lineclear.scheduler.core import invariants
-from lineclear.scheduler.core.events import Event, Failed, Finished, TokensReady
+from lineclear.scheduler.core.events import Event, Failed, Finished
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.events import TokensReady
 from support.families import WIDE, tiny_model
 from support.inprocess import Failure, InProcess
 
-from lineclear.scheduler.core.events import Failed, Finished, FinishReason, TokensReady
+from lineclear.scheduler.core.events import Failed, Finished, FinishReason
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Row, RowOutput, Sampling, SlotInit, StepPlan

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Column
 from dataclasses import dataclass
 from enum import Enum
-from itertools import repeat
-from typing import NamedTuple
 
 from lineclear.errors import LineclearError
 from lineclear.wire.messages import Logprobs, Scores
@@ -82,18 +79,9 @@ class Started:
     """Of the worker that runs it."""
 
 
-class TokensReady(NamedTuple):
-    """Confirmed tokens of one request. `first_index` counts output tokens from 0; `logprobs` has none or all."""
-
-    request_id: str
-    first_index: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The confirmed tokens of a step as columns. Iterating yields a TokensReady per row.
+    """The confirmed tokens of a step as columns.
 
     A request has one row, or several rows in order if drafts were accepted.
     """
@@ -107,11 +95,6 @@ class StepTokens:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def __iter__(self) -> Iterator[TokensReady]:
-        columns = (self.request_ids, self.indices, self.tokens, self.logprobs or repeat(None))
-        for request_id, index, token, logprobs in zip(*columns, strict=False):
-            yield TokensReady(request_id, index, (token,), () if logprobs is None else (logprobs,))
 
 
 @dataclass(frozen=True, slots=True)
