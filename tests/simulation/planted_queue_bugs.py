@@ -10,7 +10,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import (
     Adaptive,
     BatchingState,
-    Continuous,
+    BatchingStrategy,
     Deadline,
     DynamicTimeout,
     FairShare,
@@ -74,7 +74,7 @@ QUEUE_BUGS: Bugs = {
             "self.now >= self.oldest_arrival + seconds", "self.now - self.oldest_arrival >= seconds"
         )
     },
-    Continuous: {
+    BatchingStrategy: {
         "a batch timeout is missed": replace("state.oldest_arrival + self._settings.batch_timeout_seconds", "None"),
         "an idle engine does not wait for min_batch_size": always("state.num_waiting >= min(...)"),
     },

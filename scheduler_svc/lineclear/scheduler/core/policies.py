@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
 
 from lineclear.scheduler.core.sequence import Request, Sequence
 from lineclear.scheduler.core.step_time_model import StepTimeModel
@@ -60,46 +59,31 @@ class BatchingState:
         return self.oldest_arrival is not None and self.now >= self.oldest_arrival + seconds
 
 
-class BatchingStrategy(Protocol):
-    """Decides when waiting requests may join the running batch."""
+class BatchingStrategy:
+    """Decides when waiting requests may join the running batch: here at the next step.
 
-    reads_kv_tokens: bool
-    """Whether it uses `BatchingState.kv_tokens`, which costs a walk over the running sequences."""
-    fills_batches: bool
-    """Whether requests join in groups. Then the first worker whose batch is open takes the head of the queue; else
-    `max_joins` has no effect, and `Placement` asks it about every worker."""
-
-    def max_joins(self, state: BatchingState) -> int:
-        """Return how many requests may join now; free slots and blocks limit them further."""
-        ...
-
-    def on_join(self) -> None:
-        """Count a request that joined."""
-        ...
-
-    def next_wakeup(self, state: BatchingState) -> float | None:
-        """Return the time at which the answer changes without any event."""
-        ...
-
-
-class Continuous:
-    """Iteration-level scheduling (Orca, Yu et al. 2022): waiting requests join at the next step.
-
-    An idle engine waits for `min_batch_size` requests or the timeout.
+    That is iteration-level scheduling (Orca, Yu et al. 2022). An idle engine waits for `min_batch_size` requests or the
+    timeout.
     """
 
-    reads_kv_tokens = fills_batches = False
+    reads_kv_tokens = False
+    """Whether it uses `BatchingState.kv_tokens`, which costs a walk over the running sequences."""
+    fills_batches = False
+    """Whether requests join in groups. Then the first worker whose batch is open takes the head of the queue; else
+    `max_joins` has no effect, and `Placement` asks it about every worker."""
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
 
     def max_joins(self, state: BatchingState) -> int:
+        """Return how many requests may join now; free slots and blocks limit them further."""
         return state.num_slots if self._is_open(state) else 0
 
     def on_join(self) -> None:
-        pass
+        """Count a request that joined."""
 
     def next_wakeup(self, state: BatchingState) -> float | None:
+        """Return the time at which the answer changes without any event."""
         if state.oldest_arrival is None or self._is_open(state):
             return None
         return state.oldest_arrival + self._settings.batch_timeout_seconds
@@ -113,13 +97,12 @@ class Continuous:
         )
 
 
-class FixedSize:
+class FixedSize(BatchingStrategy):
     """Static batching: fill all slots at once, and start the next batch when every request has ended.
 
     A smaller batch starts after the batch timeout, if one is set, or when the queue rejects requests and cannot grow.
     """
 
-    reads_kv_tokens = False
     fills_batches = True
 
     def __init__(self, settings: PolicySettings) -> None:
@@ -150,7 +133,7 @@ class FixedSize:
         return self._timeout_seconds is not None and state.has_waited(self._timeout_seconds)
 
 
-class DynamicTimeout(Continuous):
+class DynamicTimeout(BatchingStrategy):
     """Waiting requests join in groups: when they fill the free slots, or when one has waited for the timeout."""
 
     fills_batches = True
@@ -163,7 +146,7 @@ class DynamicTimeout(Continuous):
         return full or state.draining or state.has_waited(self._settings.batch_timeout_seconds)
 
 
-class Adaptive(Continuous):
+class Adaptive(BatchingStrategy):
     """As many requests join as keep a step within the inter-token target. A long queue raises the target."""
 
     reads_kv_tokens = True
@@ -179,8 +162,8 @@ class Adaptive(Continuous):
         return max(0 if state.num_active else 1, int(rows) - (state.num_active - state.num_finishing))
 
 
-STRATEGIES: dict[str, Callable[[PolicySettings], BatchingStrategy]] = {
-    "continuous": Continuous,
+STRATEGIES: dict[str, type[BatchingStrategy]] = {
+    "continuous": BatchingStrategy,
     "fixed_size": FixedSize,
     "dynamic_timeout": DynamicTimeout,
     "adaptive": Adaptive,
