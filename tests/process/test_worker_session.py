@@ -193,9 +193,9 @@ def test_step_starts_when_the_one_before_is_done(session: WorkerSession) -> None
     session.receive(HEARTBEAT, 118.0)
     assert session.check(118.0) == []
     assert session.next_check() == 119.0
-    assert not session.timer.is_idle
+    assert session.timer.inflight
     assert not session.result_applied(result(WARM + 1), now=110.0), "it had the device for one second"
-    assert session.timer.is_idle
+    assert not session.timer.inflight
 
 
 def test_cut_off_waits_for_last_messages(session: WorkerSession) -> None:

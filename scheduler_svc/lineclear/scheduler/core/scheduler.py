@@ -11,6 +11,7 @@ for every later plan, and a freed block may be handed out at once: a late write 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from lineclear.errors import (
     Cancelled,
@@ -380,7 +381,7 @@ class Scheduler:
         num_running = sum(s.state is State.RUNNING for s in steps)
         num_begun = sum(s.request.is_sibling or s.started_at is not None for s in steps)
         return CoreSnapshot(
-            counters=state.counters.copy(),
+            counters=replace(state.counters),
             num_requests_waiting=len(state.fresh) + len(state.resuming),
             num_tokens_waiting=state.fresh.num_tokens + state.resuming.num_tokens,
             draining=state.draining,

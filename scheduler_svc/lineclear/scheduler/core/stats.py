@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -29,10 +29,6 @@ class Counters:
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
-
-    def copy(self) -> Counters:
-        """Return a copy."""
-        return replace(self)
 
 
 @dataclass(frozen=True, slots=True)

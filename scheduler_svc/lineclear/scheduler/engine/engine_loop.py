@@ -72,6 +72,7 @@ class EngineLoop:
         limits = limits or EngineLimits()
         self.core, self.link, self.supervisor = core, link, supervisor
         self.callbacks, self.clock = callbacks, clock
+        self._state = core.state
         self.steps = step_history or StepHistory()
         self.inbox = CommandInbox(limits.max_inbox, link.wake)
         self.is_stopped = False
@@ -213,11 +214,11 @@ class EngineLoop:
         except WorkerGone:
             self.subscribers.carry_out(self.workers.handle(worker, SessionEvent.DISCONNECTED, now), events, now)
             return False
-        base, per_token, _ = self.core.state.workers[worker.epoch].step_time.coefficients
+        base, per_token, _ = self._state.workers[worker.epoch].step_time.coefficients
         worker.timer.plan_sent(plan.step, base + per_token * plan.num_tokens, now)
         planning = self.core.drain_events()
         events += planning
-        self.steps.planned(plan, self.core.state, planning, now)
+        self.steps.planned(plan, self._state, planning, now)
         return True
 
     def _apply(self, result: StepResult, events: list[Event], now: float) -> None:
@@ -234,7 +235,7 @@ class EngineLoop:
         self._counters.apply_seconds += time.perf_counter() - begin
         self._checks.result_applied()
         is_slow = worker.result_applied(result, now)
-        self.steps.executed(result, self.core.state, found, now)
+        self.steps.executed(result, self._state, found, now)
         if not worker.has_progressed:
             self._report_progress(worker, now)
         if is_slow:

@@ -75,7 +75,7 @@ class WorkerRegistry:
     def is_idle(self) -> bool:
         """No plan is without its result."""
         for session in self.serving:  # noqa: SIM110 (all() takes longer, and the engine asks in each iteration)
-            if not session.timer.is_idle:
+            if session.timer.inflight:
                 return False
         return True
 

@@ -304,7 +304,7 @@ class WorkerSession:
         """Update `has_progressed`; return True the first time that it is set."""
         if self.has_progressed:
             return False
-        is_idle = self.timer.is_idle and now >= self.timer.idle_since + HEALTHY_IDLE_SECONDS
+        is_idle = not self.timer.inflight and now >= self.timer.idle_since + HEALTHY_IDLE_SECONDS
         self.has_progressed = self._has_confirmed or is_idle
         return self.has_progressed
 
@@ -356,25 +356,21 @@ class StepTimer:
 
     def __init__(self, timeouts: WorkerTimeouts) -> None:
         self._timeouts = timeouts
-        self._inflight: deque[_SentPlan] = deque()
+        self.inflight: deque[_SentPlan] = deque()
+        """Plans without result, the oldest first."""
         self._step_started_at = 0.0  # of the oldest plan in flight
         self.idle_since = 0.0
-        """Time of the join or the last result; meaningful while `is_idle`."""
-
-    @property
-    def is_idle(self) -> bool:
-        """No plan is without its result."""
-        return not self._inflight
+        """Time of the join or the last result; meaningful without a plan in flight."""
 
     def plan_sent(self, step: int, predicted_seconds: float, now: float) -> None:
         """Add a plan in flight, whose step should take `predicted_seconds`."""
-        if not self._inflight:
+        if not self.inflight:
             self._step_started_at = now
-        self._inflight.append(_SentPlan(step, predicted_seconds, now))
+        self.inflight.append(_SentPlan(step, predicted_seconds, now))
 
     def result_received(self, now: float) -> bool:
         """Remove the oldest plan in flight. Return whether its step took far longer than predicted."""
-        _, predicted_seconds, sent_at = self._inflight.popleft()
+        _, predicted_seconds, sent_at = self.inflight.popleft()
         seconds = now - max(sent_at, self._step_started_at)
         self._step_started_at = self.idle_since = now
         return seconds > max(_SLOW_STEP_SECONDS, _MAX_PREDICTED_RATIO * predicted_seconds)
@@ -385,9 +381,9 @@ class StepTimer:
 
     def deadline(self) -> float:
         """Return when the oldest plan in flight is overdue; infinite without one."""
-        if not self._inflight:
+        if not self.inflight:
             return math.inf
-        step, predicted_seconds, _ = self._inflight[0]
+        step, predicted_seconds, _ = self.inflight[0]
         allowed = max(self._timeouts.step_timeout_seconds, _MAX_PREDICTED_RATIO * predicted_seconds)
         if step <= _COLD_STEPS:
             allowed = max(allowed, self._timeouts.cold_step_timeout_seconds)
@@ -397,4 +393,4 @@ class StepTimer:
         """Return why the worker is to be killed, None while the oldest plan has time left."""
         if now < self.deadline():
             return None
-        return f"step {self._inflight[0].step} is not done after {now - self._step_started_at:.1f} s"
+        return f"step {self.inflight[0].step} is not done after {now - self._step_started_at:.1f} s"
