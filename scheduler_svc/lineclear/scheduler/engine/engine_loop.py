@@ -119,7 +119,10 @@ class EngineLoop:
                 self.subscribers.handle(fact, events, now)
         self._check_workers(events, now)
         events += self.core.expire(now)
-        self.subscribers.do_waiting_work(events, now)
+        # Before the plans, so that requests of a released worker continue in this iteration.
+        for waiting, work in self.subscribers.waiting_work:
+            if waiting:
+                self.subscribers.carry_out(work(now) or (), events, now)
         self._send_plans(events, now)
         if events:
             begin = time.perf_counter()

@@ -57,10 +57,7 @@ class EngineCallbacks:
 
 
 class WorkerSubscribers:
-    """Passes each change of a worker to core, supervisor and step history, then to its other subscribers.
-
-    The work of these that had to wait is done in each iteration.
-    """
+    """Passes each change of a worker to core, supervisor and step history, then to its other subscribers."""
 
     def __init__(
         self,
@@ -87,13 +84,13 @@ class WorkerSubscribers:
             AdapterLoaded: (adapters.answered,),
             Heartbeat: (grammars.answered,),
         }
-        # Called in each iteration while the container has entries.
-        self._waiting_work: tuple[tuple[Sized, Callable[[float], list[Output] | None]], ...] = (
+        self.waiting_work: tuple[tuple[Sized, Callable[[float], list[Output] | None]], ...] = (
             (levels.unsent, levels.send),
             (adapters.unloading, adapters.drop_unused),
             (grammars.unsent, grammars.send),
             (stopping.epochs, stopping.release),
         )
+        """Work to call in each iteration while its container has entries. The outputs are to be carried out."""
 
     def handle(self, change: Change, events: list[Event], now: float) -> None:
         """Pass a change to its subscribers; add their events."""
@@ -105,12 +102,6 @@ class WorkerSubscribers:
         for fact in self._link.perform(outputs):
             assert not isinstance(fact, StepResult), "a result comes from the link"
             self.handle(fact, events, now)
-
-    def do_waiting_work(self, events: list[Event], now: float) -> None:
-        """Do what had to wait. Before the plans, so that requests of a released worker continue in this iteration."""
-        for waiting, work in self._waiting_work:
-            if waiting:
-                self.carry_out(work(now) or (), events, now)
 
     def _worker_joined(self, joined: Joined, now: float) -> list[Event]:
         hello = joined.hello
