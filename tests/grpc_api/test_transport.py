@@ -368,6 +368,7 @@ async def test_sessions_of_a_connection_are_limited(tmp_path: Path) -> None:
         await callers[0].call.initial_metadata()
         for caller in callers:
             caller.call.cancel()
+        await s.stub.GetModel(pb.GetModelRequest())
         readers = [guard._reading for guard in s.server._errors]
         await until(lambda: not any(reader._streams or reader._slots for reader in readers))
 
