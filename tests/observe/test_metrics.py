@@ -106,16 +106,18 @@ def test_durations_are_counted_up_to_each_bound() -> None:
     assert list(BOUNDS_SECONDS) == sorted(BOUNDS_SECONDS)
 
 
-def test_vllms_metric_counts_requests_by_how_they_ended() -> None:
+def test_requests_are_counted_by_how_they_ended() -> None:
     figures = ServerStats(0.0)
     for outcome in ("length", "stop_eos", "length", "stop_string", "deadline_exceeded"):
         figures.add_ended(
             EndedRequest("id", outcome, True, "", "", 1, 3, RequestTimings(None, None, None, 1.0, None), None)
         )
-    prefix = "vllm:request_success_total finished_reason="
-    found = {name.removeprefix(prefix): value for name, value in read(pb.GetStatsResponse(), figures).items()}
+    figures.add_rejected("invalid_request")
+    found = read(pb.GetStatsResponse(), figures)
     success = {"stop": 2, "length": 2, "abort": 1, "repetition": 0}
-    assert {name: found[name] for name in success} == success
+    assert {name: found[f"vllm:request_success_total finished_reason={name}"] for name in success} == success
+    assert found["lineclear_requests_total finish_reason=length"] == 2
+    assert found["lineclear_requests_rejected_total reason=invalid_request"] == 1
 
 
 def test_certificate_expiry_is_exported_if_known() -> None:
