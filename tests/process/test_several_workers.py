@@ -254,9 +254,8 @@ async def test_a_promoted_standby_gets_the_flags_of_its_slot(tmp_path: Path, mon
 def restart_all(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
     """Restart one worker after the other."""
     assert harness.loop is not None
-    for number in range(len(supervisor.pids)):
-        restarted = asyncio.run_coroutine_threadsafe(supervisor.restart(number), harness.loop)
-        assert restarted.result(PATIENCE_SECONDS) == supervisor.pids[number]
+    restarted = asyncio.run_coroutine_threadsafe(supervisor.restart_all(), harness.loop)
+    assert restarted.result(PATIENCE_SECONDS) == supervisor.pids
 
 
 @pytest.mark.parametrize("count", [1, 2])
