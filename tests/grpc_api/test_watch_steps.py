@@ -20,7 +20,7 @@ from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.client import AdminClient, AsyncAdminClient, AsyncClient, Client, step_rows
 from lineclear.errors import TooManyWatchers, Unauthenticated
-from lineclear.scheduler.grpc_api.admin_service import watch_steps
+from lineclear.scheduler.grpc_api.admin_service import watch_interval, watch_steps
 from lineclear.scheduler.observe.step_feed import REPLACE_SECONDS, StepFeed
 from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.v1 import admin_pb2_grpc, steps_pb2
@@ -162,7 +162,7 @@ def test_the_stream_ends_when_the_server_stops(start: Callable[..., Running], ad
 @pytest.mark.parametrize(("asked", "taken"), [({}, 0.02), ({"seconds": 5}, 5.0), ({"seconds": 3600}, 10.0)])
 def test_the_interval_is_bounded(asked: dict[str, int], taken: float) -> None:
     """With none at all a call would ask the engine for its state all the time."""
-    assert step_stream._interval(steps_pb2.WatchStepsRequest(min_interval=asked)) == taken
+    assert watch_interval(steps_pb2.WatchStepsRequest(min_interval=asked)) == taken
 
 
 def test_a_call_of_a_minute_makes_room() -> None:

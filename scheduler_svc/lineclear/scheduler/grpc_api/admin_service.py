@@ -178,7 +178,7 @@ async def watch_steps(
     feed: StepFeed, request: steps_pb2.WatchStepsRequest, context: Context, stall_timeout_seconds: float
 ) -> None:
     """Write responses until the server stops. Raises TooManyWatchers, SlowConsumer or Unauthenticated."""
-    seconds = _interval(request)
+    seconds = watch_interval(request)
     is_valid, is_in_time = identity.validity(), identity.certificate_validity(context)
     with_state = request.include_state or request.include_block_map
     async with ResponseWriter(context, stall_timeout_seconds) as writer:
@@ -213,7 +213,8 @@ async def _pause(feed: StepFeed, seconds: float) -> None:
         seconds -= _CLOSE_SECONDS
 
 
-def _interval(request: steps_pb2.WatchStepsRequest) -> float:
+def watch_interval(request: steps_pb2.WatchStepsRequest) -> float:
+    """Return the seconds between two messages of a call. Raises InvalidRequest."""
     if not request.HasField("min_interval"):
         return _DEFAULT_SECONDS
     seconds = request.min_interval.ToNanoseconds() / 1e9
