@@ -92,7 +92,7 @@ def test_bug_is_planted_where_its_function_is_imported() -> None:
         Bug("no such statement", Sequence.stats, drop("self.x = 1")),
         Bug("two matches, not one", Sequence.num_unplanned, off_by_one("_")),
         Bug("no such operand", Sequence.num_unplanned, without("self.x")),
-        Bug("in two methods of a class", Sequence, never("self.num_drafts")),
+        Bug("in two methods of a class", Sequence, never("self.has_scores_left")),
         Bug("after another statement", Sequence, drop("return 0", after="self.x = 1")),
     ],
     ids=lambda bug: bug.title,
