@@ -80,7 +80,7 @@ class Area(NamedTuple):
 AREAS = (
     Area((f"{_SCHEDULER}/core/*.py",), ("tests/core", "tests/observe", "tests/embedded"), is_simulated=True),
     Area(
-        (f"{_SCHEDULER}/requests/*.py",),
+        (f"{_SCHEDULER}/requests/**/*.py",),
         ("tests/requests", "tests/grpc_api", "tests/security", "tests/process", "tests/client"),
     ),
     Area((f"{_SCHEDULER}/text/*.py",), ("tests/text", "tests/requests", "tests/e2e")),
