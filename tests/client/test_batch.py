@@ -116,12 +116,6 @@ def test_wrong_argument_is_raised(client: Any) -> None:
         client.generate_batch(["x"], return_exceptions=True, temprature=1)
 
 
-def test_requests_have_their_own_parameters(server: Any, client: Any) -> None:
-    client.generate_batch([Request(prompt="a", priority=1), "b"], max_tokens=3)
-    by_text = {request.text: request for request in server.requests}
-    assert (by_text["a"].priority, by_text["a"].sampling.max_tokens, by_text["b"].sampling.max_tokens) == (1, 3, 3)
-
-
 def test_closing_the_results_cancels_the_rest(server: Any) -> None:
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         if request.text == "0":

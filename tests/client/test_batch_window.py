@@ -40,14 +40,6 @@ def test_items_are_read_no_further_than_the_window() -> None:
     assert read == [0, 1, 2]
 
 
-def test_error_of_the_items_ends_the_batch() -> None:
-    batch = BatchWindow((1 / n for n in (1, 0)), window=5)
-    take(batch)
-    assert take(batch) is None
-    assert isinstance(batch.failure, ZeroDivisionError)
-    assert batch.done
-
-
 def test_bug_ends_the_batch_and_failure_is_an_outcome() -> None:
     for return_exceptions, error, ends in (
         (True, outcome(0), False), (False, outcome(0), True), (True, KeyError(0), True), (False, KeyError(0), True),
@@ -89,19 +81,6 @@ def test_read_outcomes_is_none_without_news() -> None:
 def test_number_of_workers() -> None:
     assert [BatchWindow(items, 9).workers(4) for items in ("", "ab", "abcdef", iter(""))] == [1, 2, 4, 4]
     assert BatchWindow(iter(""), 3).workers(4) == 3
-
-
-def test_outcomes_are_read_as_they_come() -> None:
-    batch = BatchWindow("abc", window=2, in_order=False)
-    assert [take(batch) for _ in range(3)] == [(0, "a"), (1, "b"), None]
-    batch.put(1, outcome(1))
-    assert due(batch) == ["1"]
-    assert take(batch) == (2, "c")  # no outcome waits for that of 0
-    batch.put(2, outcome(2))
-    batch.put(0, outcome(0))
-    assert due(batch) == ["2", "0"]
-    assert take(batch) is None
-    assert batch.done
 
 
 @pytest.mark.parametrize(

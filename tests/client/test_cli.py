@@ -198,10 +198,11 @@ def test_resume_continues_after_an_unavailable_server(cli: Any, server: Any, tmp
 
 @pytest.mark.parametrize("kind", [kind for kind in tree() if kind not in (LineclearError, errors.UnknownStatus)])
 def test_every_error_has_exit_code_and_message(cli: Any, server: Any, kind: type[LineclearError]) -> None:
-    server.failures = [kind("what happened")]
+    server.failures = [kind("what happened", violations=[errors.Violation("sampling.top_p", "is above 1")])]
     result = cli("generate", "x", "--json", *QUICK)
     assert result.exit_code == 100 + Code.Value(kind.code)
     assert "what happened" in result.stderr
+    assert "sampling.top_p: is above 1" in result.stderr
     assert lines(result.stdout)[0]["error"]["reason"] == kind.reason
 
 

@@ -9,19 +9,11 @@ from typing import Any
 
 import grpc
 import pytest
-from client.command import COMMAND, QUICK, process, run, spawn
+from client.command import COMMAND, QUICK, run, spawn
 from client.conftest import tokens
 from support.time_limits import PATIENCE_SECONDS
 
-from lineclear import errors
 from lineclear.v1 import inference_pb2 as pb
-
-
-def test_process_output_and_exit_codes(server: Any) -> None:
-    server.failures = [errors.InvalidRequest("no", violations=[errors.Violation("sampling.top_p", "is above 1")])]
-    done = process(server, "generate", "x", *QUICK)
-    assert (done.returncode, done.stdout) == (100 + 3, "")
-    assert "sampling.top_p: is above 1" in done.stderr
 
 
 def test_text_is_shown_before_the_answer_ends(server: Any) -> None:

@@ -51,15 +51,6 @@ class Replaced:
         yield finished(len(OF[model]))
 
 
-def test_resume_sends_seed_fingerprint_and_digest(server: Any, client: Any) -> None:
-    server.script = Replaced(server, [OLD, OLD])
-    result = client.with_settings(max_attempts=None, retry=QUICK).generate("x")
-    assert (result.text, result.resumes, result.restarts) == ("one two three", 1, 0)
-    assert result.started.model_fingerprint == OLD
-    resume = server.requests[1].resume
-    assert (resume.model_fingerprint, resume.prompt_digest, resume.chat_time_us) == (OLD, "d", 5)
-
-
 @pytest.mark.parametrize("error", [None, BACK])
 def test_model_changed_has_the_answer_so_far(server: Any, client: Any, error: LineclearError | None) -> None:
     server.script = Replaced(server, [OLD, NEW], error=error)

@@ -38,7 +38,8 @@ def cut_after(server: Any, *cuts: int, error: LineclearError | None = None) -> A
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         have = len(request.resume.token_ids)
-        yield started(prompt_tokens=3, seed=request.sampling.seed if request.sampling.HasField("seed") else 77)
+        seed = request.sampling.seed if request.sampling.HasField("seed") else 77
+        yield started(prompt_tokens=3, seed=seed, model_fingerprint="f", prompt_digest="d", chat_time_us=5)
         until = have + remaining.pop(0) if remaining else None
         for index, word in list(enumerate(WORDS))[have:until]:
             yield tokens(index, index + 100, text=word)
@@ -58,6 +59,7 @@ def test_interrupted_answer_resumes_at_the_next_token(server: Any, client: Any, 
     result = stream.result
     assert (result.text, result.token_ids, result.started.seed) == ("".join(WORDS), tuple(range(100, 105)), 77)
     assert stream.resumes == result.resumes == len(cuts)
+    assert (result.started.model_fingerprint, result.restarts) == ("f", 0)
     first, *others = server.requests
     assert not first.HasField("resume")
     have = 0
@@ -65,6 +67,8 @@ def test_interrupted_answer_resumes_at_the_next_token(server: Any, client: Any, 
         have += cut
         assert list(request.resume.token_ids) == list(range(100, 100 + have))
         assert (request.sampling.seed, request.text) == (77, "x")
+        resume = request.resume
+        assert (resume.model_fingerprint, resume.prompt_digest, resume.chat_time_us) == ("f", "d", 5)
 
 
 def test_resumes_with_progress_are_unbounded(server: Any, client: Any) -> None:

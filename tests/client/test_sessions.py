@@ -11,7 +11,7 @@ import pytest
 from client.conftest import finished, started
 from support.time_limits import PATIENCE_SECONDS
 
-from lineclear.api_limits import MAX_GATHERED_BYTES, MAX_SESSION_COMMANDS, REQUEST_BYTES_KEY
+from lineclear.api_limits import MAX_GATHERED_BYTES, REQUEST_BYTES_KEY
 from lineclear.client import Client
 from lineclear.client._sync.session import Session
 from lineclear.client._sync.transport import SessionMultiplexer
@@ -24,40 +24,37 @@ def submit(handle: int, num_bytes: int = 1) -> Command:
     return pb.SubmitCommand(handle=handle, request=pb.GenerateRequest(text="x" * num_bytes))
 
 
-def outbox(*commands: Command) -> Outbox:
-    found = Outbox()
+def sent(*commands: Command, max_bytes: int | None = None) -> list[pb.SessionRequest]:
+    """Return the messages that carry the commands."""
+    outbox = Outbox()
     for command in commands:
-        found.put(command)
-    return found
-
-
-def messages(found: Outbox) -> Iterator[pb.SessionRequest]:
-    while (message := found.take()) is not None:
-        yield message
+        outbox.put(command)
+    if max_bytes is not None:
+        outbox.limit_bytes(max_bytes)
+    return list(iter(outbox.take, None))
 
 
 def test_gathered_commands_share_a_message() -> None:
-    (message,) = messages(outbox(submit(1), pb.CancelCommand(handle=1), submit(2)))
+    (message,) = sent(submit(1), pb.CancelCommand(handle=1), submit(2))
     assert [command.handle for command in message.submits] == [1, 2]
     assert [command.handle for command in message.cancels] == [1]
 
 
-def test_a_message_has_at_most_32_commands() -> None:
-    sent = list(messages(outbox(*map(submit, range(70)))))
-    assert [len(message.submits) for message in sent] == [MAX_SESSION_COMMANDS, MAX_SESSION_COMMANDS, 6]
-    assert [command.handle for message in sent for command in message.submits] == list(range(70))
+HALF = MAX_GATHERED_BYTES // 2
 
 
-def test_a_large_command_has_its_own_message() -> None:
-    half = MAX_GATHERED_BYTES // 2
-    sent = list(messages(outbox(submit(1), submit(2, 10 * half), submit(3, half - 100), submit(4, half - 100))))
-    assert [[command.handle for command in message.submits] for message in sent] == [[1], [2], [3, 4]]
-
-
-def test_messages_stay_below_the_limit_of_the_server() -> None:
-    found = outbox(*(submit(handle, 100) for handle in range(4)))
-    found.limit_bytes(500)
-    assert [len(message.submits) for message in messages(found)] == [2, 2]
+@pytest.mark.parametrize(
+    ("commands", "max_bytes", "handles"),
+    [
+        ([submit(n) for n in range(70)], None, [[*range(32)], [*range(32, 64)], [*range(64, 70)]]),
+        ([submit(1), submit(2, 10 * HALF), submit(3, HALF - 100), submit(4, HALF - 100)], None, [[1], [2], [3, 4]]),
+        ([submit(n, 100) for n in range(4)], 500, [[0, 1], [2, 3]]),
+    ],
+    ids=["at most 32 commands", "a large command alone", "below the limit of the server"],
+)
+def test_messages_are_limited(commands: list[Command], max_bytes: int | None, handles: list[list[int]]) -> None:
+    found = sent(*commands, max_bytes=max_bytes)
+    assert [[command.handle for command in message.submits] for message in found] == handles
 
 
 @pytest.mark.parametrize(
