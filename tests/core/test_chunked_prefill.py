@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from core.harness import CoreHarness
+from core.test_cadence import Cadence
 
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 
@@ -54,22 +55,6 @@ def test_min_chunk_follows_decodes_within_bounds(
     assert [end - start for _, start, end in harness.rows(harness.step())] == [*[1] * decodes, prompt_tokens]
 
 
-def taught(max_prefill_slowdown: float = 2.0) -> CoreHarness:
-    """Return a harness whose step time model has learned 10 ms a step and 1 ms a token."""
-    harness = CoreHarness(
-        target_batch_tokens=512,
-        worker_num_blocks=512,
-        worker_max_model_len=1024,
-        max_prefill_slowdown=max_prefill_slowdown,
-        prefix_cache=False,  # a cached position takes no time
-    )
-    harness.seconds_per_step, harness.seconds_per_token = 0.01, 0.001
-    for number, length in enumerate((30, 9, 120, 5, 14, 60, 2, 80, 16, 7, 40, 25)):
-        harness.submit(f"teach{number}", length, max_tokens=1)
-        harness.step()
-    return harness
-
-
 @pytest.mark.parametrize(
     ("stretch", "decodes", "prompts", "prompt_tokens"),
     [(2.0, 7, 1, 17), (4.0, 7, 1, 51), (100.0, 7, 1, 183), (2.0, 1, 6, 66)],
@@ -79,7 +64,7 @@ def test_chunk_size_follows_max_prefill_slowdown(
 ) -> None:
     # One decode alone takes 11 ms, seven take 17 ms. A step may take 2 times as long, 7 times with six prompts.
     # The inter-token target of 200 ms bounds it all.
-    harness = taught(stretch)
+    harness = Cadence(streams=0, max_prefill_slowdown=stretch)
     for number in range(decodes):
         harness.submit(f"old{number}", 4, max_tokens=100)
     harness.step()

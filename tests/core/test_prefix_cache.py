@@ -75,15 +75,6 @@ def test_sequence_that_shares_blocks_of_a_bad_row_is_computed_again() -> None:
     assert sorted(block for plan in harness.plans for block in plan.zero_blocks)[:5] == [0, 1, 2, 3, 4]
 
 
-def test_other_salt_misses() -> None:
-    harness = CoreHarness()
-    prompt = list(range(9))
-    for request_id, salt in (("a", b"x"), ("b", b"y"), ("c", b"x")):
-        harness.submit(request_id, prompt, max_tokens=1, cache_salt=salt)
-        harness.run()
-    assert [harness.end(i).stats.cached_tokens for i in "abc"] == [0, 0, 8]
-
-
 # --- a part of a block ------------------------------------------------------------------------------------------------
 
 

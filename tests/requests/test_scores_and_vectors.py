@@ -78,14 +78,6 @@ def test_scores_of_continuations(client: Client) -> None:
     assert 3 * 32 <= again.cached_tokens <= 3 * (len(PROMPT) - 1), "the last prompt position has the first score"
 
 
-def test_scores_of_text(client: Client) -> None:
-    found = client.score("Once upon a", [" time", " hill"])
-    prompt = TOKENIZER.encode("Once upon a")
-    tokens = list(found.scores[0].token_ids)
-    assert TOKENIZER.encode("Once upon a time") == [*prompt, *tokens]
-    assert plain(found.scores[0].logprobs) == right([*prompt, *tokens], len(prompt) - 1)
-
-
 @pytest.mark.parametrize("prompt", [PROMPT, LONG, [5]], ids=len)
 def test_prompt_logprobs_come_once(client: Client, prompt: list[int]) -> None:
     with client.stream(prompt, max_tokens=4, temperature=1.0, seed=3, ignore_eos=True, prompt_logprobs=1) as stream:
@@ -223,6 +215,7 @@ def test_score_command(service: ToyService, tmp_path: Path) -> None:
     assert [entry["continuation"] for entry in scores] == [" time", " hill"]
     prompt = TOKENIZER.encode("Once upon a")
     tokens = [token for token, _ in scores[0]["tokens"]]
+    assert TOKENIZER.encode("Once upon a time") == [*prompt, *tokens]
     wanted = right([*prompt, *tokens], len(prompt) - 1, 2)
     assert [x for _, x in scores[0]["tokens"]] == [x for x, _ in wanted]
     assert scores[0]["top_logprobs"] == [[list(entry) for entry in top] for _, top in wanted]

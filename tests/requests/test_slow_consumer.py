@@ -9,22 +9,12 @@ import grpc
 import grpc.aio
 import pytest
 from support.serving import error_of, serving, text_request, until
-from support.session_driver import Caller, submit
+from support.session_driver import Caller, command, submit
 from support.sockets import gate
 
 from lineclear.scheduler.core.events import FinishReason
+from lineclear.v1 import inference_pb2 as pb
 from lineclear.wire.messages import Logprobs
-
-
-async def test_too_many_unread_tokens(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_unread_tokens=16) as s:
-        call, key = await s.start_call()
-        s.engine.tokens(key, [40] * 17)  # in one step: no read is possible in between
-        error = await error_of(call)
-        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
-        assert error.metadata == {"unread_tokens": "17", "limit": "16"}
-        await s.idle()
-        assert key in s.engine.cancelled
 
 
 @pytest.mark.parametrize("way", ["call", "session"])
@@ -67,18 +57,28 @@ async def test_too_many_bytes_of_unread_log_probabilities(
         assert key in s.engine.cancelled
 
 
-async def test_stalled_stream_gets_slow_consumer(tmp_path: Path) -> None:
-    """The transport's windows fill up and a write blocks: the request does not keep its slot forever."""
-
+@pytest.mark.parametrize("way", ["call", "session"])
+async def test_stalled_reader_gets_slow_consumer(tmp_path: Path, way: str) -> None:
+    """The transport's windows fill up and a write blocks: the requests do not keep their slots forever."""
     async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
         before = len(asyncio.all_tasks())
-        call, key = await s.start_call(text_request(output={"token_timings": True}))
+        if way == "session":
+            call = Caller(s).call
+            await call.write(pb.SessionRequest(submits=[command(1), command(2)]))
+            await s.engine.next_request(2)
+        else:
+            call = s.generate(text_request(output={"token_timings": True}))
+            await s.engine.next_request()
+        keys = [request.request_id for request in s.engine.submitted]
+        for key in keys:
+            s.engine.start(key)
         await call.read()
         while s.engine.requests:  # until a write blocks
-            s.engine.tokens(key, [40] * 5000)
+            for key in s.engine.requests:
+                s.engine.tokens(key, [40] * 5000)
             await asyncio.sleep(0.001)
         await s.idle()
-        assert key in s.engine.cancelled
+        assert sorted(s.engine.cancelled) == sorted(keys)
         error = await error_of(call)  # reads the sent messages, then the status
         assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
         await until(lambda: len(asyncio.all_tasks()) <= before)
@@ -86,7 +86,6 @@ async def test_stalled_stream_gets_slow_consumer(tmp_path: Path) -> None:
 
 async def test_unread_tokens_of_a_session_request_are_limited(tmp_path: Path) -> None:
     """Only that request fails."""
-
     async with serving(tmp_path, max_unread_tokens=16) as s:
         caller = Caller(s)
         await caller.send(submit(1), submit(2))
@@ -103,29 +102,8 @@ async def test_unread_tokens_of_a_session_request_are_limited(tmp_path: Path) ->
         assert {*s.engine.cancelled} == {first}
 
 
-async def test_stalled_session_gets_slow_consumer(tmp_path: Path) -> None:
-    async with serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s:
-        before = len(asyncio.all_tasks())
-        caller = Caller(s)
-        await caller.send(submit(1), submit(2))
-        keys = [await s.engine.next_request(number) for number in (1, 2)]
-        for key in keys:
-            s.engine.start(key)
-        await caller.read()
-        while s.engine.requests:  # until a write blocks
-            for key in s.engine.requests:
-                s.engine.tokens(key, [40] * 5000)
-            await asyncio.sleep(0.001)
-        await s.idle()
-        assert sorted(s.engine.cancelled) == sorted(keys)
-        error = await error_of(caller.call)  # reads the sent messages, then the status
-        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
-        await until(lambda: len(asyncio.all_tasks()) <= before)
-
-
 async def test_status_follows_a_stalled_first_message(tmp_path: Path) -> None:
     """The headers travel with the first message: a status sent before the message would never arrive."""
-
     async with (
         serving(tmp_path, stall_timeout_seconds=0.2, max_unread_tokens=10**6) as s,
         gate(tmp_path) as (address, is_open),

@@ -98,7 +98,7 @@ async def test_process_renders_the_same_tokens(s: Serving) -> None:
 async def test_rejected_conversation_is_an_invalid_request(tmp_path: Path, template: str, sentence: str) -> None:
     async with serving(tmp_path, template=template) as s:
         error = await error_of(tokenize(s, "secret"))
-        assert error.code == "INVALID_ARGUMENT"
+        assert (error.code, [v.field for v in error.violations]) == ("INVALID_ARGUMENT", ["chat.messages"])
         assert sentence in str(error)
         assert "secret" not in str(error)
 

@@ -67,7 +67,6 @@ async def test_invalid_requests_do_not_reach_the_engine(tmp_path: Path) -> None:
 
 async def test_many_violations_fit_the_trailer(tmp_path: Path) -> None:
     many = [sampling_pb2.LogitBias(token_id=2**32 - 1, bias=1e9) for _ in range(300)]
-
     async with serving(tmp_path) as s:
         error = await error_of(s.generate(request(sampling={"logit_bias": many})))
         assert error.reason == "INVALID_REQUEST"
