@@ -104,6 +104,7 @@ def test_each_parameter_that_a_beam_search_does_not_use_is_refused(name: str) ->
         ("resume", BEAMS, {"resume": {"model_fingerprint": "m"}}),
         ("sampling.num_beams", {"n": 3, "num_beams": 2}, {}),
         ("sampling.best_of", {"n": 3, "best_of": 2}, {}),
+        ("resume", {"best_of": 2, "seed": 1}, {"resume": {"model_fingerprint": "m"}}),
         ("sampling.forced_first_token_id", {"forced_first_token_id": 2, "structured_output": {"regex": "a"}}, {}),
     ],
 )  # fmt: skip

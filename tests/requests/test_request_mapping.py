@@ -98,7 +98,7 @@ async def test_far_deadline_is_reduced_to_the_maximum(tmp_path: Path) -> None:
             assert started_at + 990 < (request.deadline or 0.0) <= monotonic() + 1000
 
 
-MALFORMED = [(2**62, 0), (-(2**62), 0), (315_576_000_001, 0), (1, 1_000_000_000), (1, -1), (-1, 1)]
+MALFORMED = [(2**62, 0), (-(2**62), 0), (315_576_000_001, 0), (1, 1_000_000_000), (1, -1), (-1, 1), (0, -(2**31))]
 
 
 @pytest.mark.parametrize(("seconds", "nanos"), MALFORMED)

@@ -21,6 +21,7 @@ from lineclear.scheduler.requests.admission import Admission
 from lineclear.scheduler.requests.session import Session
 from lineclear.scheduler.security.identity import ANONYMOUS
 from lineclear.v1 import inference_pb2 as pb
+from lineclear.wire.messages import Logprobs
 
 
 async def test_one_message_has_the_tokens_of_a_step(s: Serving) -> None:
@@ -80,6 +81,22 @@ async def test_answer_equals_generate(s: Serving, request_: pb.GenerateRequest) 
     assert (caller.tokens[7], caller.text[7]) == (tokens_of(alone), text_of(alone))
     for name in ("finish_reason", "matched_stop_string", "usage"):
         assert getattr(caller.finished[7], name) == getattr(alone[-1].finished, name)
+
+
+async def test_logprobs_and_times_come_as_events(s: Serving) -> None:
+    caller = Caller(s)
+    await caller.send(submit(1, text_request(output={"token_timings": True})))
+    await caller.send(submit(2, text_request(output={"logprobs": True})))
+    keys = [await s.engine.next_request(number) for number in (1, 2)]
+    for key in keys:
+        s.engine.start(key)
+    await caller.until(lambda: len(caller.started) == 2)
+    s.engine.tokens(keys[0], HELLO_IDS[:1])
+    s.engine.tokens(keys[1], HELLO_IDS[:1], [Logprobs(-0.5)])
+    await caller.until(lambda: caller.tokens[1] and caller.tokens[2])
+    found = [event.response for message in caller.messages for event in message.events]
+    assert [len(response.token_times_us) for response in found if response.token_times_us] == [1]
+    assert [entry.logprob for response in found for entry in response.logprobs] == [-0.5]
 
 
 async def test_error_ends_one_request_only(s: Serving) -> None:

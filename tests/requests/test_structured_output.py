@@ -59,6 +59,7 @@ async def test_grammar_reaches_the_workers_before_the_request(tmp_path: Path) ->
             assert s.engine.submitted[-1].sampling.grammar == s.engine.prepared[-1] != ""
 
 
+MAX_BYTES = 128 * 1024
 INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({}, "form", "missing"),
     ({"regex": ""}, "regex", "empty"),
@@ -81,11 +82,15 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"grammar": "begin: /x/"}, "grammar", "cannot be used"),
     ({"regex": "a", "constraint_start": "x" * 65}, "constraint_start", "64 bytes"),
     ({"regex": "a", "ignore_eos": True}, "", "ends the answer"),
+    ({"json_object": True, "json_whitespace": 9}, "json_whitespace", "JSON_WHITESPACE_ANY"),
+    ({"regex": "a" * (MAX_BYTES + 1)}, "regex", f"the limit is {MAX_BYTES} (--max-grammar-bytes)"),
+    ({"choice": Choice(texts=["a" * 1024] * 130)}, "choice.texts", f"the limit is {MAX_BYTES} (--max-grammar-bytes)"),
+    ({"choice": Choice(texts=["a"] * 4097)}, "choice.texts", "more than 4096 entries"),
 ]
 
 
 async def test_invalid_form_is_refused_with_its_reason(tmp_path: Path) -> None:
-    async with serving(tmp_path, model=model(tmp_path)) as s:
+    async with serving(tmp_path, model=model(tmp_path), max_grammar_bytes=MAX_BYTES) as s:
         for form, field, problem in INVALID:
             error = await refused(s, **form)
             assert error.code == "INVALID_ARGUMENT"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,17 @@ def test_bad_tools_are_rejected_with_their_path(bad: pb.ChatMessages, path: str)
     with pytest.raises(InvalidRequest) as caught:
         check_tokenize(pb.TokenizeRequest(chat=bad), BOUNDS.settings)
     assert [violation.field for violation in caught.value.violations] == [path]
+
+
+def test_tools_of_a_forced_call_have_the_limit_of_a_form() -> None:
+    forced = with_tools(
+        pb.Tool(name="f", parameters='{"description": "' + "x" * 100 + '"}'), mode=pb.TOOL_CHOICE_MODE_REQUIRED
+    )
+    bounds = replace(BOUNDS, eos_ids=frozenset({1}))
+    check(pb.GenerateRequest(chat=forced), bounds)
+    bounds = replace(bounds, settings=SchedulerSettings(max_grammar_bytes=64))
+    with pytest.raises(InvalidRequest, match=r"chat\.tools: has 119 bytes, the limit is 64"):
+        check(pb.GenerateRequest(chat=forced), bounds)
 
 
 def test_valid_tools_pass() -> None:

@@ -7,8 +7,11 @@ from support.answers import engine_request, invalid_fields
 from support.serving import TOKENIZER, Serving, text_request
 from support.small_tokenizers import KINDS, definition
 
+from lineclear.errors import InvalidRequest, TokenOutOfVocabulary
+from lineclear.scheduler.requests.validate.sampling import with_bad_words, with_breakers
 from lineclear.scheduler.text.sampling_texts import DEFAULT_BREAKERS, BreakerIndex, bad_word_ids
 from lineclear.scheduler.text.tokenizer import Tokenizer
+from lineclear.wire.messages import Sampling
 
 
 def by_vllm(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
@@ -64,6 +67,15 @@ async def test_bad_words_that_leave_no_token_are_rejected(s: Serving) -> None:
         request = text_request(sampling={"bad_words": ["x"], **others})
         assert await invalid_fields(s.generate(request)) == ["sampling.bad_words"]
     assert s.engine.submitted == []
+
+
+def test_texts_without_usable_tokens_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"bad_words\[1\]: has no tokens"):
+        with_bad_words(Sampling(), [[(5,)], []], 512)
+    with pytest.raises(TokenOutOfVocabulary, match=r"bad_words\[0\]"):
+        with_bad_words(Sampling(), [[(5, 512)]], 512)
+    with pytest.raises(InvalidRequest, match="16385 tokens of the vocabulary, the limit is 16384"):
+        with_breakers(Sampling(), range(16_385), (), 100_000)
 
 
 @pytest.mark.parametrize("kind", KINDS)
