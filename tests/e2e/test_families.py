@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
+import torch
 from e2e.transformers_answers import generated
 from support.families import CONFIGS, VOCAB_SIZE, tiny_model
+from support.graphs import recorded
 from support.inprocess import InProcess
+from torch import Tensor
 
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
+from lineclear.worker.attention.base import Batch
+from lineclear.worker.attention.registry import BACKENDS
+from lineclear.worker.attention.torch_paged import TorchPagedAttention
+from lineclear.worker.model.decode_graphs import DecodeGraphs
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import wrap_model
 from lineclear.worker.model.verified_families import VERIFIED
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.staging import Staging
 
 BLOCK_SIZE = 4
 PROMPT_LENS = (5, 1, 16, 33, 9)
@@ -33,11 +42,9 @@ class Family:
     requests: list[Request]
     expected: dict[str, list[int]]
 
-    def server(self, limits: CoreLimits = LIMITS, num_blocks: int = 256) -> InProcess:
-        runner = ModelRunner(
-            self.loaded, RunnerOptions(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=16, max_step_tokens=512)
-        )
-        return InProcess(runner, limits)
+    def server(self, limits: CoreLimits = LIMITS, num_blocks: int = 256, **parts: Any) -> InProcess:
+        options = RunnerOptions(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=16, max_step_tokens=512)
+        return InProcess(ModelRunner(self.loaded, options, **parts), limits)
 
 
 def greedy(name: str, prompt: tuple[int, ...]) -> Request:
@@ -107,6 +114,46 @@ def test_after_the_loss_of_the_worker(family: Family) -> None:
     server = family.server()
     assert server.serve(family.requests, lose_worker_after_steps=6) == family.expected
     assert server.finished("greedy-3").stats.recoveries == 1
+
+
+def test_with_arrays_copied_once_a_step(family: Family) -> None:
+    """As on a GPU: what a step reads is staged and arrives in one copy, after the step is prepared."""
+    staging = Staging(torch.device("cpu"), 1 << 20, is_direct=False)
+    server = family.server(replace(LIMITS, prefix_cache=True, pipeline_depth=2), 20, staging=staging)
+    assert server.serve(family.requests) == family.expected
+    assert server.counters.preemptions > 0
+    assert staging.num_copies == len(server.plans)
+
+
+class Capturable(TorchPagedAttention):
+    """As a backend whose kernels a CUDA graph can hold."""
+
+    num_splits = 0
+    seen: ClassVar[list[Batch]] = []
+
+    def start_step(self, batch: Batch) -> None:
+        self.seen.append(batch)
+        super().start_step(batch)
+
+    @property
+    def step_inputs(self) -> tuple[Tensor]:
+        return (self._cells,)
+
+
+def test_with_decode_steps_from_graphs(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded steps give the same tokens, on the same addresses; padding rows write to a block of their own."""
+    monkeypatch.setitem(BACKENDS, "torch_paged", Capturable)
+    monkeypatch.setattr(Capturable, "seen", [])
+    graphs, staging = DecodeGraphs([1, 3, 8], recorded), Staging(torch.device("cpu"), 1 << 20, is_direct=False)
+    server = family.server(replace(LIMITS, prefix_cache=True, pipeline_depth=2), 20, staging=staging, graphs=graphs)
+    assert server.serve(family.requests) == family.expected
+    plans = [
+        x for x in server.plans if 0 < x.num_rows <= 8 and x.num_tokens == x.num_rows and all(y.sample for y in x.rows)
+    ]
+    padding = [sum(cell >= 20 * BLOCK_SIZE for cell in batch.cells.tolist()) for batch in Capturable.seen]
+    assert graphs.num_replays == len(plans) > 10
+    assert sum(padding) == sum(graphs.padded(plan.num_rows) - plan.num_rows for plan in plans) > 0
+    assert staging.num_copies == len(server.plans)
 
 
 def test_every_verified_family_is_tested() -> None:

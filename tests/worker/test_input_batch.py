@@ -187,8 +187,8 @@ def test_decodes_are_packed_like_rows() -> None:
         batch = InputBatch(CAPACITY, torch.device("cpu"), adapters=(2,))
         batch.write_sampled(go(batch, first), torch.tensor([30, 31]))
         packed = go(batch, step)
-        batch.write_sampled(packed, [40, 41, 42])
-        columns = [list(column) for column in (*packed[1:], packed.batch.cells)]
+        batch.write_sampled(packed, torch.tensor([40, 41, 42]), [40, 41, 42])
+        columns = [list(column) for column in (*packed[1:-1], packed.batch.cells)]
         blocks = [chunk.blocks.tolist() for chunk in packed.batch.chunks]
         found.append(
             (columns, blocks, batch.tokens.tolist(), go(batch, plan(decodes=Decodes((3,), (5,)))).read_indices.tolist())

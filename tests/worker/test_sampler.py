@@ -101,7 +101,7 @@ def test_argmax_equals_torch_in_every_library(dtype: torch.dtype) -> None:
         logits[5, width - 1] = float("inf")
         logits[6, width // 4 :] = logits[6].max()
         logits[7] = float("nan")
-        _, best, ids, known = with_argmax(logits)
+        _, best, ids, known, _ = with_argmax(logits)
         wanted, where = logits.float().max(dim=-1)
         torch.testing.assert_close(best.float(), wanted, rtol=0, atol=0, equal_nan=True)
         assert ids.tolist() == where.tolist()

@@ -11,7 +11,7 @@ from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker.attention.registry import BACKENDS
 from lineclear.worker.machine_share import MachineShare
 from lineclear.worker.memory_budget import _cgroup_bytes, blocks_that_fit
-from lineclear.worker.runner_factory import _num_sharing, choose_device
+from lineclear.worker.runner_factory import _num_sharing, choose_device, graph_batch_sizes
 from lineclear.worker.settings import WorkerSettings, load
 
 REQUIRED = ["--model", "a-model", "--socket-directory", "/run/sockets"]
@@ -27,6 +27,7 @@ def test_environment_sets_required_settings(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
+        ([*REQUIRED, "--cuda-graph-batch-sizes", "1,two"], "'1,two' is neither auto, none nor numbers of requests"),
         ([], "--model is missing.*LINECLEAR_WORKER_MODEL.*\n--socket-directory is missing"),
         ([*REQUIRED, "--device", "tpu"], "^--device tpu: 'tpu' is no device; give auto, cpu, cuda, mps"),
         ([*REQUIRED, "--kv-cache-memory-fraction", "1"], "^--kv-cache-memory-fraction 1 is not a number from 0 to bel"),
@@ -43,6 +44,20 @@ def test_ngrams_of_one_size_are_allowed() -> None:
     assert load([*REQUIRED, *sizes, "3"]).prompt_lookup_max == 3
     with pytest.raises(ConfigurationError, match=r"--prompt-lookup-min \(3\) is larger than --prompt-lookup-max \(2\)"):
         load([*REQUIRED, *sizes, "2"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "max_batch_size", "sizes"),
+    [
+        ("auto", 20, [1, 2, 4, 8, 16, 24]),
+        ("auto", 4096, [1, 2, 4, *range(8, 257, 8)]),
+        ("none", 20, []),
+        ("3, 7", 20, [3, 7]),
+    ],
+)
+def test_batch_sizes_of_cuda_graphs(flag: str, max_batch_size: int, sizes: list[int]) -> None:
+    flags = ["--cuda-graph-batch-sizes", flag, "--max-batch-size", str(max_batch_size)]
+    assert graph_batch_sizes(load([*REQUIRED, *flags])) == sizes
 
 
 def test_attention_backends_match_the_registry() -> None:

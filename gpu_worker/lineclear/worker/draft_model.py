@@ -17,11 +17,12 @@ from torch import Tensor
 
 from lineclear.wire.messages import Row
 
-from .attention.base import Chunk, IntArray, pack_chunks, to_device
+from .attention.base import Chunk, IntArray, pack_chunks
 from .attention.registry import BACKENDS, choose
 from .drafts.verification import Drafts, ReadTokens
 from .input_batch import InputBatch
 from .model.loaded_model import LoadedModel, ModelRefused
+from .staging import to_device
 
 _MAX_BEHIND = 16
 """Positions that the first pass of a step computes together with the last known token."""

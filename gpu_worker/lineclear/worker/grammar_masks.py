@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .attention.base import to_device
 from .constraints import Masks
 from .logits import Logits, with_argmax
 from .mask_threads import Bits
+from .staging import to_device
 
 
 @torch.inference_mode()
@@ -28,7 +28,10 @@ def apply_masks(logits: Logits, masks: Masks) -> Logits:
     max_values = logits.max_values.index_copy(0, rows, constrained.max_values)
     max_ids = logits.max_ids.index_copy(0, rows, constrained.max_ids)
     host_max = (max_values.tolist(), max_ids.tolist()) if logits.host_max is not None else None
-    return Logits(values, max_values, max_ids, host_max)
+    bad = None
+    if logits.bad is not None and constrained.bad is not None:
+        bad = logits.bad.index_copy(0, rows, constrained.bad)
+    return Logits(values, max_values, max_ids, host_max, bad)
 
 
 def _banned(bits: Bits, vocabulary: int, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ live on the device: a step reads the tokens sampled by the previous step before 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from lineclear.wire.messages import Row, RowOutput, StepPlan
 
-from .attention.base import Batch, IntArray, to_device
+from .attention.base import Batch, IntArray
 from .drafts.verification import NO_DRAFTS, Drafts
 from .slot_table import Capacity, SlotTable
+from .staging import Staging, to_device
 
 
 class OutputRow(NamedTuple):
@@ -33,6 +35,18 @@ class OutputRow(NamedTuple):
     """Index of its first token in the flattened token table."""
     is_last: bool
     """It has the last known token of the sequence."""
+
+
+class PackedTensors(NamedTuple):
+    """The arrays of `PackedInputs` of these names on the device. Their values arrive with `InputBatch.send`.
+
+    `sample_rows` is padded behind its end as well.
+    """
+
+    read_indices: Tensor
+    positions: Tensor
+    sample_rows: Tensor
+    write_indices: Tensor
 
 
 class PackedInputs(NamedTuple):
@@ -54,35 +68,56 @@ class PackedInputs(NamedTuple):
     """The rows that report scores or a vector, in the plan's order."""
     adapters: npt.NDArray[np.int32] | None = None
     """[num_tokens]: index of the adapter of each input token, 0 for none. None: no row has one."""
+    on_device: PackedTensors | None = None
+    """None on a CPU."""
+    is_padded: bool = False
+    """All rows are single tokens. Arrays by token have padding rows, wherever their context length places them."""
 
 
 class InputBatch:
     """The slots and their tokens."""
 
-    def __init__(self, capacity: Capacity, device: torch.device, adapters: Container[int] = ()) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        device: torch.device,
+        adapters: Container[int] = (),
+        staging: Staging | None = None,
+    ) -> None:
         """`adapters` are the indices that slots may name."""
         self.capacity = capacity
         self.device = device
         self.stride = capacity.max_model_len + 1  # includes the token sampled after the last position
-        self.tokens = torch.zeros((capacity.num_slots, self.stride), dtype=torch.int64, device=device)
+        # The last row belongs to the slot of padding rows.
+        self.tokens = torch.zeros((capacity.num_slots + 1, self.stride), dtype=torch.int64, device=device)
         self.flat_tokens = self.tokens.view(-1)
-        self._host_token_table = self.flat_tokens.numpy().data if device.type == "cpu" else None
         self.slots = SlotTable(capacity, adapters)
         self._flat_blocks = self.slots.blocks.reshape(-1)
+        self.staging = staging or Staging(device, _staging_bytes(capacity))
+        """Of the arrays of a step: `apply` and others put theirs between its `begin` and `send` of this."""
+        self._host_token_table = self.flat_tokens.numpy().data if self.staging.is_direct else None
+        self._arrivals: list[tuple[Tensor, IntArray]] = []  # places in the token table, and what `send` brings there
+        self._blocks_on_device: Tensor | None = None
+        if not self.staging.is_direct:
+            self._blocks_on_device = torch.from_numpy(self._flat_blocks).to(device, copy=True)
+            self.slots.grown = []
 
-    def apply(self, plan: StepPlan, drafts: Drafts = NO_DRAFTS) -> PackedInputs:
+    def apply(
+        self, plan: StepPlan, drafts: Drafts = NO_DRAFTS, pad: Callable[[int], int] | None = None
+    ) -> PackedInputs:
         """Apply a checked plan and pack its rows: rows of one token first, each kind by ascending context length.
 
+        `pad` returns how many rows a step of so many single tokens that are all sampled is padded to; 0: not at all.
         A row with drafts is packed as one of several tokens, and samples at each of them.
         """
         self.slots.apply(plan, drafts)
+        packed = self._pack(plan, drafts, pad)
         for init in plan.inits:
-            tokens = to_device(np.array(init.tokens, np.int64), self.device)
-            self.tokens[init.slot, : len(init.tokens)].copy_(tokens, non_blocking=True)
+            self._write_tokens(init.slot, 0, init.tokens)
         for row in plan.chunks if drafts else ():
             if row.slot in drafts:
                 self._write_drafts(row.slot, row.start + 1, drafts[row.slot])
-        return self._pack(plan, drafts)
+        return packed
 
     def without_drafts(self, plan: StepPlan) -> PackedInputs:
         """Pack the rows of a plan that was just applied again, without drafts."""
@@ -116,13 +151,13 @@ class InputBatch:
 
         return wait
 
-    def write_sampled(self, packed: PackedInputs, tokens: Tensor | list[int]) -> None:
-        """Write the step's sampled tokens, in the plan's order, to the token table: a list on a CPU, else a tensor."""
-        if self._host_token_table is None:
-            assert isinstance(tokens, Tensor)
-            self.flat_tokens.index_copy_(0, to_device(np.array(packed.write_indices, np.int64), self.device), tokens)
+    def write_sampled(self, packed: PackedInputs, tokens: Tensor, host_tokens: list[int] | None = None) -> None:
+        """Write the step's sampled tokens, in the plan's order, to the token table. `host_tokens`: a list of them."""
+        if packed.on_device is not None:
+            self.flat_tokens.index_copy_(0, packed.on_device.write_indices, tokens)
             return
-        host_tokens = tokens if isinstance(tokens, list) else tokens.tolist()
+        assert self._host_token_table is not None
+        host_tokens = tokens.tolist() if host_tokens is None else host_tokens
         for index, token in zip(packed.write_indices, host_tokens, strict=True):
             self._host_token_table[index] = token
 
@@ -131,10 +166,31 @@ class InputBatch:
             for index, token in enumerate(tokens, slot * self.stride + first):
                 self._host_token_table[index] = token
         else:
-            drafts = to_device(np.array(tokens, np.int64), self.device)
-            self.tokens[slot, first : first + len(tokens)].copy_(drafts, non_blocking=True)
+            self._write_tokens(slot, first, tokens)
 
-    def _pack(self, plan: StepPlan, drafts: Drafts) -> PackedInputs:
+    def _write_tokens(self, slot: int, first: int, tokens: Sequence[int]) -> None:
+        places, array = self.tokens[slot, first : first + len(tokens)], np.array(tokens, np.int64)
+        if self.staging.is_direct:
+            places.copy_(torch.from_numpy(array))
+        else:
+            self._arrivals.append((places, array))
+
+    def send(self) -> None:
+        """Queue the copy of all that was put for the step, and of new tokens and blocks, and their writes."""
+        put, writes = self.staging.put, list[Callable[[], object]]()
+        for places, array in self._arrivals:
+            writes.append(partial(places.copy_, put(array)))
+        self._arrivals.clear()
+        if self._blocks_on_device is not None and self.slots.grown:
+            indices, blocks = np.array(self.slots.grown, np.int64).T
+            self.slots.grown.clear()
+            staged = put(indices), put(blocks.astype(np.int32))
+            writes.append(partial(self._blocks_on_device.index_copy_, 0, *staged))
+        self.staging.send()
+        for write in writes:
+            write()
+
+    def _pack(self, plan: StepPlan, drafts: Drafts, pad: Callable[[int], int] | None = None) -> PackedInputs:
         # Python lists first, then few arrays: for a handful of rows, one NumPy operation costs more than all list
         # operations together, because the matrix products evicted its code from the caches. Rows of several tokens
         # use NumPy, so that a long prompt needs no loop over its tokens.
@@ -144,26 +200,24 @@ class InputBatch:
         counts = [1] * len(decodes.slots) + [row.num_tokens for row in chunks]
         if drafts:
             counts = [count + len(drafts.get(slot, ())) for count, slot in zip(counts, slots, strict=True)]
+        padded = pad(len(slots)) if pad and not drafts and all(x.num_tokens == 1 and x.sample for x in chunks) else 0
+        for column, value in ((slots, self.capacity.num_slots), (starts, 0), (counts, 1)):
+            column.extend([value] * (padded - len(column)))
         order = sorted(range(len(slots)), key=lambda i: (counts[i] > 1, starts[i] + counts[i]))
-        first: list[int] = []
-        num_tokens = 0
-        last = [0] * len(slots)  # packed index of each plan row's last token
-        for i in order:
-            first.append(num_tokens)
-            num_tokens += counts[i]
-            last[i] = num_tokens - 1
+        packed, last = _packed_places(order, counts)
         size, stride, blocks = self.capacity.block_size, self.stride, self.slots.blocks
         width, block = blocks.shape[1], blocks.item
-        by_row = first, [counts[i] for i in order], [starts[i] for i in order], [slots[i] * width for i in order]
+        by_row = packed, [counts[i] for i in order], [starts[i] for i in order], [slots[i] * width for i in order]
         single = order[: counts.count(1)]
         positions = [starts[i] for i in single]
         read_indices = [slots[i] * stride + starts[i] for i in single]
         cells = [block(slots[i], starts[i] // size) * size + starts[i] % size for i in single]
-        firsts, num_queries, queries_start, tables = columns = np.array(by_row, np.int64)
+        columns = np.array(by_row, np.int64)
         by_token = np.array((read_indices, positions, cells), np.int64)
         if len(single) < len(order):
             by_token = np.concatenate((by_token, self._expand_chunks(*columns[:, len(single) :])), axis=1)
-        batch = Batch(size, firsts, num_queries, queries_start, tables, self._flat_blocks, by_token[2])
+        first, count, start, table = columns
+        batch = Batch(size, first, count, start, table, self._flat_blocks, by_token[2], self._blocks_on_device)
         adapters = self.slots.row_adapters([slots[i] for i in order], by_row[1]) if self.slots.has_adapters else None
         sampling = [*range(len(decodes.slots)), *(i for i, x in enumerate(chunks, len(decodes.slots)) if x.sample)]
         # A row samples at its last position; one with drafts also at the position before each.
@@ -172,8 +226,22 @@ class InputBatch:
         ends = [starts[i] + counts[i] - n for i, n in sampled]
         write_indices = [slot * stride + end for slot, end in zip(sample_slots, ends, strict=True)]
         samples = np.array(sample_rows, np.int64), sample_slots, ends, write_indices
-        output_rows = _output_rows(chunks, last[len(decodes.slots) :], stride, self.slots.num_tokens)
-        return PackedInputs(batch, by_token[0], by_token[1], *samples, output_rows, adapters)
+        output_rows = _output_rows(chunks, last[len(decodes.slots) : plan.num_rows], stride, self.slots.num_tokens)
+        inputs = by_token[0], by_token[1], *samples
+        on_device = self._put(by_token, sample_rows, write_indices, padded)
+        return PackedInputs(batch, *inputs, output_rows, adapters, on_device, is_padded=padded > 0)
+
+    def _put(
+        self, by_token: IntArray, sample_rows: list[int], write_indices: list[int], padded: int
+    ) -> PackedTensors | None:
+        """Put what the model and the token table need: first of the step, so that equal steps use equal places."""
+        if self.staging.is_direct:
+            return None
+        put = self.staging.put
+        read_indices, positions = put(by_token[:2])
+        padding = [0] * (padded - len(sample_rows))
+        kept, written = put(np.array((sample_rows + padding, write_indices + padding), np.int64))
+        return PackedTensors(read_indices, positions, kept, written[: len(write_indices)])
 
     def _expand_chunks(self, first: IntArray, count: IntArray, start: IntArray, table: IntArray) -> IntArray:
         """Return [3, num_tokens] for consecutive packed rows: read indices, positions and cells."""
@@ -182,6 +250,16 @@ class InputBatch:
         positions = offsets + np.arange(first[0], first[0] + len(offsets))
         cells = self._flat_blocks[tables + positions // size].astype(np.int64) * size + positions % size
         return np.array((token_rows + positions, positions, cells))
+
+
+def _packed_places(order: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the packed index of the first token of each row in packed order, and of the last one in the plan's."""
+    first, last, num_tokens = list[int](), [0] * len(order), 0
+    for i in order:
+        first.append(num_tokens)
+        num_tokens += counts[i]
+        last[i] = num_tokens - 1
+    return first, last
 
 
 def _output_rows(
@@ -196,3 +274,12 @@ def _output_rows(
         for row, index in zip(chunks, last, strict=True)
         if row.is_reported
     )
+
+
+def _staging_bytes(capacity: Capacity) -> int:
+    """Return the bytes that the arrays of a step need: its tokens and rows, new blocks, and sampling parameters.
+
+    Long lists, as of a request with thousands of biased tokens, may exceed them.
+    """
+    by_token, by_row, lists = 128, 1024, 1 << 20
+    return capacity.max_step_tokens * by_token + capacity.num_slots * by_row + lists

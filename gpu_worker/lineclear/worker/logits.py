@@ -23,9 +23,11 @@ class Logits(NamedTuple):
     max_values: Tensor
     """[num_rows]: the maximum of each row; NaN if the row has one."""
     max_ids: Tensor
-    """[num_rows] int64: the token id of the maximum, the lowest among equals."""
+    """[num_rows] int64: the token id of the maximum, the lowest among equals. Where `bad` is given, 0 in bad rows."""
     host_max: tuple[list[float], list[int]] | None = None
     """`max_values` and `max_ids` as lists, on a CPU: for a few rows a list costs less than a tensor."""
+    bad: Tensor | None = None
+    """[num_rows] bool: the maximum is not finite. On other devices, where a captured graph computes it; else None."""
 
 
 def with_argmax(values: Tensor) -> Logits:
@@ -49,5 +51,17 @@ def with_argmax(values: Tensor) -> Logits:
 
 
 def _logits(values: Tensor, max_values: Tensor, ids: Tensor) -> Logits:
-    host_max = (max_values.tolist(), ids.tolist()) if values.device.type == "cpu" else None
-    return Logits(values, max_values, ids, host_max)
+    if is_on_host(values):
+        return Logits(values, max_values, ids, (max_values.tolist(), ids.tolist()))
+    bad = ~torch.isfinite(max_values)
+    return Logits(values, max_values, ids.masked_fill_(bad, 0), bad=bad)
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Return whether reading the tensor makes nobody wait."""
+    return tensor.device.type == "cpu"
+
+
+def bad_rows(logits: Logits) -> Tensor:
+    """Return [num_rows] bool: models may return -inf for ids that they never produce, but not for all of them."""
+    return ~torch.isfinite(logits.max_values) if logits.bad is None else logits.bad

@@ -33,12 +33,14 @@ from .launched_step import LaunchedStep, StepOutputs, StepTimer, rows_where, ste
 from .logits import Logits
 from .lora.adapter_set import AdapterSet
 from .memory_budget import blocks_that_fit
+from .model.decode_graphs import DecodeGraphs
 from .model.loaded_model import LoadedModel, ModelRefused
 from .row_outputs import ReportedRows, RowOutputs
 from .runner_interface import InflightStep
 from .sampler import Sampled, sample
 from .sampling_metadata import SamplingTable
 from .slot_table import Capacity
+from .staging import Staging
 
 _NUMERICS_VERSION = 1
 """Raised by a release that computes different numbers from the same files. Answers are not resumed across versions."""
@@ -74,12 +76,15 @@ class ModelRunner:
         *,
         drafter: Drafter | None = None,
         draft_model: LoadedModel | None = None,
+        staging: Staging | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         """Allocate the KV pools. `draft_model` or `drafter` replaces prompt lookup.
 
+        `staging` None: that of the device. `graphs` None: each step launches its operations one by one.
         Raises ModelRefused if the pools do not fit or no backend supports `kv_dtype`.
         """
-        self._loaded = loaded
+        self._loaded, self._graphs = loaded, graphs
         self._device_type = loaded.device.type  # torch takes 10 µs or more to return it, at every step
         self._kv_dtype = options.kv_dtype or loaded.dtype
         size, num_slots = block_bytes(loaded.layers, options.block_size, self._kv_dtype), options.num_slots
@@ -91,22 +96,21 @@ class ModelRunner:
             max_step_tokens=options.max_step_tokens,
             vocab_size=loaded.vocab_size,
         )
-        self.backend_name, self._backend = _make_backend(loaded, options, self._kv_dtype, self.capacity.num_blocks)
+        blocks = self.capacity.num_blocks + (graphs is not None)  # one for padding rows
+        self.backend_name, self._backend = _make_backend(loaded, options, self._kv_dtype, blocks)
         loaded.attach(self._backend)
         self._prefaulter = KvPrefaulter(self._backend, size, ahead_tokens=options.kv_prefault_tokens)
         self._adapters = AdapterSet(loaded.model, loaded.dtype, loaded.device, has_hooks=loaded.decoder is None)
         if loaded.decoder is not None:
             loaded.decoder.use_adapters(self._adapters)
-        self._batch = InputBatch(self.capacity, loaded.device, self._adapters)
-        self._sampling = SamplingTable(num_slots, loaded.vocab_size, loaded.device)
+        self._batch = InputBatch(self.capacity, loaded.device, self._adapters, staging)
+        put = self._backend.put = self._adapters.put = self._batch.staging.put
+        self._sampling = SamplingTable(num_slots, loaded.vocab_size, loaded.device, put)
         self._row_outputs = RowOutputs(self._batch.flat_tokens, loaded.device)
         self._grammars = GrammarCompiler(loaded.directory, loaded.vocab_size, loaded.eos_token_ids)
         self._constraints = ConstraintTable(self._grammars, loaded.vocab_size)
         self._draft_model_id = draft_model.model_id if draft_model else ""
-        if drafter is None and draft_model is not None:
-            catch_up = max_catch_up(loaded, draft_model, options.max_step_tokens)
-            drafter = DraftModelDrafter(draft_model, self._batch, catch_up)
-        self._drafter = drafter or PromptLookupDrafter(*options.prompt_lookup_ngrams)
+        self._drafter = drafter or _make_drafter(loaded, draft_model, options, self._batch)
         self._drafting = set[int]()  # slots that the drafter may know
         self.thread_tuner: ThreadTuner | None = None
         """Sets the number of compute threads of each step, on CPUs."""
@@ -206,18 +210,20 @@ class ModelRunner:
             self._backend.zero(plan.zero_blocks)
         if plan.inits:
             self._set_slots(plan.inits)
-        packed = self._batch.apply(plan, drafts)
+        self._batch.staging.begin()
+        packed = self._batch.apply(plan, drafts, self._graphs.padded if self._graphs else None)
         outputs = self._compute(packed, drafts)
         sampled = outputs.sampled
         if drafts and sampled is not None and sampled.bad is not None and bool(sampled.bad.any()):
             # Values of a wrong draft may be non-finite, and some backends read them for the tokens before it. Cells of
             # later positions were not written.
             _zero_from(self._backend, self._batch.slots.draft_cells(plan, drafts))
+            self._batch.staging.begin()
             packed = self._batch.without_drafts(plan)
             outputs = self._compute(packed, NO_DRAFTS)
             sampled = outputs.sampled
         if sampled is not None:
-            self._batch.write_sampled(packed, sampled.tokens if sampled.host_tokens is None else sampled.host_tokens)
+            self._batch.write_sampled(packed, sampled.tokens, sampled.host_tokens)
             if sampled.deferred:
                 self._defer(packed, sampled)
         return outputs
@@ -234,16 +240,19 @@ class ModelRunner:
 
     def _compute(self, packed: PackedInputs, drafts: Drafts) -> StepOutputs:
         """Queue the forward pass over the packed rows, and the sampler."""
+        if len(packed.read_indices):
+            self._backend.start_step(packed.batch)
         metadata = self._sampling.select(packed.sample_slots, packed.sample_positions, self._batch.slots.prompt_len)
         if not len(packed.read_indices):
+            self._batch.send()
             return StepOutputs(metadata, None, None, drafts)
         pending = None
         if self._constraints.slots:
             fetch = partial(self._batch.fetch_last_tokens, packed)
             pending = self._constraints.start(packed.sample_slots, packed.sample_positions, fetch)
-        self._backend.start_step(packed.batch)
         if packed.adapters is not self._adapters.rows:
             self._adapters.start_step(packed.adapters)
+        self._batch.send()
         logits, reported = self._logits(packed)
         if logits is None:
             return StepOutputs(metadata, None, reported, drafts)
@@ -270,9 +279,15 @@ class ModelRunner:
 
     def _logits(self, packed: PackedInputs) -> tuple[Logits | None, ReportedRows | None]:
         """Return the logits of the sampling rows, if any, and the outputs of the other rows."""
-        inputs = self._batch.flat_tokens, packed.read_indices, packed.positions
+        arrays = packed.on_device or packed
+        inputs = self._batch.flat_tokens, arrays.read_indices, arrays.positions
+        if packed.is_padded and self._graphs is not None and packed.on_device is not None:
+            changing = (*packed.on_device[:3], *self._backend.step_inputs)
+            num_splits = self._backend.num_splits if packed.adapters is None else None
+            run = partial(self._loaded.logits, *inputs, arrays.sample_rows)
+            return self._graphs.logits(len(packed.sample_slots), num_splits, changing, run), None
         if not packed.output_rows:
-            logits = self._loaded.logits(*inputs, packed.sample_rows)
+            logits = self._loaded.logits(*inputs, arrays.sample_rows)
             return logits if packed.sample_slots else None, None
         forward = self._loaded.forward(*inputs)
         reported = self._row_outputs.compute(packed.output_rows, forward)
@@ -301,6 +316,12 @@ def _num_blocks(loaded: LoadedModel, options: RunnerOptions, size: int, draft: L
     if count < 1:
         raise ModelRefused(f"after loading, the free memory does not hold one KV block of {size} bytes")
     return count
+
+
+def _make_drafter(loaded: LoadedModel, draft: LoadedModel | None, options: RunnerOptions, batch: InputBatch) -> Drafter:
+    if draft is None:
+        return PromptLookupDrafter(*options.prompt_lookup_ngrams)
+    return DraftModelDrafter(draft, batch, max_catch_up(loaded, draft, options.max_step_tokens))
 
 
 def _make_backend(

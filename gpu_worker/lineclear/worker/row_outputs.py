@@ -14,10 +14,11 @@ from torch import Tensor
 
 from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, Scores, SlotInit
 
-from .attention.base import IntArray, to_device
+from .attention.base import IntArray
 from .input_batch import OutputRow
 from .model.loaded_model import ModelForward
 from .sampler import top_logprobs
+from .staging import to_device
 
 PIECE = 64
 """Positions whose logits are projected at once: 39 MB in float32 with a vocabulary of 152k."""

@@ -18,6 +18,7 @@ from .draft_model import check_vocabulary
 from .host_info import usable_cores
 from .kernels import native_library as kernels
 from .machine_share import MachineShare, bind, claim, cores_of, named_cores
+from .model.decode_graphs import DecodeGraphs, cuda_capture
 from .model.loaded_model import LoadedModel
 from .model.loader import build_fused, import_model_class, load, to_int8
 from .model_runner import ModelRunner, RunnerOptions
@@ -30,6 +31,7 @@ _MAX_STEP_TOKENS_ELSEWHERE = 2048
 _PREFAULT_TOKENS = 16384  # of KV memory, while idle: several long requests, and at most 1/32 of the free memory
 # With more threads oneDNN splits the sum of a float32 row, so its last bits depend on the number of threads.
 _MAX_TUNED_FLOAT32_CORES = 4
+_MAX_GRAPH_BATCH_SIZE = 256  # larger steps take so long that the launches do not matter
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -71,7 +73,9 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         kv_dtype=kv_dtype,
         prompt_lookup_ngrams=(settings.prompt_lookup_max, settings.prompt_lookup_min),
     )
-    runner = ModelRunner(loaded, options, draft_model=draft)
+    sizes = graph_batch_sizes(settings) if device.type == "cuda" else []
+    graphs = DecodeGraphs(sizes, cuda_capture(device)) if sizes else None
+    runner = ModelRunner(loaded, options, draft_model=draft, graphs=graphs)
     with probe_threads(loaded.weight_bytes):
         self_test.check(runner, expected, loaded.dtype)
     if not settings.threads and _is_independent_of_threads(loaded) and (set_threads := openmp_setter()):
@@ -79,6 +83,16 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     if settings.preallocate_kv_cache:
         runner.preallocate()
     return runner
+
+
+def graph_batch_sizes(settings: WorkerSettings) -> list[int]:
+    """Return the numbers of rows that decode steps are captured for."""
+    if settings.cuda_graph_batch_sizes == "none":
+        return []
+    if settings.cuda_graph_batch_sizes == "auto":
+        most = min(-(-settings.max_batch_size // 8) * 8, _MAX_GRAPH_BATCH_SIZE)
+        return [1, 2, 4, *range(8, most + 1, 8)]
+    return [int(size) for size in settings.cuda_graph_batch_sizes.split(",")]
 
 
 def _take_device(settings: WorkerSettings, share: MachineShare) -> torch.device:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .constraints import Masks
 from .grammar_masks import apply_masks
-from .logits import Logits, with_argmax
+from .logits import Logits, bad_rows, with_argmax
 from .sampling_metadata import Draws, SamplingMetadata
 from .truncation import truncated_weights, wide_dtype
 
@@ -55,15 +55,11 @@ def sample(logits: Logits, metadata: SamplingMetadata, token_table: Tensor, mask
     `token_table` [num_slots, positions] holds the tokens of every sequence, for penalties. `masks` are the allowed
     tokens of rows with structured output.
     """
-    model_max = logits.max_values
-    if masks is not None:
-        is_finite = _is_finite(logits)
-        logits = apply_masks(logits, masks)
-        if not is_finite:  # a mask may hide a value that is not finite
-            return _sample(logits, metadata, token_table, model_max)
-    if logits.host_max is not None and metadata.is_greedy and _is_finite(logits):
-        return Sampled(logits.max_ids, None, host_tokens=logits.host_max[1])
-    return _sample(logits, metadata, token_table, model_max)
+    masked = logits if masks is None else apply_masks(logits, masks)
+    # A mask may hide a value that is not finite.
+    if masked.host_max is not None and metadata.is_greedy and _is_finite(logits) and _is_finite(masked):
+        return Sampled(masked.max_ids, None, host_tokens=masked.host_max[1])
+    return _sample(logits, masked, metadata, token_table)
 
 
 def _is_finite(logits: Logits) -> bool:
@@ -72,19 +68,19 @@ def _is_finite(logits: Logits) -> bool:
 
 
 @torch.inference_mode()
-def _sample(model_logits: Logits, metadata: SamplingMetadata, token_table: Tensor, model_max: Tensor) -> Sampled:
-    logits, max_values, tokens, _ = model_logits
-    # Models may return -inf for ids that they never produce. So a row is bad when its maximum is not finite.
-    bad = ~torch.isfinite(model_max)
-    failed = bad if max_values is model_max else bad | ~torch.isfinite(max_values)
+def _sample(model_logits: Logits, masked: Logits, metadata: SamplingMetadata, token_table: Tensor) -> Sampled:
+    bad = bad_rows(model_logits)
+    failed = bad if masked is model_logits else bad | bad_rows(masked)
+    logits, tokens = masked.values, masked.max_ids
     if metadata.is_greedy:
-        return Sampled(tokens.masked_fill_(failed, 0), bad, stuck=_stuck(failed, bad))
+        tokens = tokens if failed is model_logits.bad else tokens.masked_fill(failed, 0)
+        return Sampled(tokens, bad, stuck=_stuck(failed, bad))
     logits = logits.float()
     if metadata.changes:
         for change in metadata.changes:
             change(logits, token_table)
-        logits, max_values, tokens, _ = with_argmax(logits)
-        failed = failed | ~torch.isfinite(max_values)
+        changed = with_argmax(logits)
+        logits, tokens, failed = changed.values, changed.max_ids, failed | bad_rows(changed)
     if metadata.draws is not None:
         tokens[metadata.draws.rows] = _draw(logits, metadata.draws)
     if metadata.truncated_draws is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from lineclear.wire.sampling import LISTS, SCALARS, Sampling, Use
 from .attention.base import IntArray
 from .logit_changes import FEATURES
 from .sampling_rows import NEUTRAL, SCALARS_DTYPE, SWITCHES, Change, Entries, Feature, SamplingRows
+from .staging import Put, to_device
 from .uniform_noise import XTC_STREAM, uniform
 
 _DEFAULTS = {name: getattr(Sampling(), name) for name in (*SCALARS, *LISTS)}
@@ -72,9 +73,11 @@ class SamplingMetadata:
 class SamplingTable:
     """Sampling parameters of every slot."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, put: Put | None = None) -> None:
+        """`put` brings the arrays of a step to the device; None: each at once."""
         self._vocab_size = vocab_size
-        self._device = device
+        self._put = put or partial(to_device, device=device)
+        self._noise_dtype = np.float32 if device.type == "mps" else np.float64
         self._scalars = np.zeros(num_slots, SCALARS_DTYPE)
         self._features: list[tuple[Feature, dict[int, Any]]] = [(feature, {}) for feature in FEATURES]
         """Each with its parameters of the slots that use it."""
@@ -114,15 +117,15 @@ class SamplingTable:
             return _greedy(len(slots))
         indices, places = np.array(slots, np.int64), np.arange(len(slots))
         lengths, scalars = np.array(positions, np.int64), self._scalars[indices]
-        rows = SamplingRows(places, indices, lengths, prompt_lens[indices], scalars, self._device)
+        rows = SamplingRows(places, indices, lengths, prompt_lens[indices], scalars, self._put)
         is_drawn = scalars["temperature"] > 0
         is_truncated = np.array([slot in self._truncated for slot in slots])
         truncations = (Use.DRAW, Use.TRUNCATION, *(() if self._reshaped.isdisjoint(slots) else (Use.RESHAPE,)))
         return SamplingMetadata(
             len(slots),
             self._changes(rows, slots),
-            _draws(rows.take(np.flatnonzero(is_drawn & ~is_truncated)), Use.DRAW),
-            _draws(rows.take(np.flatnonzero(is_drawn & is_truncated)), *truncations),
+            self._draws(rows.take(np.flatnonzero(is_drawn & ~is_truncated)), Use.DRAW),
+            self._draws(rows.take(np.flatnonzero(is_drawn & is_truncated)), *truncations),
             self._logprobs(rows.take(np.flatnonzero(scalars["logprobs"] >= 0))),
         )
 
@@ -148,24 +151,24 @@ class SamplingTable:
             tuple(x.tolist() for x in ids),
         )
 
-
-def _draws(rows: SamplingRows, *used: Use) -> Draws | None:
-    if not len(rows.indices):
-        return None
-    scalars, reshapes = rows.scalars, dict[str, Tensor]()
-    if Use.RESHAPE in used:
-        acts = uniform(scalars["seed"], rows.lengths, XTC_STREAM) < scalars["xtc_probability"]
-        scalars["xtc_probability"] = acts
-        scalars["xtc_threshold"][~acts] = 2.0  # no token reaches it
-        members = {name: np.flatnonzero(scalars[name] != neutral) for name, neutral in SWITCHES[Use.RESHAPE].items()}
-        reshapes = {name: rows.put(indices) for name, indices in members.items() if len(indices)}
-    noise = uniform(scalars["seed"], rows.lengths)
-    return Draws(
-        rows=rows.put(rows.indices),
-        parameters={name: rows.parameter(name) for use in used for name in NEUTRAL[use]},
-        noise=rows.column(noise if rows.device.type != "mps" else noise.astype(np.float32)),
-        reshapes=reshapes,
-    )
+    def _draws(self, rows: SamplingRows, *used: Use) -> Draws | None:
+        if not len(rows.indices):
+            return None
+        scalars, reshapes = rows.scalars, dict[str, Tensor]()
+        if Use.RESHAPE in used:
+            acts = uniform(scalars["seed"], rows.lengths, XTC_STREAM) < scalars["xtc_probability"]
+            scalars["xtc_probability"] = acts
+            scalars["xtc_threshold"][~acts] = 2.0  # no token reaches it
+            switches = SWITCHES[Use.RESHAPE].items()
+            members = {name: np.flatnonzero(scalars[name] != neutral) for name, neutral in switches}
+            reshapes = {name: rows.put(indices) for name, indices in members.items() if len(indices)}
+        noise = uniform(scalars["seed"], rows.lengths)
+        return Draws(
+            rows=rows.put(rows.indices),
+            parameters={name: rows.parameter(name) for use in used for name in NEUTRAL[use]},
+            noise=rows.column(noise.astype(self._noise_dtype, copy=False)),
+            reshapes=reshapes,
+        )
 
 
 @cache

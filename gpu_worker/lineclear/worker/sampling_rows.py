@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from lineclear.wire.sampling import SCALARS, Sampling, Use
 
-from .attention.base import IntArray, to_device
+from .attention.base import IntArray
+from .staging import Put
 
 SCALARS_DTYPE = np.dtype([(name, scalar.format) for name, scalar in SCALARS.items()], align=True)
 Scalars = npt.NDArray[np.void]
@@ -64,7 +64,8 @@ class SamplingRows(NamedTuple):
     """Number of tokens so far, which is the position of the sampled token."""
     prompt_lens: IntArray
     scalars: Scalars
-    device: torch.device
+    put: Put
+    """Brings an array to the device; its values may arrive later."""
 
     @property
     def num_outputs(self) -> IntArray:
@@ -74,7 +75,7 @@ class SamplingRows(NamedTuple):
     def take(self, chosen: Sequence[int] | IntArray) -> SamplingRows:
         """Return the rows with these places."""
         columns = self.indices[chosen], self.slots[chosen], self.lengths[chosen], self.prompt_lens[chosen]
-        return SamplingRows(*columns, self.scalars[chosen], self.device)
+        return SamplingRows(*columns, self.scalars[chosen], self.put)
 
     def context(self) -> Context:
         """Return where the tokens of the rows are."""
@@ -92,10 +93,6 @@ class SamplingRows(NamedTuple):
     def column(self, array: npt.NDArray[np.generic]) -> Tensor:
         """Return [num_rows, 1] on the device."""
         return self.put(np.ascontiguousarray(array))[:, None]
-
-    def put(self, array: npt.NDArray[np.generic]) -> Tensor:
-        """Return the array on the device."""
-        return to_device(array, self.device)
 
 
 def id_array(ids: Sequence[int]) -> IntArray | None:

@@ -20,7 +20,7 @@ from lineclear.worker.machine_share import MachineShare
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
 KvCacheDtype = Literal["auto", "int8"]
-AttentionBackendName = Literal["auto", "torch_paged", "reference", "native"]
+AttentionBackendName = Literal["auto", "torch_paged", "triton_paged", "reference", "native"]
 
 MODEL = Group("Model")
 SOCKETS = Group("Sockets")
@@ -58,6 +58,9 @@ class WorkerSettings(settings_base.ProcessSettings):
     activation row. On a CPU only, for models of the Llama architecture. It is faster and less exact."""
     attention_backend: AttentionBackendName = COMPUTATION.field("auto")
     """Implementation of paged attention. reference is slow and serves as a comparison."""
+    cuda_graph_batch_sizes: str = COMPUTATION.field("auto")
+    """Numbers of requests for which decode steps are captured as CUDA graphs, with commas between them. A step takes
+    the next larger graph. auto: 1, 2, 4 and multiples of 8 up to max_batch_size, at most 256. none: no graphs."""
     kv_cache_dtype: KvCacheDtype = COMPUTATION.field("auto")
     """Number format of the KV cache. auto: dtype. int8: with a scale for each token and head, almost twice the blocks
     in the same memory. On a CPU with the native attention backend only."""
@@ -119,6 +122,13 @@ class WorkerSettings(settings_base.ProcessSettings):
                 f" ({self.prompt_lookup_max})"
             )
         return self
+
+    @field_validator("cuda_graph_batch_sizes")
+    @classmethod
+    def _are_batch_sizes(cls, value: str) -> str:
+        if value not in ("auto", "none") and not all(x.strip().isdecimal() and int(x) > 0 for x in value.split(",")):
+            raise ValueError(f"{value!r} is neither auto, none nor numbers of requests as 1,2,4,8")
+        return value
 
     @field_validator("machine_share")
     @classmethod

@@ -37,14 +37,15 @@ class SlotTable:
         """`adapters` are the indices that slots may name."""
         self.capacity = capacity
         max_blocks = -(-capacity.max_model_len // capacity.block_size)
-        self.blocks = np.zeros((capacity.num_slots, max_blocks), np.int32)
-        """[num_slots, most blocks]."""
+        self.blocks = np.zeros((capacity.num_slots + 1, max_blocks), np.int32)
+        """[num_slots + 1, most blocks]. The last row is that of padding rows: the block behind those of plans."""
+        self.blocks[-1] = capacity.num_blocks
         self.num_tokens = [0] * capacity.num_slots
         """Known tokens, those included that launched steps sample."""
         self._num_blocks = [0] * capacity.num_slots
         self._num_computed = [0] * capacity.num_slots
         self._loaded_adapters = adapters
-        self._adapters = [0] * capacity.num_slots
+        self._adapters = [0] * (capacity.num_slots + 1)
         self.has_adapters = False
         """A slot has one, or had one before its next owner."""
         # Slots whose last row verified drafts: how many of them may have been accepted beyond the two figures above.
@@ -53,14 +54,18 @@ class SlotTable:
         self.prompt_len = np.zeros(capacity.num_slots, np.int64)
         self.num_touched_blocks = 0
         """One more than the highest block of any plan since the last reset."""
+        self.grown: list[tuple[int, int]] | None = None
+        """Where `blocks` has changed since this was emptied, as (flat index, block). None: nobody asks."""
 
     def reset(self) -> None:
         """Free every slot."""
         self.num_tokens = [0] * self.capacity.num_slots
-        self._adapters, self.has_adapters = [0] * self.capacity.num_slots, False
+        self._adapters, self.has_adapters = [0] * (self.capacity.num_slots + 1), False
         self._num_drafted.clear()
         self._deferred.clear()
         self.num_touched_blocks = 0
+        if self.grown is not None:
+            self.grown.clear()
 
     def check(self, plan: StepPlan) -> None:
         """Raise StepFailed(PROTOCOL) for a plan that contradicts the tables. Changes nothing."""
@@ -218,6 +223,8 @@ class SlotTable:
             first = self._num_blocks[slot]
             self._num_blocks[slot] = first + len(blocks)
             self.blocks[slot, first : self._num_blocks[slot]] = blocks
+            if self.grown is not None:
+                self.grown += enumerate(blocks, slot * self.blocks.shape[1] + first)
 
 
 def _check_init(init: SlotInit, c: Capacity, adapters: Container[int]) -> None:

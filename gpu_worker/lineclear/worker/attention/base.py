@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lineclear.wire.messages import BlockCopy
 from lineclear.worker.kernels.call_graph import Call, DynamicInt
+from lineclear.worker.staging import Put, to_device
 
 IntArray = npt.NDArray[np.int64]
 
@@ -75,6 +76,8 @@ class Batch:
     """Block tables; valid until the step has been launched."""
     cells: IntArray
     """[num_tokens]: cell (block * block_size + offset) of each packed token; vLLM's `slot_mapping`."""
+    blocks_on_device: Tensor | None = None
+    """`blocks` on the device, where they are kept between steps; None: they are not."""
 
     @property
     def num_single(self) -> int:
@@ -136,6 +139,11 @@ class AttentionBackend(ABC):
         self.dtype = dtype
         self.device = device
         self.kv_dtype = kv_dtype or dtype
+        self.put: Put = partial(to_device, device=device)
+        """Brings an array of `start_step` to the device. Its values have to be there when `attend` runs, not before."""
+
+    num_splits: int | None = None
+    """Set by `start_step` of a backend whose kernels can be captured in a CUDA graph: part of the shape of the step."""
 
     @abstractmethod
     def zero(self, blocks: Sequence[int]) -> None:
@@ -155,6 +163,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def start_step(self, batch: Batch) -> None:
         """Prepare the next step: compute everything that its layers share."""
+
+    @property
+    def step_inputs(self) -> Sequence[Tensor]:
+        """Return the tensors on the device that `start_step` has put and that kernels read."""
+        return ()
 
     @abstractmethod
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -182,13 +195,3 @@ def block_bytes(layers: Sequence[LayerSpec], block_size: int, kv_dtype: torch.dt
     """Return the bytes of one block: keys and values of all layers."""
     scale = SCALE_BYTES if kv_dtype is torch.int8 else 0
     return sum(2 * x.num_kv_heads * (x.head_dim * kv_dtype.itemsize + scale) for x in layers) * block_size
-
-
-def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy a host array to `device` without waiting for the device."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

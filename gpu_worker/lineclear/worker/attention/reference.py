@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lineclear.wire.messages import BlockCopy
 
-from .base import AttentionBackend, Batch, LayerSpec, to_device
+from .base import AttentionBackend, Batch, LayerSpec
 
 
 class ReferenceAttention(AttentionBackend):
@@ -43,12 +44,12 @@ class ReferenceAttention(AttentionBackend):
 
     def start_step(self, batch: Batch) -> None:
         self._batch = batch
-        self._cells = to_device(batch.cells, self.device)
-        offsets = torch.arange(self.block_size, device=self.device)
+        self._cells = self.put(batch.cells)
+        offsets = np.arange(self.block_size)
         self._contexts = []  # per chunk: the cells of positions [0, end)
         for chunk in batch.chunks:
-            cells = (to_device(chunk.blocks, self.device)[:, None] * self.block_size + offsets).flatten()
-            self._contexts.append(cells[: chunk.end])
+            cells = (chunk.blocks[:, None] * self.block_size + offsets).reshape(-1)
+            self._contexts.append(self.put(cells[: chunk.end]))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineclear.wire.messages import BlockCopy
+from lineclear.worker.staging import to_device
 
-from .base import AttentionBackend, Batch, Chunk, LayerSpec, to_device
+from .base import AttentionBackend, Batch, Chunk, LayerSpec
 
 _BUCKET_WASTE = 0.25
 """Largest share of padding among the gathered blocks of a bucket."""
@@ -85,8 +86,7 @@ class TorchPagedAttention(AttentionBackend):
             pool.index_copy_(1, targets, read.view(len(pool), len(copies), -1))
 
     def start_step(self, batch: Batch) -> None:
-        self._cells = to_device(batch.cells, self.device)
-        self._fresh = to_device(batch.fresh_blocks, self.device)
+        self._cells, self._fresh = self.put(batch.cells), self.put(batch.fresh_blocks)
         self._steps = {window: self._prepare(batch, window) for window in self._windows}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -128,14 +128,14 @@ class TorchPagedAttention(AttentionBackend):
         return _Bucket(
             contexts[0].chunk.first,
             len(contexts),
-            to_device(blocks.reshape(-1), self.device),
-            to_device(masked[:, None, :], self.device),
+            self.put(blocks.reshape(-1)),
+            self.put(masked[:, None, :]),
         )
 
     def _prefill(self, context: _VisibleContext) -> _Prefill:
         chunk = context.chunk
         plain = chunk.start == 0 and not 0 < context.window < chunk.num_queries
-        blocks = None if chunk.start == 0 else to_device(np.ascontiguousarray(context.blocks), self.device)
+        blocks = None if chunk.start == 0 else self.put(np.ascontiguousarray(context.blocks))
         bias = None if plain else self._bias(context)
         return _Prefill(chunk.first, chunk.num_queries, blocks, chunk.end - context.base, bias)
 

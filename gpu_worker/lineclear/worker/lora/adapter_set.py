@@ -8,6 +8,7 @@ fused pass and as in torch's products elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from lineclear.model_files.adapter_files import WEIGHTS, AdapterFiles, AdapterFilesRefused, read
+from lineclear.worker.staging import Put, to_device
 
 _ANY_RANK = 1 << 20  # the scheduler has the limit
 
@@ -45,6 +47,8 @@ class AdapterSet:
         """Changes with the adapters."""
         self.rows: npt.NDArray[np.int32] | None = None
         """[num_tokens]: index of the adapter of each packed row of the step, 0 for none. None: no row has one."""
+        self.put: Put = partial(to_device, device=device)
+        """Brings an array of `start_step` to the device. Its values have to be there when the model runs."""
         self._dtype, self._device = dtype, device
         self._modules = _adaptable(model)
         self._has_hooks = has_hooks
@@ -97,7 +101,7 @@ class AdapterSet:
         self.rows = rows
         if rows is not None and self._has_hooks:
             indices = [int(index) for index in np.unique(rows) if index]
-            self._groups = [(i, torch.from_numpy(np.flatnonzero(rows == i)).to(self._device)) for i in indices]
+            self._groups = [(i, self.put(np.flatnonzero(rows == i))) for i in indices]
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lineclear.worker.attention.base import AttentionBackend, IntArray, LayerSpec, to_device
+from lineclear.worker.attention.base import AttentionBackend, IntArray, LayerSpec
 from lineclear.worker.cpu.fused_decoder import FusedDecoder
 from lineclear.worker.logits import Logits, with_argmax
+from lineclear.worker.staging import to_device
 
 _PAGED = "lineclear"
+Indices = IntArray | Tensor
+"""int64, on the host or on the model's device."""
 
 
 class ModelRefused(Exception):
@@ -68,24 +71,25 @@ class LoadedModel:
         if self.decoder is not None:
             self.decoder.attach(backend)
 
-    def logits(self, tokens: Tensor, read_indices: IntArray, positions: IntArray, sample_rows: IntArray) -> Logits:
+    def logits(self, tokens: Tensor, read_indices: Indices, positions: Indices, sample_rows: Indices) -> Logits:
         """Return the logits of the packed tokens `sample_rows`; the packed tokens are `tokens[read_indices]`.
 
+        A fused forward pass takes arrays only.
         Call `start_step` of the backend first.
         """
         if self.decoder is not None:
-            return self.decoder.logits(tokens, read_indices, positions, sample_rows)
-        return self._forward(tokens, read_indices, positions, sample_rows)
+            return self.decoder.logits(tokens, *map(_array, (read_indices, positions, sample_rows)))
+        return self._forward(tokens, *map(self._tensor, (read_indices, positions, sample_rows)))
 
-    def forward(self, tokens: Tensor, read_indices: IntArray, positions: IntArray) -> ModelForward:
+    def forward(self, tokens: Tensor, read_indices: Indices, positions: Indices) -> ModelForward:
         """Run the layers over the packed tokens. The logits of any rows, and their hidden states, are computed later.
 
         Call `start_step` of the backend first.
         """
         if self.decoder is not None:
-            self.decoder.forward(tokens, read_indices, positions)
+            self.decoder.forward(tokens, _array(read_indices), _array(positions))
             return ModelForward(self.decoder.head, self.decoder.hidden)
-        output = self._layers(tokens, read_indices, positions)
+        output = self._layers(tokens, self._tensor(read_indices), self._tensor(positions))
 
         def hidden(rows: IntArray) -> Tensor:
             states: Tensor = output.last_hidden_state[0]
@@ -94,11 +98,10 @@ class LoadedModel:
         return ModelForward(lambda rows: self._head(output, hidden(rows)), hidden)
 
     @torch.inference_mode()
-    def _layers(self, tokens: Tensor, read_indices: IntArray, positions: IntArray) -> Any:
-        input_ids = tokens.index_select(0, to_device(read_indices, self.device))
+    def _layers(self, tokens: Tensor, read_indices: Tensor, positions: Tensor) -> Any:
+        input_ids = tokens.index_select(0, read_indices)
         layers = getattr(self.model, self.model.base_model_prefix)
-        position_ids = to_device(positions, self.device)[None]
-        return layers(input_ids=input_ids[None], position_ids=position_ids, use_cache=False)
+        return layers(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
 
     @torch.inference_mode()
     def _head(self, output: Any, hidden: Tensor) -> Logits:
@@ -112,11 +115,13 @@ class LoadedModel:
             setattr(self.model, name, layers)
 
     @torch.inference_mode()
-    def _forward(self, tokens: Tensor, read_indices: IntArray, positions: IntArray, sample_rows: IntArray) -> Logits:
-        input_ids = tokens.index_select(0, to_device(read_indices, self.device))
-        kept = to_device(sample_rows, self.device)
-        logits = forward(self.model, input_ids, to_device(positions, self.device), logits_to_keep=kept)
-        return with_argmax(logits if self.selects_rows else logits.index_select(0, kept))
+    def _forward(self, tokens: Tensor, read_indices: Tensor, positions: Tensor, sample_rows: Tensor) -> Logits:
+        input_ids = tokens.index_select(0, read_indices)
+        logits = forward(self.model, input_ids, positions, logits_to_keep=sample_rows)
+        return with_argmax(logits if self.selects_rows else logits.index_select(0, sample_rows))
+
+    def _tensor(self, indices: Indices) -> Tensor:
+        return indices if isinstance(indices, Tensor) else to_device(indices, self.device)
 
 
 class ModelForward(NamedTuple):
@@ -151,6 +156,11 @@ def forward(model: Any, ids: Tensor, positions: Tensor, **arguments: Any) -> Ten
     logits = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **arguments).logits
     assert isinstance(logits, Tensor)
     return logits[0]
+
+
+def _array(indices: Indices) -> IntArray:
+    assert not isinstance(indices, Tensor)
+    return indices
 
 
 def use_paged_attention(model: Any) -> None:

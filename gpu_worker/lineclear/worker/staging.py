@@ -1,0 +1,93 @@
+"""The arrays of a step on their way to the device: one copy from pinned memory, whatever a step consists of.
+
+Everything that a step reads is `put` first and gets its place on the device at once; `send` then queues one copy. The
+places start at the same address in each step, so that equal steps use equal addresses (CUDA graphs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Put = Callable[[npt.NDArray[np.generic]], Tensor]
+"""Returns an array on the device, whose values may arrive later."""
+
+_ALIGNMENT = 16
+_NUM_BUFFERS = 4
+"""Pinned buffers. A buffer is filled again when the copies of three later steps are queued; two steps are in flight."""
+
+
+class Staging:
+    """The staging buffers of one device. On a CPU the arrays themselves are used.
+
+    Outside of `begin` and `send`, and for an array that does not fit, `put` queues a copy of its own.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int, *, is_direct: bool | None = None) -> None:
+        """`num_bytes`: of a step. `is_direct`: arrays are used where they are; None: on a CPU."""
+        self.device = device
+        self.is_direct = device.type == "cpu" if is_direct is None else is_direct
+        """Arrays are used where they are."""
+        self._is_cuda = device.type == "cuda"
+        size = 0 if self.is_direct else num_bytes
+        self._on_device = torch.empty(size, dtype=torch.uint8, device=device)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(_NUM_BUFFERS)]
+        self._bytes = [buffer.numpy() for buffer in self._buffers]
+        self._copied: list[Any] = [None] * _NUM_BUFFERS  # CUDA events
+        self._current = 0
+        self._end: int | None = None  # bytes in use; None outside of a step
+        self.num_copies = 0
+        """Copies to the device so far."""
+
+    def begin(self) -> None:
+        """Collect what is put from here on."""
+        if self.is_direct:
+            return
+        self._current = (self._current + 1) % _NUM_BUFFERS
+        if (event := self._copied[self._current]) is not None:
+            event.synchronize()
+        self._end = 0
+
+    def put(self, array: npt.NDArray[np.generic]) -> Tensor:
+        """Return the array on the device. During a step its values arrive with `send`."""
+        if self.is_direct:
+            return torch.from_numpy(array)
+        if self._end is None or self._end + array.nbytes > len(self._on_device):
+            self.num_copies += 1
+            return to_device(array, self.device)
+        start, end = self._end, self._end + array.nbytes
+        self._end = -(-end // _ALIGNMENT) * _ALIGNMENT
+        self._bytes[self._current][start:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        found: Tensor = self._on_device[start:end].view(_torch_dtype(array.dtype))
+        return found.view(array.shape)
+
+    def send(self) -> None:
+        """Queue the copy of all that was put since `begin`."""
+        end, self._end = self._end, None
+        if not end:
+            return
+        self._on_device[:end].copy_(self._buffers[self._current][:end], non_blocking=True)
+        self.num_copies += 1
+        if self._is_cuda:
+            event = self._copied[self._current] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.device))
+            self._copied[self._current] = event
+
+
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """Copy a host array to `device` at once, without waiting for the device. On a CPU the array itself is used."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype

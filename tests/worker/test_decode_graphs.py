@@ -1,0 +1,94 @@
+"""Decode steps as graphs: which steps are captured, and what happens where that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import pytest
+import torch
+from support.graphs import recorded
+from torch import Tensor
+
+from lineclear.worker.logits import Logits, with_argmax
+from lineclear.worker.model.decode_graphs import DecodeGraphs
+
+
+class Step:
+    """A step whose logits are its input; `runs` counts how often it was computed."""
+
+    def __init__(self, size: int) -> None:
+        self.input = torch.arange(float(size * 4)).view(size, 4)
+        self.runs = 0
+
+    def run(self) -> Logits:
+        self.runs += 1
+        return with_argmax(self.input.clone())
+
+
+def values(graphs: DecodeGraphs, step: Step, *, num_rows: int = 3, num_splits: int | None = 0) -> list[list[float]]:
+    found: list[list[float]] = graphs.logits(num_rows, num_splits, [step.input], step.run).values.tolist()
+    return found
+
+
+def test_steps_take_the_next_larger_graph() -> None:
+    graphs = DecodeGraphs([8, 1, 4, 4], recorded)
+    assert [graphs.padded(rows) for rows in (1, 2, 4, 5, 8, 9)] == [1, 4, 4, 8, 8, 0]
+
+
+def test_each_number_of_rows_and_splits_has_a_graph() -> None:
+    captured: list[Tensor] = []
+
+    def capture(run: Callable[[], Logits]) -> tuple[Logits, Callable[[], None]]:
+        found = recorded(run)
+        captured.append(found[0].values)
+        return found
+
+    graphs, steps = DecodeGraphs([4, 8], capture), [Step(4), Step(8)]
+    for step in (*steps, *steps):
+        for num_splits in (0, 2):
+            assert values(graphs, step, num_splits=num_splits) == step.input[:3].tolist()
+    assert len(captured) == 4
+    assert graphs.num_replays == 8
+
+
+def test_replay_reads_what_the_inputs_hold_now() -> None:
+    graphs, step = DecodeGraphs([4], recorded), Step(4)
+    values(graphs, step)
+    step.input += 1
+    assert values(graphs, step) == step.input[:3].tolist()
+
+
+def test_moved_inputs_are_computed_anew() -> None:
+    graphs, step = DecodeGraphs([4], recorded), Step(4)
+    values(graphs, step)
+    step.input = step.input + 1
+    assert values(graphs, step) == step.input[:3].tolist()
+    assert graphs.num_replays == 1
+
+
+def test_kernels_that_no_graph_holds_run_each_time() -> None:
+    graphs, step = DecodeGraphs([4], recorded), Step(4)
+    assert values(graphs, step, num_splits=None) == step.input[:3].tolist()
+    assert (step.runs, graphs.num_replays) == (1, 0)
+
+
+def test_model_that_cannot_be_captured_runs_eagerly(capsys: pytest.CaptureFixture[str]) -> None:
+    def capture(run: Callable[[], Logits]) -> NoReturn:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    graphs, step = DecodeGraphs([4], capture), Step(4)
+    assert values(graphs, step) == step.input[:3].tolist()
+    assert graphs.padded(3) == 0, "later steps are not padded"
+    log = capsys.readouterr().out
+    assert log.count("cuda_graphs_not_used") == 1
+    assert "operation not permitted when stream is capturing" in log
+
+
+def test_memory_that_runs_out_in_a_capture_fails_the_step() -> None:
+    def capture(run: Callable[[], Logits]) -> NoReturn:
+        raise torch.OutOfMemoryError("no memory")
+
+    graphs, step = DecodeGraphs([4], capture), Step(4)
+    with pytest.raises(torch.OutOfMemoryError):
+        values(graphs, step)
