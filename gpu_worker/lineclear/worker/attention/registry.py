@@ -5,7 +5,9 @@ To add a backend: a file beside this one and an entry in `BACKENDS`. The tests r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -14,10 +16,26 @@ from .cpu_native import NativeAttention, unsupported_reason
 from .reference import ReferenceAttention
 from .torch_paged import TorchPagedAttention
 
-BACKENDS: dict[str, type[AttentionBackend]] = {
+MAX_HEAD_DIM = 256
+"""Of `triton_paged` by automatic choice: a tile of larger heads does not fit into the shared memory of every GPU."""
+
+
+def _triton_paged(*args: Any) -> AttentionBackend:
+    """Import the kernels, which takes a second that other backends need not pay."""
+    try:
+        from .triton_paged import TritonPagedAttention
+    except ImportError:
+        raise ValueError(
+            "the triton_paged attention backend needs the package triton, which torch for CUDA brings"
+        ) from None
+    return TritonPagedAttention(*args)
+
+
+BACKENDS: dict[str, Callable[..., AttentionBackend]] = {
     "native": NativeAttention,
     "reference": ReferenceAttention,
     "torch_paged": TorchPagedAttention,
+    "triton_paged": _triton_paged,
 }
 
 
@@ -34,6 +52,9 @@ def choose(
     Raises ValueError for an unknown name, and for "auto" if no backend supports int8 keys and values here.
     """
     if name == "auto":
+        has_kernels = kv_dtype in (None, dtype) and all(x.head_dim <= MAX_HEAD_DIM for x in layers)
+        if device.type == "cuda" and has_kernels and find_spec("triton"):
+            return "triton_paged"
         problem = unsupported_reason(layers, block_size, dtype, device)
         if problem and kv_dtype is torch.int8:
             raise ValueError(f"8-bit keys and values need the native attention backend: {problem}")

@@ -1,0 +1,50 @@
+"""The Triton attention equals the reference in Triton's interpreter, and compiles for GPUs without spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lineclear.worker.attention.base import LayerSpec
+from lineclear.worker.attention.registry import choose
+
+TESTS = Path(__file__).parents[1]
+TOLERANCE = {"torch.float32": 2e-5, "torch.float16": 8e-3}
+LEAST_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes of shared memory that a program can have: A100, H100, B200."""
+
+
+def run(module: str, *arguments: str, **environment: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", f"support.{module}", *arguments]
+    output = subprocess.run(
+        command, cwd=TESTS, env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    return [json.loads(line) for line in output.stdout.splitlines()]
+
+
+def test_interpreted_kernels_equal_the_reference() -> None:
+    cases = run("interpret_attention", "0", "24", TRITON_INTERPRET="1")
+    assert len(cases) == 24
+    assert [x for x in cases if not x["error"] <= TOLERANCE[x["dtype"]]] == []
+    seen = [(bool(x["window"]), bool(x["softcap"]), x["sinks"]) for x in cases]
+    assert all(any(features) for features in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("architecture", sorted(LEAST_SHARED))
+def test_kernels_compile_without_spills(architecture: int, tmp_path: Path) -> None:
+    kernels = run("compile_kernels", str(architecture), TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION="1")
+    assert {x["kernel"] for x in kernels} == {"attend_kernel", "combine_kernel", "write_kernel"}
+    assert [x for x in kernels if x["stack"] or x["shared"] > LEAST_SHARED[architecture]] == []
+
+
+@pytest.mark.parametrize(("head_dim", "kv_dtype", "name"), [(256, None, "triton_paged"), (512, None, "torch_paged")])
+def test_auto_chooses_triton_on_cuda(head_dim: int, kv_dtype: torch.dtype | None, name: str) -> None:
+    layers = [LayerSpec(8, 2, head_dim, 0.1)]
+    assert choose("auto", layers, 16, torch.bfloat16, torch.device("cuda"), kv_dtype) == name
