@@ -14,6 +14,7 @@ from lineclear.wire.messages import NO_DECODES, BlockCopy, Decodes, Row, Samplin
 from lineclear.worker.input_batch import InputBatch, PackedInputs
 from lineclear.worker.runner_interface import StepFailed
 from lineclear.worker.slot_table import Capacity
+from lineclear.worker.staging import Staging
 
 CAPACITY = Capacity(num_slots=4, num_blocks=10, block_size=4, max_model_len=18, max_step_tokens=16, vocab_size=50)
 
@@ -188,7 +189,7 @@ def test_decodes_are_packed_like_rows() -> None:
         batch.write_sampled(go(batch, first), torch.tensor([30, 31]))
         packed = go(batch, step)
         batch.write_sampled(packed, torch.tensor([40, 41, 42]), [40, 41, 42])
-        columns = [list(column) for column in (*packed[1:-1], packed.batch.cells)]
+        columns = [list(column) for column in (*packed[1:9], packed.batch.cells)]
         blocks = [chunk.blocks.tolist() for chunk in packed.batch.chunks]
         found.append(
             (columns, blocks, batch.tokens.tolist(), go(batch, plan(decodes=Decodes((3,), (5,)))).read_indices.tolist())
@@ -220,3 +221,17 @@ def test_touched_blocks_end_at_the_highest_block() -> None:
     assert batch.slots.num_touched_blocks == 9
     batch.slots.reset()
     assert batch.slots.num_touched_blocks == 0, "the next scheduler begins with the lowest again"
+
+
+def test_tokens_of_a_step_that_failed_do_not_arrive_later() -> None:
+    """As on a GPU: they were put for the step, which failed before it sent them."""
+    staging = Staging(torch.device("cpu"), 1 << 16, is_direct=False)
+    batch = InputBatch(CAPACITY, torch.device("cpu"), staging=staging)
+    staging.begin()
+    go(batch, plan(Row(2, 0, 6, True, (3, 4)), inits=(init(2, 6),)))
+    batch.reset()
+    staging.begin()
+    go(batch, plan(Row(1, 0, 3, True, (5,)), inits=(init(1, 3),)))
+    batch.send()
+    assert batch.tokens[1, :3].tolist() == [1, 2, 3]
+    assert not batch.tokens[2].any()

@@ -102,6 +102,11 @@ class InputBatch:
             self._blocks_on_device = torch.from_numpy(self._flat_blocks).to(device, copy=True)
             self.slots.grown = []
 
+    def reset(self) -> None:
+        """Free every slot, and forget what a failed step has not sent."""
+        self.slots.reset()
+        self._arrivals.clear()
+
     def apply(
         self, plan: StepPlan, drafts: Drafts = NO_DRAFTS, pad: Callable[[int], int] | None = None
     ) -> PackedInputs:

@@ -144,7 +144,7 @@ class ModelRunner:
 
         The pools keep their contents: no cell is read before its next owner writes it.
         """
-        self._batch.slots.reset()
+        self._batch.reset()
         self._row_outputs.reset()
         self._constraints.reset()
         self._adapters.clear()
