@@ -84,6 +84,7 @@ def make_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     for name in ("attend_kernel", "combine_kernel", "write_kernel"):
         monkeypatch.setattr(triton_paged, name, Kernel(name, launches))
     monkeypatch.setattr(logits, "is_on_host", lambda tensor: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # or the backend refuses a CPU
     return launches
 
 

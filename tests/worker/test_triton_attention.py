@@ -45,6 +45,20 @@ def test_kernels_compile_without_spills(architecture: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("head_dim", "kv_dtype", "name"), [(256, None, "triton_paged"), (512, None, "torch_paged")])
-def test_auto_chooses_triton_on_cuda(head_dim: int, kv_dtype: torch.dtype | None, name: str) -> None:
+def test_auto_chooses_triton_on_cuda(
+    head_dim: int, kv_dtype: torch.dtype | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "cc")
     layers = [LayerSpec(8, 2, head_dim, 0.1)]
     assert choose("auto", layers, 16, torch.bfloat16, torch.device("cuda"), kv_dtype) == name
+
+
+def test_auto_does_without_triton_where_no_compiler_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a slim image: Triton builds the launcher of each kernel when it is first used."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    layers = [LayerSpec(8, 2, 128, 0.1)]
+    assert choose("auto", layers, 16, torch.bfloat16, torch.device("cuda")) == "torch_paged"
+    assert "triton_not_used" in capsys.readouterr().out
