@@ -11,7 +11,6 @@ SLOW = (
     "worker/test_triton_attention.py::test_kernels_compile_without_spills",
     "worker/test_lora.py::test_batch_of_two_adapters_and_the_model_equals_peft",
     "e2e/test_drafts.py::test_answers_survive_killed_workers",
-    "e2e/test_service.py::test_strategies_and_depths_do_not_change_tokens",
 )
 """Folders, files and functions that `make test` leaves to `make test-slow`. Each explores more of what a quicker test
 holds: more seeds and combinations, all model families with adapters, other processors, or planted errors."""

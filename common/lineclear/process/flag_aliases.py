@@ -100,7 +100,16 @@ OTHER_SERVERS: Final = {flag: hint for hint, flags in _INSTEAD.items() for flag 
 """What to do about flags of vLLM, SGLang, TGI and llama.cpp whose quantity has another form here, or none."""
 
 WORKER_SETTINGS: Final = (
-    *("device", "machine_share", "dtype", "quantization", "attention_backend", "kv_cache_dtype", "cpu_kernels"),
+    *(
+        "device",
+        "machine_share",
+        "dtype",
+        "quantization",
+        "attention_backend",
+        "kv_cache_dtype",
+        "cpu_kernels",
+        "cuda_graph_batch_sizes",
+    ),
     *("prompt_lookup_max", "prompt_lookup_min", "threads", "block_size", "num_blocks", "kv_cache_memory_fraction"),
     "max_model_len",
 )

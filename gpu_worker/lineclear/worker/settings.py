@@ -59,8 +59,8 @@ class WorkerSettings(settings_base.ProcessSettings):
     attention_backend: AttentionBackendName = COMPUTATION.field("auto")
     """Implementation of paged attention. reference is slow and serves as a comparison."""
     cuda_graph_batch_sizes: str = COMPUTATION.field("auto")
-    """Numbers of requests for which decode steps are captured as CUDA graphs, with commas between them. A step takes
-    the next larger graph. auto: 1, 2, 4 and multiples of 8 up to max_batch_size, at most 256. none: no graphs."""
+    """Batch sizes of CUDA graphs, as 1,2,8, or auto or none. Decode steps run as the next larger graph.
+    auto: 1, 2, 4 and multiples of 8 up to max_batch_size, at most 256."""
     kv_cache_dtype: KvCacheDtype = COMPUTATION.field("auto")
     """Number format of the KV cache. auto: dtype. int8: with a scale for each token and head, almost twice the blocks
     in the same memory. On a CPU with the native attention backend only."""
