@@ -286,9 +286,9 @@ def _result_from(epoch: int, step: int, payload: bytes) -> StepResult:
         result = _with_outputs(result, m.outputs)
     if m.deferred_rows:
         result = replace(result, deferred_rows=_read_set(m.deferred_rows))
-    for rows in (bad, stuck, result.deferred_rows):
-        if rows and not 0 <= min(rows) <= max(rows) < result.num_outputs:
-            raise ValueError("a bad, stuck or deferred row outside the plan")
+    rows = bad | stuck | result.deferred_rows
+    if rows and not 0 <= min(rows) <= max(rows) < result.num_outputs:
+        raise ValueError("a bad, stuck or deferred row outside the plan")
     return result
 
 
