@@ -154,6 +154,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "--- set-up: $(TORCH), 0.2 GB for a CPU and some GB with CUDA" && $(PIP) '$(TORCH)'
 	@echo "--- set-up: lineclear, its dependencies and the development tools"
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@echo "--- set-up: Triton, for the tests of the GPU kernels; beside the packages, because torch imports it from there"
+	@$(PIP) --no-deps --target $(VENV)/triton "$$(sed -n '/^triton==/p' constraints.txt)"
 	@echo "--- set-up: compiling the modules of a server"
 	@env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFIX $(BIN)/python -c '$(SERVED)'
 	@touch $@ && echo "--- set-up: done"

@@ -275,4 +275,4 @@ def test_native_outside_its_limits_says_why(layers: list[LayerSpec]) -> None:
 
 def test_triton_on_a_cpu_is_refused() -> None:
     with pytest.raises(ValueError, match="triton_paged attention backend runs on CUDA devices only"):
-        BACKENDS["triton_paged"]([LayerSpec(8, 2, 64, 0.1)], 4, 16, torch.float32, CPU)
+        choose("triton_paged", [LayerSpec(8, 2, 64, 0.1)], 16, torch.float32, CPU)

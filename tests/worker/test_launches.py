@@ -6,6 +6,7 @@ stand-ins that compute nothing.
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,11 +15,11 @@ import pytest
 import torch
 from support.families import tiny_model
 from support.graphs import recorded
+from support.triton_package import FOLDER
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit, StepPlan
 from lineclear.worker import logits
-from lineclear.worker.attention import triton_paged
 from lineclear.worker.logits import Logits
 from lineclear.worker.model.decode_graphs import DecodeGraphs
 from lineclear.worker.model.loader import wrap_model
@@ -80,6 +81,8 @@ class Kernel:
 
 @pytest.fixture(name="launches")
 def make_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    monkeypatch.syspath_prepend(FOLDER)
+    triton_paged = importlib.import_module("lineclear.worker.attention.triton_paged")
     launches = Launches()
     for name in ("attend_kernel", "combine_kernel", "write_kernel"):
         monkeypatch.setattr(triton_paged, name, Kernel(name, launches))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.triton_package import FOLDER
 
 from lineclear.worker.attention.base import LayerSpec
 from lineclear.worker.attention.registry import choose
@@ -23,6 +24,7 @@ LEAST_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 def run(module: str, *arguments: str, **environment: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", f"support.{module}", *arguments]
+    environment["PYTHONPATH"] = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
     output = subprocess.run(
         command, cwd=TESTS, env=os.environ | environment, capture_output=True, text=True, check=True
     )
@@ -49,6 +51,7 @@ def test_auto_chooses_triton_on_cuda(
     head_dim: int, kv_dtype: torch.dtype | None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", "cc")
+    monkeypatch.syspath_prepend(FOLDER)
     layers = [LayerSpec(8, 2, head_dim, 0.1)]
     assert choose("auto", layers, 16, torch.bfloat16, torch.device("cuda"), kv_dtype) == name
 
@@ -59,6 +62,7 @@ def test_auto_does_without_triton_where_no_compiler_is(
     """As in a slim image: Triton builds the launcher of each kernel when it is first used."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.syspath_prepend(FOLDER)
     layers = [LayerSpec(8, 2, 128, 0.1)]
     assert choose("auto", layers, 16, torch.bfloat16, torch.device("cuda")) == "torch_paged"
     assert "triton_not_used" in capsys.readouterr().out

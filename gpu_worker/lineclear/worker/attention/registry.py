@@ -66,6 +66,8 @@ def choose(
         if problem and kv_dtype is torch.int8:
             raise ValueError(f"8-bit keys and values need the native attention backend: {problem}")
         return "torch_paged" if problem else "native"
+    if name == "triton_paged" and device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+        raise ValueError("the triton_paged attention backend runs on CUDA devices only")
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; choose from auto, {', '.join(sorted(BACKENDS))}")
     return name

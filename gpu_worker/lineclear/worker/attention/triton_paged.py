@@ -11,7 +11,6 @@ than one split. No cell is read that its sequence did not write.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -201,8 +200,6 @@ class TritonPagedAttention(AttentionBackend):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
-            raise ValueError("the triton_paged attention backend runs on CUDA devices only")
         if self.kv_dtype is not self.dtype:
             raise ValueError("the triton_paged attention backend keeps keys and values in the model's number format")
         num_cells = self.num_blocks * self.block_size
