@@ -141,10 +141,11 @@ def test_cancel_of_one_output_leaves_the_others(service: ToyService, sessions: b
     with Client(service.target, sessions=sessions) as client:
         params = {**PARAMS, "max_tokens": 450, "stop_token_ids": None}
         with client.stream(PROMPT, n=3, request_id="one-of-three", **params) as stream:
-            for delta in stream:
-                if delta.index == 1 and delta.token_ids and delta.first_index == 10:
-                    assert client.cancel("one-of-three", index=1)
-                    assert not client.cancel("one-of-three", index=3)
+            while (delta := next(stream)).index != 1 or delta.first_index + len(delta.token_ids) <= 10:
+                pass  # a chunk of a busy machine holds several tokens
+            assert client.cancel("one-of-three", index=1)
+            assert not client.cancel("one-of-three", index=3)
+            list(stream)
         first, cancelled, last = stream.result.outputs
         assert cancelled.finish_reason is FinishReason.CANCELLED
         assert 10 < len(cancelled.token_ids) < 450
