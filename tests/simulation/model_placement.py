@@ -57,6 +57,8 @@ class ModelPlacement:
             return  # a sequence that was left before counts as work of another worker
         if sequence.started_at is None and state.limits.batching_strategy == "adaptive":
             return
+        if sequence.overtaken_count + sequence.num_resumed_before >= state.limits.max_queue_overtakes:
+            return
         changed = self._open ^ self._open_workers(now)
         if any(state.is_possible(sequence, state.workers[epoch]) for epoch in changed):
             return  # a request of this plan closed the batch of an idle worker, before or after the core asked

@@ -50,6 +50,7 @@ class ModelSequence:
         self.planned_step = 0
         self.tainted = False
         self.preemptions = self.recoveries = self.overtaken_count = 0
+        self.num_resumed_before = 0  # overtakes by resuming sequences, which count if the strategy was open then
         self.protected = False
         self.crash_count = self.clear_position = 0
         self.isolated_losses: Counter[WorkerLoss] = Counter()

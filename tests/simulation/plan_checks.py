@@ -272,6 +272,8 @@ class PlanChecks:
             waiting = [*self.state.resuming, *self.state.fresh] if is_fresh else self.state.resuming
             waiting = [other for other in waiting if self.state.is_possible(other, self.worker)]
             self.state.queue.on_overtake(sequence, waiting)
+            for other in () if is_fresh else self.state.fresh:
+                other.num_resumed_before += other.queue_key < sequence.queue_key
         if sequence in self.state.fresh:
             require(is_open, "strategy", "no request joins before the strategy allows it")
             self.worker.batching.on_join()
