@@ -19,9 +19,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from lineclear.worker import triton_threshold
 from lineclear.worker.attention import triton_paged as paged
 
-POINTERS = {"tiles": "*i32", "blocks": "*i32", "cells": "*i64"} | dict.fromkeys(("partial", "maxima", "sums"), "*fp32")
+POINTERS = {"tiles": "*i32", "blocks": "*i32", "cells": "*i64", "targets": "*fp64", "found": "*i32"} | dict.fromkeys(
+    ("partial", "maxima", "sums"), "*fp32"
+)
 ELEMENTS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 ALIGNED = {"query", "keys", "values", "out", "key", "value", "partial", "query_token", "query_head"}
 PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -43,6 +46,9 @@ def variants(dtype: torch.dtype) -> Iterator[tuple[Any, dict[str, Any], int]]:
         for rows, split in ((shape.decode_rows, 0), (shape.decode_rows, paged.SPLIT_KEYS), (shape.rows, 0)):
             yield paged.attend_kernel, model | {"ROWS": rows, "SPLIT": split}, shape.num_warps(rows)
     yield paged.combine_kernel, {"DIM": 128, "DIM_PAD": 128, "SPLIT": paged.SPLIT_KEYS}, 4
+    for has_weights in (False, True):
+        bisection = {"HAS_WEIGHTS": has_weights, "TILE": triton_threshold.TILE}
+        yield triton_threshold.largest_reaching_kernel, bisection, triton_threshold.NUM_WARPS
     yield paged.write_kernel, {"HEADS": 8, "DIM": 128, "HEADS_PAD": 8, "DIM_PAD": 128}, 4
 
 
@@ -50,6 +56,8 @@ def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, dtype: torc
     types = POINTERS | {"scaling": "fp32", "softcap": "fp32"}
     for name in ("query", "key", "value", "keys", "values", "out", "sinks"):
         types[name] = ELEMENTS[dtype]
+    if kernel is triton_threshold.largest_reaching_kernel:
+        types |= {"keys": "*i32", "weights": "*fp32"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in ALIGNED}

@@ -17,6 +17,7 @@ from support.sampling import random_logits, run
 from torch import Tensor
 
 from lineclear.wire.sampling import Sampling
+from lineclear.worker import truncation
 from lineclear.worker.sampling_metadata import SamplingTable
 from lineclear.worker.truncation import truncated_weights
 
@@ -109,6 +110,27 @@ def test_search_of_a_large_vocabulary_equals_sorting() -> None:
         sampling = replace(BASE, top_k=top_k, top_p=top_p)
         searched = distributions(torch.nn.functional.pad(logits, (0, 5000), value=-math.inf), [sampling])
         assert torch.equal(searched[:, :size] > 0, distributions(logits, [sampling]) > 0), (seed, sampling)
+
+
+def test_bisection_on_other_devices_keeps_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random rows, rows of equal tokens, and one that is not finite."""
+    rng = random.Random(1)
+    parameters = [
+        replace(
+            BASE,
+            top_k=rng.choice([0, 0, 1, 2, 40, 700]),
+            top_p=rng.choice([1e-6, 0.3, 0.9, 0.999999, 1.0]),
+            typical_p=rng.choice([1.0, 1.0, 0.2, 0.95]),
+            min_p=0.001,
+        )
+        for _ in range(200)
+    ]
+    logits = random_logits(len(parameters), 3000) * torch.tensor([[rng.choice([0, 0.1, 1, 5])] for _ in parameters])
+    logits[:, 7::5] = -math.inf
+    logits[rng.randrange(200)] = math.nan
+    by_sorting = distributions(logits, parameters)
+    monkeypatch.setattr(truncation, "is_on_host", lambda tensor: False)
+    torch.testing.assert_close(distributions(logits, parameters), by_sorting, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])

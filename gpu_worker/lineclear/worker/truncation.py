@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .logits import is_on_host
 from .sampling_metadata import Draws
+from .threshold import largest_reaching
 
 _NUM_CANDIDATES = 256
 _MIN_TOPK_VOCABULARY = 4096
@@ -80,9 +82,13 @@ def _is_typical(weights: Tensor, typical_p: Tensor) -> Tensor:
 def _farthest_kept(distances: Tensor, probabilities: Tensor, typical_p: Tensor) -> Tensor:
     """Return [rows, 1]: the least distance whose tokens, with all nearer ones, reach `typical_p`.
 
-    Searched as in `_cutoff`: among the nearest tokens, then by radix selection.
+    Searched as in `_cutoff`: among the nearest tokens, then by radix selection; by bisection on other devices.
     """
     vocabulary = distances.shape[-1]
+    if not is_on_host(distances):
+        nearness, wide = _INFINITY_BITS - distances.view(torch.int32), wide_dtype(distances)
+        least = largest_reaching(nearness, probabilities, typical_p.to(wide))
+        return (_INFINITY_BITS - least).view(torch.float32)
     uses_candidates = _is_searched(distances)
     near, ids = distances.topk(_NUM_CANDIDATES if uses_candidates else vocabulary, dim=-1, largest=False)
     mass = probabilities.gather(1, ids).cumsum(dim=-1, dtype=wide_dtype(probabilities))
@@ -108,9 +114,11 @@ def _cutoff(probabilities: Tensor, draws: Draws) -> Tensor:
 
     On a CPU, sorting a vocabulary costs more than all other work, and a few hundred candidates nearly always suffice.
     Rows for which they do not (a flat distribution, a large top_k) use a radix selection. On other devices that check
-    would make the host wait, and sorting is cheap.
+    would make the host wait, and all rows are bisected.
     """
     top_k, top_p = draws.parameters["top_k"], draws.parameters["top_p"]
+    if not is_on_host(probabilities):
+        return _cutoff_by_bisection(probabilities, top_k, top_p)
     vocabulary = probabilities.shape[-1]
     uses_candidates = _is_searched(probabilities)
     candidates = probabilities.topk(_NUM_CANDIDATES if uses_candidates else vocabulary, dim=-1).values
@@ -124,8 +132,18 @@ def _cutoff(probabilities: Tensor, draws: Draws) -> Tensor:
 
 
 def _is_searched(rows: Tensor) -> bool:
-    """Whether rows [num_rows, vocabulary] are searched instead of sorted."""
-    return rows.device.type == "cpu" and rows.shape[-1] > _MIN_TOPK_VOCABULARY
+    """Whether rows [num_rows, vocabulary] on a CPU are searched instead of sorted."""
+    return rows.shape[-1] > _MIN_TOPK_VOCABULARY
+
+
+def _cutoff_by_bisection(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Return the cutoff [rows, 1]; parameters are [rows, 1]."""
+    keys, wide = probabilities.view(torch.int32), wide_dtype(probabilities)
+    kth = largest_reaching(keys, None, top_k.to(wide)).view(torch.float32)
+    kept = torch.where(probabilities >= kth, probabilities, 0.0)
+    total = torch.where(top_k > 0, kept.sum(dim=-1, keepdim=True, dtype=wide), 1.0)
+    target = torch.where(top_p < 1, top_p * total, 0.0)
+    return torch.maximum(kth, largest_reaching(keys, probabilities, target).view(torch.float32))
 
 
 def _cutoff_of_sorted(candidates: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

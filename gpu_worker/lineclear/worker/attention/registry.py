@@ -6,20 +6,17 @@ To add a backend: a file beside this one and an entry in `BACKENDS`. The tests r
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
-import structlog
 import torch
+
+from lineclear.worker import triton_support
 
 from .base import AttentionBackend, LayerSpec
 from .cpu_native import NativeAttention, unsupported_reason
 from .reference import ReferenceAttention
 from .torch_paged import TorchPagedAttention
-
-log = structlog.get_logger(__name__)
 
 MAX_HEAD_DIM = 256
 """Of `triton_paged` by automatic choice: a tile of larger heads does not fit into the shared memory of every GPU."""
@@ -58,10 +55,8 @@ def choose(
     """
     if name == "auto":
         has_kernels = kv_dtype in (None, dtype) and all(x.head_dim <= MAX_HEAD_DIM for x in layers)
-        if device.type == "cuda" and has_kernels and find_spec("triton"):
-            if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
-                return "triton_paged"
-            log.warning("triton_not_used", hint="Triton builds launchers with a C compiler: install gcc, or set CC")
+        if device.type == "cuda" and has_kernels and triton_support.is_usable():
+            return "triton_paged"
         problem = unsupported_reason(layers, block_size, dtype, device)
         if problem and kv_dtype is torch.int8:
             raise ValueError(f"8-bit keys and values need the native attention backend: {problem}")

@@ -1,4 +1,4 @@
-"""The Triton attention equals the reference in Triton's interpreter, and compiles for GPUs without spills."""
+"""The Triton kernels equal their references in Triton's interpreter, and compile for GPUs without spills."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from support.triton_package import FOLDER
 
+from lineclear.worker import triton_support
 from lineclear.worker.attention.base import LayerSpec
 from lineclear.worker.attention.registry import choose
 
@@ -20,6 +22,12 @@ TESTS = Path(__file__).parents[1]
 TOLERANCE = {"torch.float32": 2e-5, "torch.float16": 8e-3}
 LEAST_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that a program can have: A100, H100, B200."""
+
+
+@pytest.fixture(autouse=True)
+def _asked_again() -> Iterator[None]:
+    yield
+    triton_support.is_usable.cache_clear()
 
 
 def run(module: str, *arguments: str, **environment: str) -> list[dict[str, Any]]:
@@ -39,10 +47,19 @@ def test_interpreted_kernels_equal_the_reference() -> None:
     assert all(any(features) for features in zip(*seen, strict=True))
 
 
+def test_interpreted_bisection_equals_torch() -> None:
+    cases = run("interpret_threshold", "0", "12", TRITON_INTERPRET="1")
+    assert len(cases) == 12
+    assert [x for x in cases if x["ours"] != x["torch"]] == []
+    assert any(row[0] for x in cases for row in x["ours"])
+
+
 @pytest.mark.parametrize("architecture", sorted(LEAST_SHARED))
 def test_kernels_compile_without_spills(architecture: int, tmp_path: Path) -> None:
     kernels = run("compile_kernels", str(architecture), TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION="1")
-    assert {x["kernel"] for x in kernels} == {"attend_kernel", "combine_kernel", "write_kernel"}
+    assert {x["kernel"] for x in kernels} == {
+        *("attend_kernel", "combine_kernel", "write_kernel", "largest_reaching_kernel")
+    }
     assert [x for x in kernels if x["stack"] or x["shared"] > LEAST_SHARED[architecture]] == []
 
 
