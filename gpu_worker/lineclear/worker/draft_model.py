@@ -8,31 +8,39 @@ drafts for the first time, from its tokens, so that preemption, resume and a los
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lineclear.wire.messages import Row
 
 from .attention.base import Chunk, IntArray, pack_chunks
 from .attention.registry import BACKENDS, choose
-from .drafts.verification import Drafts, ReadTokens
+from .drafts.verification import Drafts, PendingDrafts, ReadTokens
 from .input_batch import InputBatch
-from .model.loaded_model import LoadedModel, ModelRefused
-from .staging import to_device
+from .launched_step import to_host
+from .model.loaded_model import Indices, LoadedModel, ModelRefused
+from .staging import Staging
 
 _MAX_BEHIND = 16
 """Positions that the first pass of a step computes together with the last known token."""
+
+
+_STAGED_PASSES, _STAGED_BYTES = 64, 1 << 18
+"""Passes whose arrays may be on their way to the device, and the bytes of one. Longer block tables are copied alone."""
 
 
 class _Drafted(NamedTuple):
     """Drafts whose keys and values were computed, from position `first` on."""
 
     first: int
-    tokens: list[int]
+    tokens: Sequence[int]
 
 
 class DraftModelDrafter:
@@ -47,6 +55,9 @@ class DraftModelDrafter:
         kind = loaded.layers, c.block_size, loaded.dtype, loaded.device
         self._loaded, self._batch = loaded, batch
         self._backend = BACKENDS[choose("auto", *kind)](loaded.layers, c.num_blocks, *kind[1:])
+        is_direct = batch.staging.is_direct
+        self._staging = Staging(batch.device, _STAGED_BYTES, _STAGED_PASSES, is_direct=is_direct)
+        self._backend.put = self._staging.put
         loaded.attach(self._backend)
         self._max_catch_up = max_catch_up
         self._computed: dict[int, int] = {}  # slot -> leading positions whose keys and values are computed
@@ -107,33 +118,38 @@ class DraftModelDrafter:
         for first in range(start - start % piece, end, piece):
             begin, stop = max(first, start), min(first + piece, end)
             if begin < stop:
-                self._forward([(row.slot, begin, stop)], {row.slot: blocks})
+                self._forward([(row.slot, begin, stop)], {row.slot: blocks}, is_draft=False)
                 self._computed[row.slot] = stop
         return max(0, end - start)
 
-    def _draft(self, rows: Sequence[Row], tables: dict[int, IntArray]) -> dict[int, list[int]]:
+    def _draft(self, rows: Sequence[Row], tables: dict[int, IntArray]) -> dict[int, Sequence[int]]:
         """Return the drafts of each row, made in as many passes as the longest has."""
-        table, stride = self._batch.flat_tokens, self._batch.stride
         passes: list[tuple[list[int], Tensor]] = []
         for n in range(max((row.num_drafts for row in rows), default=0)):
             active = [row for row in rows if row.num_drafts > n]
             spans = [(x.slot, x.start + n if n else self._computed.get(x.slot, 0), x.start + n + 1) for x in active]
             # Chunks of one query come first.
             spans.sort(key=lambda span: (span[2] - span[1] > 1, span[2]))
-            tokens = self._forward(spans, tables)
-            behind = np.array([slot * stride + end for slot, _, end in spans], np.int64)
-            table.index_copy_(0, to_device(behind, table.device), tokens)  # where the next pass reads them
-            passes.append(([slot for slot, _, _ in spans], tokens))
-        found: dict[int, list[int]] = {row.slot: [] for row in rows}
-        for slots, tokens in passes:
-            for slot, token in zip(slots, tokens.tolist(), strict=True):
+            passes.append(([slot for slot, _, _ in spans], self._forward(spans, tables)))
+        if not passes:
+            return {}
+        copied = to_host(torch.cat([tokens for _, tokens in passes]))
+
+        @cache
+        def read() -> dict[int, list[int]]:
+            found: dict[int, list[int]] = {row.slot: [] for row in rows}
+            for slot, token in zip(chain(*(slots for slots, _ in passes)), copied.tolist(), strict=True):
                 found[slot].append(token)
-        return found
+            return found
 
-    def _forward(self, spans: Sequence[tuple[int, int, int]], tables: dict[int, IntArray]) -> Tensor:
-        """Compute positions [start, end) of slots, given as (slot, start, end); return the likeliest token behind each.
+        return {row.slot: PendingDrafts(row.num_drafts, partial(_drafts_of, read, row.slot)) for row in rows}
 
-        The tensor is a copy.
+    def _forward(
+        self, spans: Sequence[tuple[int, int, int]], tables: dict[int, IntArray], *, is_draft: bool = True
+    ) -> Tensor:
+        """Compute positions [start, end) of slots, given as (slot, start, end), and the likeliest token behind each.
+
+        Drafts are written to the token table, where the next pass reads them. The returned tensor is a copy.
         """
         size, stride = self._batch.capacity.block_size, self._batch.stride
         chunks, positions, read, num_tokens = list[Chunk](), list[IntArray](), list[IntArray](), 0
@@ -142,10 +158,22 @@ class DraftModelDrafter:
             positions.append(np.arange(start, end))
             read.append(positions[-1] + slot * stride)
             num_tokens += end - start
-        self._backend.start_step(pack_chunks(chunks, size))
         last = np.cumsum([chunk.num_queries for chunk in chunks]) - 1
-        arrays = np.concatenate(read), np.concatenate(positions), last
-        return self._loaded.logits(self._batch.flat_tokens, *arrays).max_ids.clone()
+        behind = np.array([slot * stride + end for slot, _, end in spans], np.int64)
+        inputs = np.concatenate(read), np.concatenate(positions), last
+        self._staging.begin()
+        arrays: Sequence[Indices] = inputs if self._staging.is_direct else [self._staging.put(x) for x in inputs]
+        places = self._staging.put(behind)
+        self._backend.start_step(pack_chunks(chunks, size))
+        self._staging.send()
+        found = self._loaded.logits(self._batch.flat_tokens, *arrays).max_ids.clone()
+        if is_draft:
+            self._batch.flat_tokens.index_copy_(0, places, found)
+        return found
+
+
+def _drafts_of(read: Callable[[], Mapping[int, list[int]]], slot: int) -> list[int]:
+    return read()[slot]
 
 
 def max_catch_up(served: LoadedModel, draft: LoadedModel, max_step_tokens: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lineclear.wire.messages import Row, RowOutput, StepPlan
 
 from .attention.base import Batch, IntArray
-from .drafts.verification import NO_DRAFTS, Drafts
+from .drafts.verification import NO_DRAFTS, Drafts, PendingDrafts
 from .slot_table import Capacity, SlotTable
 from .staging import Staging, to_device
 
@@ -96,16 +96,22 @@ class InputBatch:
         self.staging = staging or Staging(device, _staging_bytes(capacity))
         """Of the arrays of a step: `apply` and others put theirs between its `begin` and `send` of this."""
         self._host_token_table = self.flat_tokens.numpy().data if self.staging.is_direct else None
+        # Of other devices: the tokens that the host knows. Memory of positions that no sequence reaches is never used.
+        self._known_tokens: npt.NDArray[np.int32] | None = None
+        self._num_owners = np.zeros(capacity.num_slots, np.int64)  # that each slot has had
         self._arrivals: list[tuple[Tensor, IntArray]] = []  # places in the token table, and what `send` brings there
+        self._arriving_drafts: list[tuple[int, int]] = []  # as (index in the flattened token table, token)
         self._blocks_on_device: Tensor | None = None
         if not self.staging.is_direct:
             self._blocks_on_device = torch.from_numpy(self._flat_blocks).to(device, copy=True)
+            self._known_tokens = np.zeros((capacity.num_slots, self.stride), np.int32)
             self.slots.grown = []
 
     def reset(self) -> None:
         """Free every slot, and forget what a failed step has not sent."""
         self.slots.reset()
         self._arrivals.clear()
+        self._arriving_drafts.clear()
 
     def apply(
         self, plan: StepPlan, drafts: Drafts = NO_DRAFTS, pad: Callable[[int], int] | None = None
@@ -119,8 +125,11 @@ class InputBatch:
         packed = self._pack(plan, drafts, pad)
         for init in plan.inits:
             self._write_tokens(init.slot, 0, init.tokens)
+            if self._known_tokens is not None:
+                self._num_owners[init.slot] += 1
+                self._known_tokens[init.slot, : len(init.tokens)] = init.tokens
         for row in plan.chunks if drafts else ():
-            if row.slot in drafts:
+            if row.slot in drafts and not isinstance(drafts[row.slot], PendingDrafts):
                 self._write_drafts(row.slot, row.start + 1, drafts[row.slot])
         return packed
 
@@ -130,9 +139,27 @@ class InputBatch:
         return self._pack(plan, NO_DRAFTS)
 
     def read_tokens(self, slot: int, start: int, end: int) -> list[int]:
-        """Return the tokens of a slot at positions [start, end). Waits for the device."""
-        tokens: list[int] = self.tokens[slot, start:end].tolist()
+        """Return the tokens of a slot at positions [start, end), all of them in results or plans that came before."""
+        table = self.tokens if self._known_tokens is None else self._known_tokens
+        tokens: list[int] = table[slot, start:end].tolist()
         return tokens
+
+    def learner(self, packed: PackedInputs) -> Callable[[Sequence[int]], None] | None:
+        """Return what takes the sampled tokens of a step once they are on the host; None: the table is there.
+
+        Another thread may call it. It leaves slots alone that have another owner by then.
+        """
+        known = self._known_tokens
+        if known is None:
+            return None
+        slots, places = np.array(packed.sample_slots, np.int64), np.array(packed.write_indices, np.int64)
+        owners = self._num_owners[slots]
+
+        def learn(tokens: Sequence[int]) -> None:
+            is_same = self._num_owners[slots] == owners
+            known.reshape(-1)[places[is_same]] = np.array(tokens, np.int32)[is_same]
+
+        return learn
 
     def fetch_last_tokens(self, packed: PackedInputs, rows: list[int]) -> Callable[[], list[int]]:
         """Return a function that waits for the token before the sampled position of these sampling rows.
@@ -167,11 +194,12 @@ class InputBatch:
             self._host_token_table[index] = token
 
     def _write_drafts(self, slot: int, first: int, tokens: Sequence[int]) -> None:
-        if self._host_token_table is not None:
-            for index, token in enumerate(tokens, slot * self.stride + first):
-                self._host_token_table[index] = token
-        else:
-            self._write_tokens(slot, first, tokens)
+        places = enumerate(tokens, slot * self.stride + first)
+        if self._host_token_table is None:
+            self._arriving_drafts += places
+            return
+        for index, token in places:
+            self._host_token_table[index] = token
 
     def _write_tokens(self, slot: int, first: int, tokens: Sequence[int]) -> None:
         places, array = self.tokens[slot, first : first + len(tokens)], np.array(tokens, np.int64)
@@ -186,6 +214,10 @@ class InputBatch:
         for places, array in self._arrivals:
             writes.append(partial(places.copy_, put(array)))
         self._arrivals.clear()
+        if self._arriving_drafts:
+            places, drafts = np.array(self._arriving_drafts, np.int64).T
+            self._arriving_drafts.clear()
+            writes.append(partial(self.flat_tokens.index_copy_, 0, put(places), put(drafts)))
         if self._blocks_on_device is not None and self.slots.grown:
             indices, blocks = np.array(self.slots.grown, np.int64).T
             self.slots.grown.clear()

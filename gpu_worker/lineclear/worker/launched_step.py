@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -59,6 +60,8 @@ class StepOutputs(NamedTuple):
     reported: ReportedRows | None
     drafts: Drafts
     """That the step verified."""
+    learn: Callable[[Sequence[int]], None] | None = None
+    """Takes the sampled tokens on the host."""
 
 
 class LaunchedStep:
@@ -71,10 +74,11 @@ class LaunchedStep:
         """`draft_seconds`: time to make the drafts. Stops `timer`."""
         sampled, reported = outputs.sampled, outputs.reported
         self._plan, self._drafts, self._draft_seconds = plan, outputs.drafts, draft_seconds
-        self._reported: ReportedRows | None = _to_host(reported)
+        self._learn = outputs.learn
+        self._reported: ReportedRows | None = to_host(reported)
         self._metadata = outputs.metadata
         is_on_host = sampled is None or sampled.host_tokens is not None
-        self._outputs: Sampled | None = sampled if is_on_host else _to_host(sampled)
+        self._outputs: Sampled | None = sampled if is_on_host else to_host(sampled)
         self._timer = timer
         self.is_complete = timer.stop()
         # On a CPU the next step overwrites the memory of the outputs.
@@ -109,6 +113,8 @@ class LaunchedStep:
             deferred_rows=frozenset(self._outputs.deferred),
             draft_seconds=min(self._draft_seconds, seconds),
         )
+        if self._learn is not None:
+            self._learn(result.tokens)
         return verified(result, self._plan, self._drafts) if self._drafts else result
 
     def _logprobs(self, outputs: Sampled) -> tuple[Logprobs | None, ...]:
@@ -153,13 +159,13 @@ def rows_where(bad: Tensor | None) -> frozenset[int]:
     return frozenset() if bad is None else frozenset(row for row, is_bad in enumerate(bad.tolist()) if is_bad)
 
 
-def _to_host(value: Any) -> Any:
+def to_host(value: Any) -> Any:
     """Copy the tensors in `value`, a tensor or a (named) tuple of values, to the host: complete when the step is.
 
     On a CPU the tensors themselves are returned.
     """
     if isinstance(value, tuple):
-        copied = [_to_host(part) for part in value]
+        copied = [to_host(part) for part in value]
         return type(value)(*copied) if hasattr(value, "_fields") else tuple(copied)
     if not isinstance(value, Tensor) or value.device.type == "cpu":
         return value

@@ -214,19 +214,21 @@ class ModelRunner:
         packed = self._batch.apply(plan, drafts, self._graphs.padded if self._graphs else None)
         outputs = self._compute(packed, drafts)
         sampled = outputs.sampled
-        if drafts and sampled is not None and sampled.bad is not None and bool(sampled.bad.any()):
-            # Values of a wrong draft may be non-finite, and some backends read them for the tokens before it. Cells of
-            # later positions were not written.
+        reads_drafts = self._backend.reads_unwritten_cells  # for the tokens before them
+        if drafts and reads_drafts and sampled is not None and sampled.bad is not None and bool(sampled.bad.any()):
+            # Values of a wrong draft may be non-finite. Cells of later positions were not written.
             _zero_from(self._backend, self._batch.slots.draft_cells(plan, drafts))
             self._batch.staging.begin()
             packed = self._batch.without_drafts(plan)
             outputs = self._compute(packed, NO_DRAFTS)
             sampled = outputs.sampled
-        if sampled is not None:
-            self._batch.write_sampled(packed, sampled.tokens, sampled.host_tokens)
-            if sampled.deferred:
-                self._defer(packed, sampled)
-        return outputs
+        if sampled is None:
+            return outputs
+        self._batch.write_sampled(packed, sampled.tokens, sampled.host_tokens)
+        if sampled.deferred:
+            self._defer(packed, sampled)
+        learn = self._batch.learner(packed)
+        return outputs if learn is None else outputs._replace(learn=learn)
 
     def _set_slots(self, inits: Sequence[SlotInit]) -> None:
         for init in inits:

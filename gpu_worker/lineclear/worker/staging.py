@@ -28,7 +28,9 @@ class Staging:
     Outside of `begin` and `send`, and for an array that does not fit, `put` queues a copy of its own.
     """
 
-    def __init__(self, device: torch.device, num_bytes: int, *, is_direct: bool | None = None) -> None:
+    def __init__(
+        self, device: torch.device, num_bytes: int, num_buffers: int = _NUM_BUFFERS, *, is_direct: bool | None = None
+    ) -> None:
         """`num_bytes`: of a step. `is_direct`: arrays are used where they are; None: on a CPU."""
         self.device = device
         self.is_direct = device.type == "cpu" if is_direct is None else is_direct
@@ -36,9 +38,9 @@ class Staging:
         self._is_cuda = device.type == "cuda"
         size = 0 if self.is_direct else num_bytes
         self._on_device = torch.empty(size, dtype=torch.uint8, device=device)
-        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(_NUM_BUFFERS)]
+        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(num_buffers)]
         self._bytes = [buffer.numpy() for buffer in self._buffers]
-        self._copied: list[Any] = [None] * _NUM_BUFFERS  # CUDA events
+        self._copied: list[Any] = [None] * num_buffers  # CUDA events
         self._current = 0
         self._end: int | None = None  # bytes in use; None outside of a step
         self.num_copies = 0
@@ -48,7 +50,7 @@ class Staging:
         """Collect what is put from here on."""
         if self.is_direct:
             return
-        self._current = (self._current + 1) % _NUM_BUFFERS
+        self._current = (self._current + 1) % len(self._buffers)
         if (event := self._copied[self._current]) is not None:
             event.synchronize()
         self._end = 0

@@ -142,6 +142,9 @@ class AttentionBackend(ABC):
         self.put: Put = partial(to_device, device=device)
         """Brings an array of `start_step` to the device. Its values have to be there when `attend` runs, not before."""
 
+    reads_unwritten_cells = True
+    """Cells behind the end of a sequence in its last block are read and masked: they have to be finite."""
+
     num_splits: int | None = None
     """Set by `start_step` of a backend whose kernels can be captured in a CUDA graph: part of the shape of the step."""
 

@@ -198,6 +198,8 @@ class _Tiles(NamedTuple):
 class TritonPagedAttention(AttentionBackend):
     """The backend of CUDA devices."""
 
+    reads_unwritten_cells = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.kv_dtype is not self.dtype:

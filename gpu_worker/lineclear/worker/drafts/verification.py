@@ -8,12 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from lineclear.wire.messages import Row, StepPlan, StepResult
 
 Drafts = Mapping[int, Sequence[int]]
 """The drafts of a step by slot, for rows that verify some."""
+
+
+class PendingDrafts(Sequence[int]):
+    """Drafts that the device has in the token table, and the host knows when the step is complete."""
+
+    def __init__(self, count: int, read: Callable[[], list[int]]) -> None:
+        """`read` returns the tokens of the complete step."""
+        self._count, self._read = count, read
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[index]
+
 
 NO_DRAFTS: Drafts = {}
 
@@ -41,11 +56,12 @@ class Drafter(Protocol):
 def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
     """Return `result`, which has a sample for each position with a draft, without the samples behind a wrong draft.
 
-    `stuck_rows` and `deferred_rows` of `result` are indices of samples. A row ends before a stuck sample: its next row
-    fails the request. A deferred row has no drafts.
+    The rows that `result` names are indices of samples. A row ends before a stuck or bad sample: its next row fails the
+    request. A deferred row has no drafts.
     """
-    stuck = result.stuck_rows
+    unusable = result.stuck_rows | result.bad_rows
     stuck_rows: list[int] = []
+    bad_rows: list[int] = []
     deferred_rows: list[int] = []
     kept: list[int] = []
     counts: list[int] = []
@@ -57,11 +73,13 @@ def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
         while (
             count <= len(drafted)
             and result.tokens[first + count - 1] == drafted[count - 1]
-            and stuck.isdisjoint((first, first + count))
+            and unusable.isdisjoint((first, first + count))
         ):
             count += 1
-        if first in stuck:
+        if first in result.stuck_rows:
             stuck_rows.append(len(counts))
+        if first in result.bad_rows:
+            bad_rows.append(len(counts))
         if first in result.deferred_rows:
             deferred_rows.append(len(counts))
         kept += range(first, first + count)
@@ -74,6 +92,7 @@ def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
         logprobs=tuple(result.logprobs[i] for i in kept) if result.logprobs else (),
         counts=tuple(counts),
         num_drafted=tuple(num_drafted),
+        bad_rows=frozenset(bad_rows),
         stuck_rows=frozenset(stuck_rows),
         deferred_rows=frozenset(deferred_rows),
     )
