@@ -27,8 +27,8 @@ from lineclear.exit_codes import TABLE, of_grpc
 from lineclear.process.flag_aliases import names_of
 from lineclear.process.setting_fields import flag_of, groups
 from lineclear.process.settings_help import description
-from lineclear.scheduler.metrics import VLLM_NAMES, families
-from lineclear.scheduler.requests.request_stats import ServerStats
+from lineclear.scheduler.metrics_export import VLLM_NAMES, families
+from lineclear.scheduler.requests.request_metrics import ServerStats
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb2
 from lineclear.worker.settings import WorkerSettings
@@ -189,7 +189,7 @@ def metrics() -> str:
     lines = [
         "# Metrics",
         "",
-        "Made from `lineclear.scheduler.metrics` by `docs/generate.py`; do not edit.",
+        "Made from `lineclear.scheduler.metrics_export` by `docs/generate.py`; do not edit.",
         "",
         "`--metrics-listen HOST:PORT` serves these at any path, in the text format 0.0.4; `?name[]=...` selects some.",
         "A metric that vLLM has with the same meaning appears under both names. Histograms count requests that",

@@ -18,7 +18,7 @@ from support.sources import REPOSITORY
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.scheduler.addresses import parse_address
-from lineclear.scheduler.grpc_api.server import LIVE, READY, WORKER
+from lineclear.scheduler.grpc_api.health_service import LIVE, READY, WORKER
 from lineclear.scheduler.security.token_file import read_tokens
 from lineclear.scheduler.settings import load
 from lineclear.scheduler.stall_watchdog import TICK_SECONDS

@@ -24,7 +24,7 @@ from lineclear.scheduler.core.events import Finished
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.text.detokenizer import decode
-from lineclear.scheduler.text.grammar_process import grammar_of
+from lineclear.scheduler.text.schema_to_grammar import grammar_of
 from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.wire.messages import Row, Sampling
 from lineclear.worker import constraints

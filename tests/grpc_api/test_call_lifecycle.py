@@ -29,7 +29,7 @@ from support.serving import (
     until,
 )
 
-from lineclear.scheduler import metrics
+from lineclear.scheduler import metrics_export
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot
 from lineclear.scheduler.grpc_api.error_interceptor import ErrorInterceptor
@@ -200,7 +200,7 @@ async def test_statistics_of_a_stuck_engine_are_earlier_ones(s: Serving, monkeyp
     """Also those of the metrics page. Neither waits for the engine without end."""
     s.engine.predicted_wait = 7.5
     monkeypatch.setattr(s.engine, "fresh_snapshot", Future[EngineSnapshot])
-    both = asyncio.gather(s.stub.GetStats(pb.GetStatsRequest()), metrics.current(s.manager, None))
+    both = asyncio.gather(s.stub.GetStats(pb.GetStatsRequest()), metrics_export.current(s.manager, None))
     stats, page = await asyncio.wait_for(both, BOUND_SECONDS)
     assert stats.gauges.predicted_wait_seconds == 7.5
     assert 7.5 in {sample.value for family in page for sample in family.samples}

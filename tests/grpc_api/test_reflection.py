@@ -21,8 +21,8 @@ from support.every_method import CHANNELZ, METHODS, REFLECTION, status_of
 from support.processes import Running
 from support.serving import error_of, serving
 
+from lineclear.scheduler.grpc_api.health_service import LIVE, READY, WORKER
 from lineclear.scheduler.grpc_api.health_service import SERVICE as HEALTH
-from lineclear.scheduler.grpc_api.server import LIVE, READY, WORKER
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE = "lineclear.v1.InferenceService"

@@ -28,7 +28,7 @@ from support.serving import (
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.grpc_api import health_service
-from lineclear.scheduler.grpc_api.server import LIVE, READY
+from lineclear.scheduler.grpc_api.health_service import LIVE, READY
 from lineclear.v1 import inference_pb2 as pb
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -71,7 +71,7 @@ async def test_probe_without_service_name_checks_liveness(tmp_path: Path) -> Non
     async with serving(tmp_path, joined=False) as s:
         answer = await health_of(s.channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == SERVING
-        s.server.set_live(False)
+        s.server.health.set_live(False)
         answer = await health_of(s.channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == NOT_SERVING
 

@@ -29,8 +29,8 @@ from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler import http_listener
-from lineclear.scheduler.metrics import MAX_CONNECTIONS, VLLM_NAMES, MetricsServer, families
-from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, EndedRequest, RequestTimings, ServerStats
+from lineclear.scheduler.metrics_export import MAX_CONNECTIONS, VLLM_NAMES, MetricsServer, families
+from lineclear.scheduler.requests.request_metrics import BOUNDS_SECONDS, EndedRequest, RequestTimings, ServerStats
 from lineclear.v1 import inference_pb2 as pb
 
 

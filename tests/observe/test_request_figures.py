@@ -42,7 +42,7 @@ from lineclear.errors import (
     ServerDraining,
     ShutdownInterrupted,
 )
-from lineclear.scheduler import metrics
+from lineclear.scheduler import metrics_export
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.requests.request_manager import shutdown_interrupted
 from lineclear.v1 import inference_pb2 as pb
@@ -453,7 +453,7 @@ async def awaited(call: Any) -> Any:
 
 
 async def page_of(s: Serving) -> Page:
-    return check_page(Page(page_with(await metrics.current(s.manager, s.server.certificates))), idle=True)
+    return check_page(Page(page_with(await metrics_export.current(s.manager, s.server.certificates))), idle=True)
 
 
 TEMPLATE = (

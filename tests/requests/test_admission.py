@@ -14,7 +14,7 @@ from support.session_driver import Caller, submit
 
 from lineclear.errors import QueueFull
 from lineclear.scheduler.core.policies import share_of
-from lineclear.scheduler.requests.queue_limits import QueueLimiter, QueuePlace
+from lineclear.scheduler.requests.tenant_limits import QueueLimiter, QueuePlace
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import inference_pb2 as pb
 

@@ -29,7 +29,7 @@ from lineclear.scheduler.core.events import (
 from lineclear.scheduler.engine.engine_stats import TokenRate
 from lineclear.scheduler.requests.output_router import OutputRouter
 from lineclear.scheduler.requests.output_stream import TOKEN_BYTES, Completion, OutputChunk, OutputStream
-from lineclear.scheduler.requests.queue_limits import QueueLimiter
+from lineclear.scheduler.requests.tenant_limits import QueueLimiter
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.scheduler.text.stop_strings import StopStrings

@@ -45,7 +45,7 @@ def test_exit_76_when_tokenizer_files_differ(model: Path) -> None:
         assert not [line for line in process.lines if line.get("event") == "worker_joined"]
 
 
-@pytest.mark.parametrize("part", ["core.scheduler.Scheduler.apply", "requests.request_stats.TokenRate.add"])
+@pytest.mark.parametrize("part", ["core.scheduler.Scheduler.apply", "requests.request_metrics.TokenRate.add"])
 def test_exit_70_when_a_component_crashes(start: Callable[..., Running], part: str) -> None:
     module, cls, method = part.rsplit(".", 2)
     broken = RUN.replace(

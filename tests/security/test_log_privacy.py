@@ -121,10 +121,10 @@ def test_logs_of_bugs_have_no_content(start: Callable[..., Running], part: str) 
 CARELESS = """
 import structlog
 from prometheus_client.core import GaugeMetricFamily
-from lineclear.scheduler import metrics
+from lineclear.scheduler import metrics_export
 from lineclear.scheduler.requests.validate import request as validation
 texts = {}
-figures, real = metrics.families, validation.check
+figures, real = metrics_export.families, validation.check
 def families(*arguments, **named):
     yield from figures(*arguments, **named)
     family = GaugeMetricFamily("lineclear_asked", "How often.", labels=["prompt"])
@@ -135,7 +135,7 @@ def check(request, bounds):
     structlog.get_logger().info("request", prompt=request.text)
     texts[request.text] = texts.get(request.text, 0) + 1
     return real(request, bounds)
-metrics.families, validation.check = families, check
+metrics_export.families, validation.check = families, check
 """
 
 

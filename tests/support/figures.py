@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.counters import check_counters
 
 from lineclear.scheduler.core.events import FinishReason
-from lineclear.scheduler.metrics import VLLM_NAMES
+from lineclear.scheduler.metrics_export import VLLM_NAMES
 
 FINISHED = {reason.name.lower() for reason in FinishReason} - {"cancelled"}
 """Outcomes of requests that completed their answer."""

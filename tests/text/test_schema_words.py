@@ -12,7 +12,7 @@ from support.service import DEMO_MODEL
 
 from lineclear.model_files.token_table import parser_limits, token_table
 from lineclear.scheduler.text import schema_words
-from lineclear.scheduler.text.grammar_process import grammar_of
+from lineclear.scheduler.text.schema_to_grammar import grammar_of
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 

@@ -24,9 +24,8 @@ from .attention.base import Chunk, IntArray, pack_chunks
 from .attention.registry import BACKENDS, choose
 from .drafts.verification import Drafts, PendingDrafts, ReadTokens
 from .input_batch import InputBatch
-from .launched_step import to_host
 from .model.loaded_model import Indices, LoadedModel, ModelRefused
-from .staging import Staging
+from .staging import Staging, to_host
 
 _MAX_BEHIND = 16
 """Positions that the first pass of a step computes together with the last known token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from .row_outputs import ReportedRows, to_result
 from .runner_interface import StepFailed
 from .sampler import Sampled
 from .sampling_metadata import SamplingMetadata
+from .staging import to_host
 
 
 class StepTimer:
@@ -157,21 +158,6 @@ def _with_reported(result: StepResult, plan: StepPlan, reported: ReportedRows) -
 def rows_where(bad: Tensor | None) -> frozenset[int]:
     """Return the rows for which `bad` [num_rows] is true. Waits for the device."""
     return frozenset() if bad is None else frozenset(row for row, is_bad in enumerate(bad.tolist()) if is_bad)
-
-
-def to_host(value: Any) -> Any:
-    """Copy the tensors in `value`, a tensor or a (named) tuple of values, to the host: complete when the step is.
-
-    On a CPU the tensors themselves are returned.
-    """
-    if isinstance(value, tuple):
-        copied = [to_host(part) for part in value]
-        return type(value)(*copied) if hasattr(value, "_fields") else tuple(copied)
-    if not isinstance(value, Tensor) or value.device.type == "cpu":
-        return value
-    if value.device.type != "cuda":
-        return value.cpu()
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
 def step_failed(error: Exception) -> StepFailed:

@@ -20,8 +20,8 @@ from lineclear.wire.sampling import Sampling
 
 from .attention.base import IntArray
 from .dry import DRY
+from .penalties import BAD_WORDS, NGRAMS, PENALTIES
 from .sampling_rows import Change, Entries, Feature, SamplingRows, id_array
-from .token_history import BAD_WORDS, NGRAMS, PENALTIES
 
 _MAX_DECAY = 1e30
 """Larger factors could make a logit infinite."""

@@ -1,4 +1,4 @@
-"""The arrays of a step on their way to the device: one copy from pinned memory, whatever a step consists of.
+"""The arrays of a step on their way to the device and back: one copy from pinned memory, whatever a step has.
 
 Everything that a step reads is `put` first and gets its place on the device at once; `send` then queues one copy. The
 places start at the same address in each step, so that equal steps use equal addresses (CUDA graphs).
@@ -89,6 +89,21 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def to_host(value: Any) -> Any:
+    """Copy the tensors in `value`, a tensor or a (named) tuple of values, to the host: complete when the step is.
+
+    On a CPU the tensors themselves are returned.
+    """
+    if isinstance(value, tuple):
+        copied = [to_host(part) for part in value]
+        return type(value)(*copied) if hasattr(value, "_fields") else tuple(copied)
+    if not isinstance(value, Tensor) or value.device.type == "cpu":
+        return value
+    if value.device.type != "cuda":
+        return value.cpu()
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:

@@ -22,7 +22,7 @@ from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
 from lineclear.exit_codes import ExitCode
 from lineclear.process.exception_location import exception_fields
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.scheduler import metrics
+from lineclear.scheduler import metrics_export
 from lineclear.scheduler.addresses import is_local
 from lineclear.scheduler.admin_operations import AdminOperations
 from lineclear.scheduler.core.limits import CoreLimits
@@ -106,7 +106,7 @@ class App:
         await _load_adapters(self._manager.services.adapters)
         watchdog = Watchdog(
             engine.busy_seconds,
-            server.set_live,
+            server.health.set_live,
             limit_seconds=self._settings.watchdog_timeout_seconds,
             on_tick=lambda: server.set_worker(engine.worker_status),
         )
@@ -128,11 +128,11 @@ class App:
         loop = asyncio.get_running_loop()
 
         def collect() -> list[Metric]:
-            return asyncio.run_coroutine_threadsafe(metrics.current(manager, certificates), loop).result(
+            return asyncio.run_coroutine_threadsafe(metrics_export.current(manager, certificates), loop).result(
                 _METRICS_SECONDS
             )
 
-        server = metrics.MetricsServer(address, collect)
+        server = metrics_export.MetricsServer(address, collect)
         log.info("metrics_listening", address=server.address)
         try:
             yield
@@ -200,7 +200,7 @@ class App:
         Until then, new calls get the reason of the refusal.
         """
         manager, server, exit_code = self._manager, self._server, self._shutdown.exit_code
-        server.set_draining()
+        server.health.set_draining()
         linger = asyncio.ensure_future(asyncio.sleep(self._settings.drain_linger_seconds))
         if exit_code == ExitCode.OK:
             await manager.drain(self._settings.drain_timeout_seconds)

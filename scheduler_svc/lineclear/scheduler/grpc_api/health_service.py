@@ -17,9 +17,23 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from lineclear.errors import QueueFull
+from lineclear.scheduler.engine.engine_stats import WorkerStatus
+from lineclear.scheduler.grpc_api.inference_service import NAME
 from lineclear.scheduler.security.identity import Context
 
 SERVICE = health.SERVICE_NAME
+READY = ("readiness", NAME)
+"""Health names that are serving while a worker is joined and the server does not drain."""
+LIVE = ("", "liveness")
+"""Health names that are serving while the event loop and the engine run, also during a drain.
+
+The empty name is the default of a kubelet's gRPC probe, so it must not depend on the worker.
+"""
+WORKER = "worker"
+"""Health name that is NOT_SERVING while a worker hangs: its epoch has ended, and its process still runs.
+
+For the liveness probe of a worker in its own container.
+"""
 MAX_WATCHERS = 1024
 """At each address. Watch needs no token, so clients of one address must not use up the limit of another."""
 MAX_WATCHERS_PER_CONNECTION = 64
@@ -57,6 +71,28 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def is_serving(self, name: str) -> bool:
         """Whether a name is serving."""
         return self._serving[name]
+
+    def set_started(self) -> None:
+        """The listeners accept calls."""
+        self.set((*LIVE, WORKER), True)
+
+    def set_live(self, live: bool) -> None:
+        """Update liveness."""
+        self.set(LIVE, live)
+
+    def set_worker(self, worker: WorkerStatus) -> bool:
+        """Update readiness and the worker's health from the engine's published status; return whether it became ready.
+
+        The server is ready while a worker is joined.
+        """
+        was_ready = self._serving[NAME]
+        self.set(READY, worker.hello is not None)
+        self.set((WORKER,), not worker.is_unhealthy)
+        return self._serving[NAME] and not was_ready
+
+    def set_draining(self) -> None:
+        """Report not ready. New requests are still answered, with the reason for their rejection."""
+        self.close(READY)
 
     def _wake(self) -> None:
         self._changed.set()

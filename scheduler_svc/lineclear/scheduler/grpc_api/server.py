@@ -29,7 +29,7 @@ from lineclear.scheduler.grpc_api import inference_service as service_module
 from lineclear.scheduler.grpc_api import reflection as reflection_module
 from lineclear.scheduler.grpc_api.admin_service import AdminService, OperationsApi
 from lineclear.scheduler.grpc_api.error_interceptor import ErrorInterceptor, rejecting_handler
-from lineclear.scheduler.grpc_api.health_service import HealthService
+from lineclear.scheduler.grpc_api.health_service import LIVE, READY, WORKER, HealthService
 from lineclear.scheduler.grpc_api.inference_service import InferenceService
 from lineclear.scheduler.grpc_api.request_reader import RequestReader
 from lineclear.scheduler.grpc_api.token_interceptor import AuthenticationInterceptor
@@ -41,19 +41,6 @@ from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import admin_pb2_grpc, inference_pb2_grpc
 
 log = structlog.get_logger()
-
-READY = ("readiness", service_module.NAME)
-"""Health names that are serving while a worker is joined and the server does not drain."""
-LIVE = ("", "liveness")
-"""Health names that are serving while the event loop and the engine run, also during a drain.
-
-The empty name is the default of a kubelet's gRPC probe, so it must not depend on the worker.
-"""
-WORKER = "worker"
-"""Health name that is NOT_SERVING while a worker hangs: its epoch has ended, and its process still runs.
-
-For the liveness probe of a worker in its own container.
-"""
 
 CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 NAMES = (service_module.NAME, admin_module.NAME)
@@ -140,24 +127,12 @@ class Server:
             await server.start()
         if self.certificates is not None:
             self._expiry_task = asyncio.ensure_future(_log_expiry(self.certificates))
-        self.set_live(True)
-        self.health.set((WORKER,), True)
+        self.health.set_started()
 
     def set_worker(self, worker: WorkerStatus) -> None:
         """Update readiness and the worker's health from the engine's published status."""
-        was_serving = self.health.is_serving(service_module.NAME)
-        self.health.set(READY, worker.hello is not None)
-        self.health.set((WORKER,), not worker.is_unhealthy)
-        if self.health.is_serving(service_module.NAME) and not was_serving:
+        if self.health.set_worker(worker):
             log.info("serving", address=self.address)
-
-    def set_live(self, live: bool) -> None:
-        """Update liveness."""
-        self.health.set(LIVE, live)
-
-    def set_draining(self) -> None:
-        """Report not ready. New requests are still answered, with the reason for their rejection."""
-        self.health.close(READY)
 
     async def stop(self, grace_seconds: float) -> None:
         """Reject new calls, and cancel the running ones after `grace_seconds`.

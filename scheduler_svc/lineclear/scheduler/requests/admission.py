@@ -16,9 +16,9 @@ from lineclear.scheduler.requests.answer.answer import Answer, BestOf
 from lineclear.scheduler.requests.answer.beams import Beams
 from lineclear.scheduler.requests.fairness import FairnessWindow
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES
-from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.requests.request_context import RequestContext
 from lineclear.scheduler.requests.services import Call, RequestServices
+from lineclear.scheduler.requests.tenant_limits import QueuePlace
 from lineclear.scheduler.requests.validate import request as validation
 from lineclear.scheduler.requests.validate.request import ModelBounds, ValidatedRequest
 from lineclear.scheduler.security.identity import Identity

@@ -13,8 +13,8 @@ from lineclear.errors import InvalidRequest, NoStructuredOutput
 from lineclear.scheduler.requests.limited_processes import LimitedProcesses, ProcessKilled
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.call_grammar import ForcedCalls
-from lineclear.scheduler.text.grammar_process import FORCED_CALLS
 from lineclear.scheduler.text.limited_child import Refused, pack
+from lineclear.scheduler.text.schema_to_grammar import FORCED_CALLS
 from lineclear.v1 import sampling_pb2
 
 _FIELD = "sampling.structured_output"
@@ -35,7 +35,7 @@ class GrammarPool:
         if model is not None:
             self.processes = LimitedProcesses(
                 "structured output",
-                "lineclear.scheduler.text.grammar_process",
+                "lineclear.scheduler.text.schema_to_grammar",
                 {"model": str(model)},
                 cpu_seconds=self._max_seconds,
                 max_bytes=8 * settings.max_grammar_bytes + 4096,

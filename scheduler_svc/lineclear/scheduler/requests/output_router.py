@@ -26,7 +26,7 @@ from lineclear.scheduler.engine.engine_stats import TokenRate
 from lineclear.scheduler.requests import output_stream
 from lineclear.scheduler.requests.engine_api import EngineApi
 from lineclear.scheduler.requests.output_stream import OutputLimits, OutputStream
-from lineclear.scheduler.requests.queue_limits import QueuePlace
+from lineclear.scheduler.requests.tenant_limits import QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.wire.messages import Scores
 

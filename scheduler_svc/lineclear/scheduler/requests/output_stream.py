@@ -24,7 +24,7 @@ from lineclear.scheduler.core.events import (
     Started,
 )
 from lineclear.scheduler.requests.engine_api import EngineApi
-from lineclear.scheduler.requests.queue_limits import QueuePlace
+from lineclear.scheduler.requests.tenant_limits import QueuePlace
 from lineclear.scheduler.text.detokenizer import AnswerText, StopMatch
 from lineclear.scheduler.text.parsed_answer import ParsedAnswerText, ParsedText
 from lineclear.wire.messages import Logprobs, Scores

@@ -20,9 +20,9 @@ from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.requests.answer.answer import Answer
 from lineclear.scheduler.requests.expected_length import AnswerShape
 from lineclear.scheduler.requests.output_stream import Completion, OutputStream, end_of
-from lineclear.scheduler.requests.queue_limits import QueuePlace
-from lineclear.scheduler.requests.request_stats import EndedRequest, RequestTimings, request_timings
+from lineclear.scheduler.requests.request_metrics import EndedRequest, RequestTimings, request_timings
 from lineclear.scheduler.requests.services import Call, RequestServices
+from lineclear.scheduler.requests.tenant_limits import QueuePlace
 from lineclear.scheduler.requests.validate import request as validation
 from lineclear.scheduler.requests.validate import sampling as sampling_validation
 from lineclear.scheduler.requests.validate import tools

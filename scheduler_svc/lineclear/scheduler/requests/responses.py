@@ -13,7 +13,7 @@ from lineclear.scheduler.core.events import FinishReason, Started
 from lineclear.scheduler.requests.logprob_messages import token_logprob
 from lineclear.scheduler.requests.output_stream import Completion, OutputChunk, OutputStream
 from lineclear.scheduler.requests.request_context import RequestContext
-from lineclear.scheduler.requests.request_stats import RequestTimings
+from lineclear.scheduler.requests.request_metrics import RequestTimings
 from lineclear.scheduler.text.parsed_answer import ParsedText, call_id
 from lineclear.v1 import inference_pb2 as pb
 

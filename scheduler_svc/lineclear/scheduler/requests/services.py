@@ -19,9 +19,9 @@ from lineclear.scheduler.requests.expected_length import OutputLengths, load_est
 from lineclear.scheduler.requests.grammar_pool import GrammarPool
 from lineclear.scheduler.requests.loop_pacer import LoopPacer
 from lineclear.scheduler.requests.output_router import OutputRouter
-from lineclear.scheduler.requests.queue_limits import QueueLimiter
-from lineclear.scheduler.requests.request_stats import ServerStats
+from lineclear.scheduler.requests.request_metrics import ServerStats
 from lineclear.scheduler.requests.served_model import ServedModel
+from lineclear.scheduler.requests.tenant_limits import QueueLimiter
 from lineclear.scheduler.requests.tokenizer_pool import TokenizerPool
 from lineclear.scheduler.requests.validate.request import ModelBounds
 from lineclear.scheduler.requests.validate.sampling import model_defaults

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from lineclear.scheduler.core.stats import CoreSnapshot, WorkerSnapshot
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WantedWorker, WorkerFigures
-from lineclear.scheduler.requests.request_stats import HISTOGRAMS, Quantiles, ServerStats, quantiles
+from lineclear.scheduler.requests.request_metrics import HISTOGRAMS, Quantiles, ServerStats, quantiles
 from lineclear.scheduler.requests.responses import duration
 from lineclear.scheduler.requests.served_model import served_model_name
 from lineclear.scheduler.settings import SchedulerSettings

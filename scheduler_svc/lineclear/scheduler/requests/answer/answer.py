@@ -20,8 +20,8 @@ from lineclear.scheduler.core.events import Started
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.requests.logprob_messages import encoded_prompt_logprobs
 from lineclear.scheduler.requests.output_stream import OutputChunk, OutputStream
-from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.requests.services import RequestServices
+from lineclear.scheduler.requests.tenant_limits import QueuePlace
 from lineclear.scheduler.requests.validate.request import ValidatedRequest
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.scheduler.text.parsed_answer import ParsedAnswerText

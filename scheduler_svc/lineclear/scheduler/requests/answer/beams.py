@@ -16,8 +16,8 @@ from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.requests.answer.answer import HeldAnswer, open_streams
 from lineclear.scheduler.requests.beam_search import Beam, BeamSearch
 from lineclear.scheduler.requests.output_stream import Completion, OutputChunk, OutputStream
-from lineclear.scheduler.requests.queue_limits import QueuePlace
 from lineclear.scheduler.requests.services import RequestServices
+from lineclear.scheduler.requests.tenant_limits import QueuePlace
 from lineclear.scheduler.requests.validate.request import ValidatedRequest
 from lineclear.wire.messages import Sampling
 

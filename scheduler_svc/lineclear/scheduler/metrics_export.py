@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 from lineclear.scheduler.http_listener import HttpListener
 from lineclear.scheduler.requests.adapters import AdapterUse
 from lineclear.scheduler.requests.request_manager import RequestManager
-from lineclear.scheduler.requests.request_stats import BOUNDS_SECONDS, ServerStats
+from lineclear.scheduler.requests.request_metrics import BOUNDS_SECONDS, ServerStats
 from lineclear.scheduler.requests.status_messages import SERVING
 from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.v1 import inference_pb2 as pb

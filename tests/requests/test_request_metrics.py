@@ -7,7 +7,7 @@ import random
 import pytest
 
 from lineclear.scheduler.core.events import RequestStats
-from lineclear.scheduler.requests.request_stats import (
+from lineclear.scheduler.requests.request_metrics import (
     WINDOW_REQUESTS,
     Quantiles,
     RequestTimings,
