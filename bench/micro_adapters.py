@@ -66,10 +66,9 @@ def write_adapter(directory: Path, model: Path, rank: int, seed: int) -> None:
 
 def step_seconds(bench: Bench, count: int, num_used: int, adapters: list[Path]) -> float:
     """Return the median seconds of a step of `count` decodes."""
-    bench.open(0)
+    bench.clear(count)
     for index, path in enumerate(adapters, 1):
         bench.runner.load_adapter(index, adapter_files.read(path, 1024).key, str(path))
-    bench.positions, bench._blocks = [0] * count, [0] * count
     for slot in range(count):
         tokens = tuple(64 + (slot * 31 + i * 7) % 3000 for i in range(CONTEXT))
         adapter = 1 + slot % num_used if num_used else 0

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from bench.figures import Figure, arguments, main
 from bench.measure import median
+from bench.slots import Slots
 from lineclear.process.logging_setup import configure
-from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit, StepPlan
+from lineclear.wire.messages import Sampling, SlotInit
 from lineclear.worker.kernels.call_graph import CallGraph
-from lineclear.worker.model_runner import ModelRunner
 from lineclear.worker.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings, load
 
@@ -33,46 +33,28 @@ ATTENTION = ("lineclear_paged_attention", "attend")
 _STEPS = 20
 
 
-class Bench:
-    """Makes plans for a runner, with its own block tables."""
+class Bench(Slots):
+    """Times the steps of a runner and the kernel calls in them."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self.runner: ModelRunner = make_runner(settings)
         self.spent = Counter[str]()
         """Nanoseconds of the last step by function name."""
         self._timed: list[Iterable[tuple[str, int]]] = []
         CallGraph.replay = lambda graph: self._timed.append(graph.replay_timed())  # type: ignore[assignment,method-assign]
-        self.size = self.runner.capacity.block_size
-        self._step = 0
+        super().__init__(make_runner(settings))
 
-    def open(self, count: int) -> None:
+    def fill(self, count: int) -> None:
         """Fill `count` slots up to position CONTEXT, in chunks."""
-        self.runner.reset()
-        self._step = 0
-        self._used = 0
-        self.positions = [0] * count
-        self._blocks = [0] * count
+        self.clear(count)
         for slot in range(count):
             tokens = tuple(64 + (slot * 31 + i * 7) % 3000 for i in range(CONTEXT))
-            init = SlotInit(slot, tokens, CONTEXT, (), Sampling())
-            self.run([(slot, CONTEXT)], (init,))
+            self.run([(slot, CONTEXT)], (SlotInit(slot, tokens, CONTEXT, (), Sampling()),))
 
     def run(self, rows: list[tuple[int, int]], inits: tuple[SlotInit, ...] = ()) -> float:
         """Run a step of (slot, tokens) rows, all of which sample; return its seconds."""
-        self._step += 1
-        planned = []
-        for slot, count in rows:
-            start = self.positions[slot]
-            self.positions[slot] = start + count
-            wanted = -(-self.positions[slot] // self.size) - self._blocks[slot]
-            fresh = tuple(range(self._used, self._used + wanted))
-            self._used += wanted
-            self._blocks[slot] += wanted
-            planned.append(Row(slot, start, count, RowOutput.SAMPLE, fresh))
-        plan = StepPlan(1, self._step, tuple(planned), inits) if inits else _decodes(self._step, planned)
         self._timed.clear()
         begin = time.perf_counter()
-        self.runner.launch(plan).result()
+        self.launch(rows, inits).result()
         seconds = time.perf_counter() - begin
         self.spent.clear()
         for name, nanoseconds in chain.from_iterable(self._timed):
@@ -80,16 +62,9 @@ class Bench:
         return seconds
 
 
-def _decodes(step: int, rows: list[Row]) -> StepPlan:
-    """Return a plan of decodes, as the scheduler makes them."""
-    columns = [(row.slot, row.start) for row in rows]
-    slots, starts = zip(*columns, strict=True)
-    return StepPlan(1, step, decodes=Decodes(slots, starts, tuple((r.slot, b) for r in rows for b in r.new_blocks)))
-
-
 def decodes(bench: Bench, count: int) -> Iterator[Figure]:
     """Measure a step of `count` decodes."""
-    bench.open(count)
+    bench.fill(count)
     rows = [(slot, 1) for slot in range(count)]
     bench.run(rows)
     steps, products, attention = [], [], []
@@ -113,8 +88,7 @@ def chunks(bench: Bench) -> Iterator[Figure]:
     tokens = tuple(64 + i % 3000 for i in range(CHUNK))
     times = []
     for _ in range(_STEPS // 2):
-        bench.open(0)
-        bench.positions, bench._blocks = [0], [0]
+        bench.clear(1)
         times.append(bench.run([(0, CHUNK)], (SlotInit(0, tokens, CHUNK, (), Sampling()),)))
     yield Figure("step: all", f"a chunk of {CHUNK}", median(times[1:]) * 1e3, "ms")
 
