@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # Modules to compile at set-up, by importing them.
 SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner_factory, lineclear.cli.app
 
-.PHONY: help demo test test-slow serve bench bench-micro bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images lint size format stubs baseline clean ready
+.PHONY: help demo test test-slow serve bench bench-micro bench-gpu gpu-dry-run bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images lint size format stubs baseline clean ready
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -68,6 +68,21 @@ bench: ready ## Compare lineclear and PEERS on one workload, in turns; see bench
 bench-micro: ready ## Measure the parts of lineclear by themselves
 	@$(BIN)/python -m bench.models --out $(BENCH_HOME)/models --only $(or $(MODEL),llama-110m-shape)
 	@$(BIN)/python -m bench.micro --model $(BENCH_HOME)/models/$(or $(MODEL),llama-110m-shape) $(ARGS)
+
+# No `ready`: it needs a network, and a machine with a GPU may have none.
+GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) python3)
+
+bench-gpu: ## All that is measured on a GPU, in nine minutes without a network, with GPU_PYTHON; DEVICE=cpu rehearses it
+	@$(GPU_PYTHON) -m bench.gpu --device $(or $(DEVICE),cuda) $(ARGS)
+
+CUDA_TORCH := build/cuda-torch
+
+gpu-dry-run: ready ## Run the worker's steps on fake CUDA tensors, without a GPU; installs torch for CUDA, 3 GB, into build/
+	@test -e $(CUDA_TORCH)/torch || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile \
+		--target $(CUDA_TORCH) "torch===$$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt)"
+	@export PYTHONPATH=$(CUDA_TORCH) OMP_NUM_THREADS=1; \
+		$(BIN)/python -c 'import torch; assert torch.backends.cuda.is_built(), torch.__version__' && \
+		$(BIN)/python -m pytest -q tests/worker/test_dry_run.py
 
 bench-neighbour: ready ## Tokens a second beside 0, 1 and 2 busy processes; NEIGHBOUR_PEERS="vllm llama" to compare
 	@test -z '$(NEIGHBOUR_PEERS)' || PYTHON='$(PYTHON)' TORCH='$(TORCH)' bench/environments.sh $(BENCH_HOME) $(NEIGHBOUR_PEERS)

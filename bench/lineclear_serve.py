@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.measure import Result, Run, write
 from bench.workloads import Job, Workload, read
@@ -89,36 +90,43 @@ async def run(
 ) -> Result:
     """Run the workload through a new service. `concurrency` 0: jobs at their arrival times."""
     async with serving(model, flags, worker_flags) as service:
-        client = service.client
-        await asyncio.gather(*(_warm_up(client) for _ in range(_WARM_UP_STREAMS)))
-        places = asyncio.Semaphore(concurrency or len(workload.jobs))
-        timed = Run(workload)
+        await warm_up(service.client)
+        settings = {"scheduler": list(flags), "worker": list(worker_flags), "concurrency": concurrency}
+        return await timed(service, workload, name, Path(model).name, settings)
 
-        async def one(job: Job) -> None:
-            await asyncio.sleep(max(0.0, job.arrival_seconds - timed.now()))
-            async with places:
-                if concurrency:
-                    timed.arrived(job.id)
-                await _stream(client, job, timed)
 
-        await asyncio.gather(*(one(job) for job in workload.jobs))
-        makespan = timed.now()
-        worker = (await client.stats()).worker
-        settings = {
-            "scheduler": list(flags),
-            "worker": list(worker_flags),
-            "concurrency": concurrency,
-            "dtype": worker.dtype,
-            "attention": worker.attention_backend,
-        }
-        return timed.end(
-            name,
-            Path(model).name,
-            settings,
-            load_seconds=service.load_seconds,
-            server=service.pid,
-            makespan_seconds=makespan,
-        )
+async def warm_up(client: AsyncClient) -> None:
+    """Send requests that trigger one-time initialisation."""
+    requests = (
+        client.generate(_WARM_UP, max_tokens=8, temperature=0.0, ignore_eos=True) for _ in range(_WARM_UP_STREAMS)
+    )
+    await asyncio.gather(*requests)
+
+
+async def timed(service: Service, workload: Workload, name: str, model: str, settings: dict[str, Any]) -> Result:
+    """Run the workload through a service, at the concurrency of the settings."""
+    client, concurrency = service.client, settings["concurrency"]
+    places = asyncio.Semaphore(concurrency or len(workload.jobs))
+    found = Run(workload)
+
+    async def one(job: Job) -> None:
+        await asyncio.sleep(max(0.0, job.arrival_seconds - found.now()))
+        async with places:
+            if concurrency:
+                found.arrived(job.id)
+            await _stream(client, job, found)
+
+    await asyncio.gather(*(one(job) for job in workload.jobs))
+    makespan = found.now()
+    worker = (await client.stats()).worker
+    return found.end(
+        name,
+        model,
+        settings | {"dtype": worker.dtype, "attention": worker.attention_backend},
+        load_seconds=service.load_seconds,
+        server=service.pid,
+        makespan_seconds=makespan,
+    )
 
 
 async def _stream(client: AsyncClient, job: Job, timed: Run) -> None:
@@ -129,11 +137,6 @@ async def _stream(client: AsyncClient, job: Job, timed: Run) -> None:
             if delta.token_ids:
                 timed.tokens(job.id, len(delta.token_ids))
                 timed.answer(job.id, delta.token_ids)
-
-
-async def _warm_up(client: AsyncClient) -> None:
-    """Send requests that trigger one-time initialisation."""
-    await client.generate(_WARM_UP, max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
     python -m bench.models --out DIR [--only llama-110m-shape]
 
 Weights come from a fixed seed. The tokenizer is a byte-level BPE trained on the text of Python's standard library.
+`random_model` makes a model in memory, on any device.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 from transformers.utils.logging import disable_progress_bar
 
 SEED = 7
@@ -23,6 +32,7 @@ _IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SPECIAL = ("<pad>", "<s>", "</s>")
 _SMALL_TOKENIZER, _LARGE_TOKENIZER = 4096, 16384
 _MOST_FILES = 200
+_FAMILY_TOKENIZER = 1024, 20  # tokens and files; nobody reads the text
 
 
 class Shape(NamedTuple):
@@ -77,11 +87,42 @@ def _llama_7m() -> Any:
     )
 
 
+def _llama_8b() -> Any:
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        **_IDS,
+    )
+
+
+def _llama_1b() -> Any:
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        **_IDS,
+    )
+
+
 def _gpt2_124m() -> Any:
     return GPT2Config(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
 
 SHAPES = {
+    "llama-8b-shape": Shape(torch.bfloat16, _llama_8b),
+    "llama-1b-shape": Shape(torch.bfloat16, _llama_1b),
     "llama-110m-shape": Shape(torch.bfloat16, _llama_110m),
     "qwen3-0.6b-shape": Shape(torch.bfloat16, _qwen3_06b),
     "llama-7m-shape": Shape(torch.float32, _llama_7m),
@@ -89,23 +130,76 @@ SHAPES = {
 }
 
 
-def build(name: str, folder: Path) -> Path:
+CPU_SHAPES = [name for name in SHAPES if name not in ("llama-8b-shape", "llama-1b-shape")]
+
+FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "gemma3_text": (Gemma3TextConfig, {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 64}),
+    "gpt_oss": (
+        GptOssConfig,
+        {
+            "sliding_window": 24,
+            "head_dim": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+}
+"""Small models for comparisons of tokens: grouped heads; windows and scaled embeddings; sinks and experts."""
+_SMALL: dict[str, Any] = {
+    "vocab_size": 32768,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    **_IDS,
+}
+_WIDE_WEIGHTS = 0.1
+"""Standard deviation of small models: wide enough that nearly no two logits are nearly equal."""
+
+
+def random_model(shape: Shape, device: str = "cpu") -> Any:
+    """Return a model of this shape in memory on `device`, where it is made."""
+    torch.manual_seed(SEED)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(shape.config(), dtype=shape.dtype)  # type: ignore[no-untyped-call]
+
+
+def build_family(family: str, folder: Path) -> Path:
+    """Make a small float32 model of one of `FAMILIES` in `folder`; return its directory, which has no tokenizer."""
+    config, changes = FAMILIES[family]
+    model = random_model(Shape(torch.float32, lambda: config(**(_SMALL | changes))))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 or "norm" not in name:  # biases and sinks are zero by default
+                parameter.normal_(0.0, _WIDE_WEIGHTS)
+    model.save_pretrained(folder / family)
+    return folder / family
+
+
+def build(name: str, folder: Path, device: str = "cpu") -> Path:
     """Make the model `name` in `folder`, unless it exists; return its directory."""
     path = folder / name
     if (path / "tokenizer.json").exists():  # written last
         return path
-    shape = SHAPES[name]
-    torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(shape.config(), dtype=shape.dtype)  # type: ignore[no-untyped-call]
+    model = random_model(SHAPES[name], device)
     model.save_pretrained(path)
-    vocabulary = _SMALL_TOKENIZER if model.config.vocab_size <= _SMALL_TOKENIZER else _LARGE_TOKENIZER
-    _tokenizer(vocabulary).save_pretrained(path)
-    print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters, {shape.dtype}")
+    write_tokenizer(path, _SMALL_TOKENIZER if model.config.vocab_size <= _SMALL_TOKENIZER else _LARGE_TOKENIZER)
+    print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters, {SHAPES[name].dtype}")
     return path
 
 
-def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    files = sorted(str(path) for path in Path(sysconfig.get_path("stdlib")).glob("*.py"))[:_MOST_FILES]
+def write_tokenizer(path: Path, vocabulary: int, num_files: int = _MOST_FILES) -> None:
+    """Write a tokenizer with `vocabulary` tokens into a model directory."""
+    _tokenizer(vocabulary, num_files).save_pretrained(path)
+
+
+def _tokenizer(vocabulary: int, num_files: int) -> PreTrainedTokenizerFast:
+    files = sorted(str(path) for path in Path(sysconfig.get_path("stdlib")).glob("*.py"))[:num_files]
     bpe = ByteLevelBPETokenizer()
     bpe.train(files, vocab_size=vocabulary, min_frequency=2, special_tokens=list(_SPECIAL), show_progress=False)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -117,11 +211,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Make the named models, by default all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
+    parser.add_argument("--only", nargs="+", choices=sorted(SHAPES), default=list(CPU_SHAPES))
+    parser.add_argument("--family", nargs="+", choices=sorted(FAMILIES), default=[], help="small models besides")
+    parser.add_argument("--device", default="cpu", help="that computes the random weights")
     options = parser.parse_args(arguments)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     for name in options.only:
-        build(name, options.out)
+        build(name, options.out, options.device)
+    for family in options.family:
+        write_tokenizer(build_family(family, options.out), *_FAMILY_TOKENIZER)
     return 0
 
 

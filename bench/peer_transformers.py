@@ -2,6 +2,7 @@
 
 VENV/bin/python -m bench.peer_transformers --model DIR --work w1.json                 # continuous batching
 VENV/bin/python -m bench.peer_transformers --model DIR --work w1.json --waves 8       # static batches of 8
+python -m bench.peer_transformers --model DIR --work w1.json --device cuda --auto     # with transformers' own sizes
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,12 @@ _PATIENCE_SECONDS = 1.0
 _WARM_UP = (7,) * 32
 
 
-def _load(model: Path, dtype: str) -> tuple[Any, float]:
+def _load(model: Path, dtype: str, device: str = "cpu") -> tuple[Any, float]:
     began_at = time.perf_counter()
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         str(model), dtype=getattr(torch, dtype), attn_implementation="sdpa"
     )
-    return loaded.eval(), time.perf_counter() - began_at
+    return loaded.eval().to(device), time.perf_counter() - began_at
 
 
 def _greedy(max_tokens: int, eos: int | None) -> Any:
@@ -49,18 +51,14 @@ def _greedy(max_tokens: int, eos: int | None) -> Any:
 
 
 def continuous(
-    model: Path, workload: Workload, dtype: str, page: int, blocks: int, batch_tokens: int, concurrency: int
+    model: Path, workload: Workload, dtype: str, device: str, sizes: dict[str, Any], concurrency: int
 ) -> Result:
-    """Run jobs through continuous batching, at their arrival times or `concurrency` at a time."""
-    loaded, load_seconds = _load(model, dtype)
-    config = ContinuousBatchingConfig(
-        page_size=page,
-        num_blocks=blocks,
-        max_batch_tokens=batch_tokens,
-        default_compile_level=0,
-        scheduler_type="fifo",
-        auto_switch_to_flash=False,
-    )
+    """Run jobs through continuous batching, at their arrival times or `concurrency` at a time.
+
+    `sizes` are fields of ContinuousBatchingConfig; transformers chooses the others.
+    """
+    loaded, load_seconds = _load(model, dtype, device)
+    config = ContinuousBatchingConfig(**sizes)
     generation = _greedy(256, _NO_TOKEN)
     with loaded.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=config, block=True, timeout=5
@@ -70,7 +68,7 @@ def continuous(
         timed = Run(workload)
         _feed(manager, timed, concurrency or len(workload.jobs), closed=bool(concurrency))
         makespan = timed.now()
-    settings = {"attention": "sdpa", "page": page, "blocks": blocks, "batch_tokens": batch_tokens, "dtype": dtype}
+    settings = {"attention": loaded.config._attn_implementation, "dtype": dtype, "device": device, **sizes}
     settings |= {"threads": torch.get_num_threads(), "concurrency": concurrency}
     name = "transformers continuous"
     return timed.end(name, model.name, settings, load_seconds=load_seconds, makespan_seconds=makespan)
@@ -180,6 +178,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=int, default=32)
     parser.add_argument("--blocks", type=int, default=1024)
     parser.add_argument("--batch-tokens", type=int, default=256)
+    parser.add_argument("--device", default="cpu", help="of continuous batching")
+    parser.add_argument(
+        "--auto", action="store_true", help="transformers chooses its sizes, and flash attention if it can"
+    )
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--concurrency", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -191,7 +193,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         o.waves = min(o.waves, o.concurrency or o.waves)
         result = waves(o.model, workload, o.dtype, o.waves)
     else:
-        result = continuous(o.model, workload, o.dtype, o.page, o.blocks, o.batch_tokens, o.concurrency)
+        known = signature(ContinuousBatchingConfig).parameters  # transformers 5.17 has other names, and fewer
+        page = "page_size" if "page_size" in known else "block_size"
+        fixed = {page: o.page, "num_blocks": o.blocks, "max_batch_tokens": o.batch_tokens}
+        fixed |= {"default_compile_level": 0, "scheduler_type": "fifo", "auto_switch_to_flash": False}
+        fixed = {name: value for name, value in fixed.items() if name in known}
+        result = continuous(o.model, workload, o.dtype, o.device, {} if o.auto else fixed, o.concurrency)
     write(result, o.out)
     return 0
 

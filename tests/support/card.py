@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 from lineclear.worker import input_batch
 from lineclear.worker.staging import Staging

@@ -1,0 +1,187 @@
+"""`make bench-gpu` without a GPU: the whole rehearsal, failing parts, and what only a card takes with a stand-in."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.card import NAME, Profile, pretend
+from support.launches import without_kernels
+from support.sources import REPOSITORY
+from support.time_limits import PATIENCE_SECONDS
+
+from bench import gpu_device, gpu_faults, gpu_report, gpu_steps, models
+from bench.gpu import PARTS, Context, Part, absent_packages, run_all
+from bench.gpu_device import Device, idle_share
+from bench.gpu_sizes import CARD, FAMILIES, REHEARSAL, sizes_of
+from lineclear.worker import model_runner
+
+
+def test_rehearsal_runs_every_part(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--results", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("*-gpu-cpu.json")
+    report = json.loads(path.read_text())
+    states = {part["name"]: part["state"] for part in report["parts"]}
+    assert states.pop("vllm") == "left out"
+    assert set(states.values()) == {"done"}
+    missed = [
+        figure.name
+        for part in report["parts"]
+        for figure in (gpu_report.Figure(**raw) for raw in part["figures"])
+        if "MISSED" in figure.verdict and figure.goal in (0, 1)
+    ]
+    assert missed == [], "counts do not depend on speed"
+    assert {run["workload"]["kind"] for part in report["parts"] for run in part["runs"]} == {"w1", "w2", "w3", "w4"}
+    page = path.with_suffix(".md").read_text()
+    assert "say nothing about speed" in page
+    assert page.count("| transformers continuous |") == 1
+
+
+# --- parts that fail -------------------------------------------------------------------------------------------------
+
+
+def part(name: str, *scripts: str, seconds: float = 10.0, least: float = 0.0, package: str = "") -> Part:
+    def commands(context: Context) -> list[list[str]]:
+        return [["-S", "-c", script, "OUT"] for script in scripts]
+
+    return Part(name, seconds, least, commands, package)
+
+
+FIGURE = '{"name": "a", "case": "b", "value": 1.0, "unit": "s", "goal": null, "more_is_better": false}'
+WRITES = f"import sys; print({FIGURE!r}, file=open(sys.argv[1], 'w'))"
+
+
+def test_failed_part_keeps_its_figures_and_the_rest_goes_on(tmp_path: Path) -> None:
+    parts = [
+        part("broken", WRITES, "raise SystemExit('a typo')"),
+        part("hung", f"{WRITES}; sys.stdout.flush(); import time; time.sleep(60)", seconds=0.5),
+        part("good", WRITES),
+    ]
+    broken, hung, good = run_all(parts, Context("cpu", tmp_path, REHEARSAL), {}, budget=60.0)
+    assert (broken.state, hung.state, good.state) == ("failed", "failed", "done")
+    assert "a typo" in broken.error
+    assert "did not end" in hung.error
+    assert hung.seconds < 5
+    assert broken.figures == good.figures == [json.loads(FIGURE)]
+
+
+def test_part_whose_command_cannot_be_made_fails_alone(tmp_path: Path) -> None:
+    def commands(context: Context) -> list[list[str]]:
+        raise KeyError("no such shape")
+
+    found = run_all([Part("broken", 1, 0, commands)], Context("cpu", tmp_path, REHEARSAL), {}, budget=60.0)
+    assert [(x.state, "no such shape" in x.error) for x in found] == [("failed", True)]
+
+
+def test_parts_without_time_or_package_are_left_out(tmp_path: Path) -> None:
+    parts = [part("late", WRITES, least=100.0), part("peer", WRITES, package="no_such_package")]
+    late, peer = run_all(parts, Context("cpu", tmp_path, REHEARSAL), {}, budget=60.0)
+    assert (late.state, peer.state) == ("left out", "left out")
+    assert "needs 100 s" in late.error
+    assert peer.error == "no_such_package is not installed"
+
+
+def test_page_has_failed_and_left_out_parts(tmp_path: Path) -> None:
+    parts = [
+        {"name": "steps", "state": "failed", "seconds": 3.0, "error": "a typo", "figures": [], "runs": []},
+        {"name": "vllm", "state": "left out", "seconds": 0.0, "error": "not installed", "figures": [], "runs": []},
+    ]
+    report = {"date": "2026-12-01T00:00:00", "commit": "c", "is_rehearsal": False, "device": {"name": "NVIDIA H200"}}
+    report |= {"machine": {}, "versions": {}, "budget_seconds": 525.0, "seconds": 3.0, "parts": parts}
+    path = gpu_report.write(report, tmp_path)
+    assert path.name == "2026-12-01-gpu-nvidia-h200.json"
+    page = path.with_suffix(".md").read_text()
+    assert "| steps | **failed** | 3 |" in page
+    assert "a typo" in page
+
+
+def test_budget_ends_before_nine_minutes() -> None:
+    """Whatever hangs: a part ends with the time that is left, and a second more is lost for each."""
+    assert PARTS[0].name == "device", "the others need to know the device"
+    assert all(part.least <= part.seconds for part in PARTS)
+    assert absent_packages() == []
+
+
+def test_families_have_models() -> None:
+    assert set(FAMILIES) == set(models.FAMILIES)
+    assert {CARD.step_shape, CARD.served_shape, REHEARSAL.step_shape} <= set(models.SHAPES)
+    config = models.SHAPES[CARD.step_shape].config()
+    model = models.random_model(models.SHAPES[CARD.step_shape], "meta")
+    assert sum(p.numel() for p in model.parameters()) == 8_030_261_248, "that of Llama 3 8B"
+    assert config.num_hidden_layers == 32
+
+
+# --- what only a card takes -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="card")
+def make_card(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[Device, list[str]]]:
+    def make() -> tuple[Device, list[str]]:
+        called = pretend(monkeypatch)
+        monkeypatch.setattr(gpu_device, "profile", Profile)
+        return Device("cuda", torch.device("cpu"), REHEARSAL), called
+
+    return make
+
+
+def test_named_card_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = pretend(monkeypatch)
+    assert Device.named("cuda:1") == Device("cuda", torch.device("cuda:1"), CARD)
+    assert called == ["set_device"]
+    assert sizes_of("cuda:0") is CARD
+
+
+def test_facts_and_rates_of_a_card(card: Callable[[], tuple[Device, list[str]]], tmp_path: Path) -> None:
+    device, called = card()
+    options = argparse.Namespace(facts=tmp_path / "facts")
+    found = list(gpu_device._with_facts(device, options))
+    facts = json.loads((tmp_path / "facts").read_text())
+    assert (facts["name"], facts["memory_gib"], facts["compute_capability"]) == (NAME, 80.0, "9.0")
+    assert [figure.unit for figure in found] == ["TB/s", "TFLOP/s"]
+    assert all(figure.value is not None and figure.value > 0 for figure in found)
+    assert device.idle_share(lambda: None) == pytest.approx(0.5)
+    assert {"get_device_properties", "mem_get_info", "synchronize"} <= set(called)
+
+
+def test_steps_on_a_card_are_replays(
+    card: Callable[[], tuple[Device, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, called = card()
+    without_kernels(monkeypatch)
+    monkeypatch.setattr(model_runner, "choose", lambda *_: "triton_paged")
+    found = {f"{figure.name}, {figure.case}": figure for figure in gpu_steps.figures(device, argparse.Namespace())}
+    num_steps = gpu_steps.WARM_UP_STEPS + REHEARSAL.steps + gpu_steps.PROFILED_STEPS
+    # Neither the warm-up of a graph nor its capture is a replay, and prompts and eager steps have none.
+    assert called.count("replay") == num_steps * len(REHEARSAL.batches)
+    step = found["decode: step over its floor, 1 decodes at 30, graphs"]
+    assert step.goal == gpu_steps.GOAL_OVER_FLOOR
+    assert found["memory: most held for tensors, eager"].value == 3.0
+
+
+def test_memory_of_a_card_is_taken_and_given_back(card: Callable[[], tuple[Device, list[str]]]) -> None:
+    device, called = card()
+    with gpu_faults.memory_taken(device, pid=0):
+        assert called.count("mem_get_info") >= 2
+        assert "empty_cache" not in called
+    assert called[-1] == "empty_cache"
+
+
+@pytest.mark.parametrize(
+    ("spans", "share"),
+    [([(0, 10)], 0.0), ([(0, 4), (6, 10)], 0.2), ([(0, 10), (2, 3)], 0.0), ([(0, 5), (4, 8), (9, 10)], 0.1)],
+)
+def test_idle_share(spans: list[tuple[float, float]], share: float) -> None:
+    assert idle_share(spans) == pytest.approx(share)
+
+
+def test_empty_profile_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="saw nothing"):
+        idle_share([])
