@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,30 @@ def test_attention_in_every_library(dtype: torch.dtype, group: int) -> None:
             heads = (2 * group, 2, 2)
             qkv = [torch.randn(end - start, count, 48).to(dtype) for count in heads]
             close(backends[0].attend(index, *qkv), backends[1].attend(index, *qkv), dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "has_cap"), [(0, False), (40, False), (100, True)])
+def test_attention_does_not_depend_on_chunks(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None, window: int, has_cap: bool
+) -> None:
+    """Bit for bit, also in a window: a chunk reads its keys from another position on than a decode."""
+    torch.manual_seed(window)
+    layer = LayerSpec(6, 2, 48, 0.2, window, 3.0 if has_cap else 0.0, sinks=torch.randn(6) if has_cap else None)
+    qkv = [torch.randn(180, count, 48).to(dtype) for count in (6, 2, 2)]
+
+    def attended(ends: list[int]) -> Tensor:
+        backend = cpu_native.NativeAttention([layer], 12, 16, dtype, torch.device("cpu"), kv_dtype)
+        outputs = []
+        for start, end in pairwise([0, *ends]):
+            backend.start_step(pack_chunks([Chunk(0, end - start, start, np.arange(-(-end // 16)))], 16))
+            outputs.append(backend.attend(0, *(x[start:end].contiguous() for x in qkv)))
+        return torch.cat(outputs)
+
+    alone = attended([*range(1, 181)])
+    assert torch.equal(attended([180]), alone)
+    assert torch.equal(attended([50, 53, 120, 121, 180]), alone)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

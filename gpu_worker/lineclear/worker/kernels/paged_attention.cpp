@@ -164,7 +164,8 @@ struct QueryRows {
 struct KeyRange {
   const int32_t* table;
   int64_t head, low, limit;
-  int64_t begin() const { return low / LANES * LANES; }
+  // Tiles lie at multiples of TILE_KEYS in the sequence. So a query's sums have one order in every chunk, also in a window.
+  int64_t begin() const { return low / TILE_KEYS * TILE_KEYS; }
 };
 
 struct Layer {
