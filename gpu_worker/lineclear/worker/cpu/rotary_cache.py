@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK = 1024  # positions computed at once, in about a millisecond
+_SERIAL_ELEMENTS = 1 << 14
+"""Values computed at once. torch divides more of them among threads, and the last bits depend on where it cuts."""
+_VECTOR_ELEMENTS = 32
+"""torch computes the rest of a division by this number otherwise than the values before it."""
 
 
 class RotaryCache:
@@ -28,6 +31,7 @@ class RotaryCache:
         self.num_filled = 0
         """Positions that are computed."""
         self.width = int(self._compute(0, 1)[0].shape[-1])
+        self._chunk = max(_SERIAL_ELEMENTS // self.width // _VECTOR_ELEMENTS, 1) * _VECTOR_ELEMENTS  # positions
         # Unwritten memory takes no pages.
         self.cosine, self.sine = (torch.empty(max_positions, self.width) for _ in range(2))
 
@@ -38,7 +42,7 @@ class RotaryCache:
 
     @torch.inference_mode()
     def _fill_chunk(self) -> None:
-        start, self.num_filled = self.num_filled, min(self._max_positions, self.num_filled + _CHUNK)
+        start, self.num_filled = self.num_filled, min(self._max_positions, self.num_filled + self._chunk)
         chunk = slice(start, self.num_filled)
         self.cosine[chunk], self.sine[chunk] = self._compute(start, self.num_filled)
 
