@@ -1,4 +1,4 @@
-"""Packed linear layers with the bf16 kernel, in every library that this processor can run."""
+"""Packed linear layers with the kernel, in every library that this processor can run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from lineclear.worker.kernels import native_library
 from lineclear.worker.kernels.call_graph import DynamicInt
 from lineclear.worker.kernels.native_library import onednn_packs
 
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
-def layer(outputs: int, inputs: int, *, bias: bool = False) -> nn.Linear:
+
+def layer(outputs: int, inputs: int, *, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
     torch.manual_seed(outputs + inputs)
-    return nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
+    return nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
 
 
 def product(multiply: linear.Linear, x: torch.Tensor, outputs: int) -> torch.Tensor:
@@ -25,19 +27,23 @@ def product(multiply: linear.Linear, x: torch.Tensor, outputs: int) -> torch.Ten
 @pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 16), (200, 48), (77, 512), (1, 32)])
-def test_products_are_exact_up_to_rounding(outputs: int, inputs: int, bias: bool) -> None:
-    module = layer(outputs, inputs, bias=bias)
-    multiply = linear.Bf16Linear(module.weight.detach(), module.bias.detach() if bias else None, HugePageArena())
+@BOTH
+def test_products_are_exact_up_to_rounding(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
+    module = layer(outputs, inputs, bias=bias, dtype=dtype)
+    multiply = linear.KernelLinear(module.weight.detach(), module.bias.detach() if bias else None, HugePageArena())
     exact = module.double()
     for rows in (*range(17), 27, 28, 64, 130):
-        x = torch.randn(rows, inputs).bfloat16()
-        torch.testing.assert_close(product(multiply, x, outputs).double(), exact(x.double()), rtol=2**-8, atol=1e-5)
+        x = torch.randn(rows, inputs).to(dtype)
+        rtol = 2**-8 if dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(product(multiply, x, outputs).double(), exact(x.double()), rtol=rtol, atol=1e-5)
 
 
 @pytest.mark.usefixtures("each_library")
-def test_rows_are_independent() -> None:
-    multiply = linear.Bf16Linear(layer(96, 80).weight.detach(), None, HugePageArena())
-    x = torch.randn(150, 80).bfloat16()
+@BOTH
+def test_rows_are_independent(dtype: torch.dtype) -> None:
+    module = layer(96, 80, bias=True, dtype=dtype)
+    multiply = linear.pack_by_row([module], HugePageArena())
+    x = torch.randn(150, 80).to(dtype)
     alone = torch.cat([product(multiply, row[None], 96) for row in x])
     for rows in (2, 5, 13, 14, 27, 64, 150):
         assert torch.equal(product(multiply, x[:rows], 96), alone[:rows])
@@ -45,7 +51,7 @@ def test_rows_are_independent() -> None:
 
 @pytest.mark.usefixtures("each_library")
 def test_non_finite_inputs_stay_in_their_row() -> None:
-    multiply = linear.Bf16Linear(layer(32, 32).weight.detach(), None, HugePageArena())
+    multiply = linear.KernelLinear(layer(32, 32).weight.detach(), None, HugePageArena())
     x = torch.randn(3, 32).bfloat16()
     clean = product(multiply, x, 32)
     x[1, 7] = float("nan")
@@ -79,7 +85,7 @@ def test_few_rows_use_the_kernel_and_many_onednn(bias: bool) -> None:
     modules = [layer(32, 48, bias=bias), layer(16, 48, bias=bias)]
     weight, biases = linear.fused_weights(modules)
     both = linear.pack_twice(modules, HugePageArena())
-    ours = linear.Bf16Linear(weight, biases, HugePageArena())
+    ours = linear.KernelLinear(weight, biases, HugePageArena())
     theirs = linear.onednn(weight, biases) if onednn_packs(torch.bfloat16) else ours
     rows, x, out = DynamicInt(0), torch.randn(40, 48).bfloat16(), torch.zeros(40, 48, dtype=torch.bfloat16)
     multiply, arguments = both.bind(rows, x, out)

@@ -76,4 +76,4 @@ def test_other_weights_are_packed_once(
 
 @needs_kernels
 def test_amx_without_onednn_uses_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert products(monkeypatch, dtype=torch.bfloat16, free_weights=8.1, onednn=False) == {linear.Bf16Linear}
+    assert products(monkeypatch, dtype=torch.bfloat16, free_weights=8.1, onednn=False) == {linear.KernelLinear}

@@ -1,6 +1,6 @@
 """Linear layers with constant weights, packed once for the fastest matrix product of this processor.
 
-Layers with a common input are fused into one product. bf16 weights use the kernel in kernels/bf16_gemm.cpp where the
+Layers with a common input are fused into one product. bf16 weights use the kernel in kernels/gemm.cpp where the
 processor's bf16 instruction is slower or missing. Other weights on a CPU use oneDNN's packed layout, 1.25 to 1.6 times
 as fast at up to 32 rows, or torch where oneDNN cannot pack them. With AMX, oneDNN is faster for many rows and the
 kernel for few: `pack_twice`.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer
-from lineclear.worker.kernels.native_library import LANES, onednn_packs, prefers_bf16_gemm, selected_library
+from lineclear.worker.kernels.native_library import ELEMENTS, LANES, onednn_packs, prefers_bf16_gemm, selected_library
 
 
 class Linear(ABC):
@@ -39,7 +39,7 @@ Packer = Callable[[Sequence[nn.Linear], HugePageArena], Linear]
 """Packs layers with a common input into one `Linear`, with the outputs in the order given."""
 
 _TYPICAL_ROWS = 64  # the batch size for which oneDNN chooses its layout
-_MAX_FEW_ROWS = 16  # with AMX, bf16_gemm takes 0.55 of oneDNN's time for 1 row, 0.77 for 8, and 1.1 for 32
+_MAX_FEW_ROWS = 16  # with AMX, the kernel takes 0.55 of oneDNN's time for 1 row, 0.77 for 8, and 1.1 for 32
 
 
 def pack(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
@@ -48,21 +48,26 @@ def pack(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
     if weight.device.type != "cpu":
         return TorchLinear(lambda x: F.linear(x, weight, bias))
     if _fits_bf16_gemm(weight) and prefers_bf16_gemm():
-        return Bf16Linear(weight, bias, arena)
+        return KernelLinear(weight, bias, arena)
     if onednn_packs(weight.dtype):
         return onednn(weight, bias)
     return TorchLinear(lambda x: F.linear(x, weight, bias))
 
 
 def pack_twice(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
-    """Pack bf16 weights for bf16_gemm and for oneDNN, in twice the memory; once if one of the two cannot take them.
+    """Pack bf16 weights for the kernel and for oneDNN, in twice the memory; once if one of the two cannot take them.
 
     A row's result depends on whether the batch has at most `_MAX_FEW_ROWS` rows.
     """
     weight, bias = fused_weights(layers)
     if not (_fits_bf16_gemm(weight) and onednn_packs(weight.dtype)):
         return pack(layers, arena)
-    return LinearByRows(Bf16Linear(weight, bias, arena), onednn(weight, bias))
+    return LinearByRows(KernelLinear(weight, bias, arena), onednn(weight, bias))
+
+
+def pack_by_row(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
+    """Pack for the kernel, on any processor: a row's result does not depend on the batch, nor on the threads."""
+    return KernelLinear(*fused_weights(layers), arena)
 
 
 def leave_unpacked(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
@@ -89,8 +94,8 @@ def fused_weights(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([_bias(layer) for layer in layers]) if biased else None
 
 
-class Bf16Linear(Linear):
-    """Multiplies with kernels/bf16_gemm.cpp: fp32 products of bf16 inputs. Needs a selected library.
+class KernelLinear(Linear):
+    """Multiplies float32 or bfloat16 with kernels/gemm.cpp, in fp32 products. Needs a selected library.
 
     A row's result is bit for bit independent of the other rows.
     """
@@ -98,16 +103,17 @@ class Bf16Linear(Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None, arena: HugePageArena) -> None:
         native = selected_library()
         assert native is not None
-        self._multiply = Kernel(native, "lineclear_bf16_gemm")
+        self._multiply = Kernel(native, "lineclear_gemm")
         self._outputs, self._inputs = weight.shape
-        self._panels = arena.allocate((native.lineclear_bf16_packed_size(*weight.shape),), torch.bfloat16)
-        native.lineclear_bf16_pack(*weight.shape, weight.contiguous().data_ptr(), self._panels.data_ptr())
+        self._element = ELEMENTS[weight.dtype]
+        self._panels = arena.allocate((native.lineclear_packed_size(*weight.shape),), weight.dtype)
+        native.lineclear_pack(self._element, *weight.shape, weight.contiguous().data_ptr(), self._panels.data_ptr())
         padding = len(self._panels) // self._inputs - self._outputs
         self._bias = None if bias is None else F.pad(bias.float(), (0, padding)).contiguous()
 
     def bind(self, rows: DynamicInt, x: Tensor, out: Tensor) -> Call:
-        sizes = ctypes.c_int64(self._inputs), ctypes.c_int64(self._outputs)
-        return self._multiply, (rows, *sizes, *map(pointer, (x, self._panels, self._bias, out)))
+        element, *sizes = map(ctypes.c_int64, (self._element, self._inputs, self._outputs))
+        return self._multiply, (element, rows, *sizes, *map(pointer, (x, self._panels, self._bias, out)))
 
 
 class LinearByRows(Linear):

@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 512
 AUTO, NONE = "auto", "none"
 """Names that `choose` accepts besides those of libraries: the best library, or none."""
 
-_ABI = 11
+_ABI = 12
 _FOLDER = Path(__file__).parent
 _INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 FUNCTIONS: dict[str, list[Any]] = {
@@ -34,9 +34,9 @@ FUNCTIONS: dict[str, list[Any]] = {
     "lineclear_gated_activation": [*[_INTEGER] * 4, *[_POINTER] * 2],
     "lineclear_argmax": [*[_INTEGER] * 3, *[_POINTER] * 3],
     "lineclear_bf16_gemm_is_faster": [],
-    "lineclear_bf16_packed_size": [_INTEGER] * 2,
-    "lineclear_bf16_pack": [*[_INTEGER] * 2, *[_POINTER] * 2],
-    "lineclear_bf16_gemm": [*[_INTEGER] * 3, *[_POINTER] * 4],
+    "lineclear_packed_size": [_INTEGER] * 2,
+    "lineclear_pack": [*[_INTEGER] * 3, *[_POINTER] * 2],
+    "lineclear_gemm": [*[_INTEGER] * 4, *[_POINTER] * 4],
     "lineclear_int8_gemm": [_POINTER, _INTEGER, _INTEGER, *[_POINTER] * 2],
     "lineclear_gather_rows": [*[_INTEGER] * 2, *[_POINTER] * 3],
     "lineclear_lora": [*[_INTEGER] * 6, *[_POINTER] * 5],
@@ -84,14 +84,14 @@ def selected_library() -> Any | None:
 
 
 def prefers_bf16_gemm() -> bool:
-    """Return whether `lineclear_bf16_gemm` is faster than oneDNN on this processor, or oneDNN has no such product."""
+    """Return whether `lineclear_gemm` is faster than oneDNN in bfloat16 here, or oneDNN has no such product."""
     if not onednn_packs(torch.bfloat16):
         return selected_library() is not None
     return _prefers_bf16_gemm(_chosen) and not _has_amx()
 
 
 def prefers_bf16_gemm_for_few_rows() -> bool:
-    """Return whether `lineclear_bf16_gemm` is faster for few rows only; oneDNN uses AMX for many rows."""
+    """Return whether `lineclear_gemm` is faster for few bfloat16 rows only; oneDNN uses AMX for many rows."""
     return onednn_packs(torch.bfloat16) and _prefers_bf16_gemm(_chosen) and _has_amx()
 
 
@@ -124,7 +124,7 @@ def load(name: str) -> Any | None:
     for function, arguments in FUNCTIONS.items():
         getattr(found, function).restype = None
         getattr(found, function).argtypes = arguments
-    for function in ("lineclear_queries_per_item", "lineclear_bf16_gemm_is_faster", "lineclear_bf16_packed_size"):
+    for function in ("lineclear_queries_per_item", "lineclear_bf16_gemm_is_faster", "lineclear_packed_size"):
         getattr(found, function).restype = _INTEGER
     return found
 
