@@ -114,7 +114,7 @@ WORKER_SETTINGS: Final = (
     "max_model_len",
 )
 """Settings of the worker alone; the scheduler names them when they are given to it."""
-WORKER_SWITCHES: Final = ("fused_cpu_forward", "preallocate_kv_cache")
+WORKER_SWITCHES: Final = ("deterministic", "fused_cpu_forward", "preallocate_kv_cache")
 
 
 def flags_of_worker() -> dict[str, str]:

@@ -17,7 +17,7 @@ from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, Scores, Slo
 from .attention.base import IntArray
 from .input_batch import OutputRow
 from .model.loaded_model import ModelForward
-from .sampler import top_logprobs
+from .sampler import cat_padded, top_logprobs
 from .staging import to_device
 
 PIECE = 64
@@ -77,20 +77,30 @@ class RowOutputs:
         scored = [row for row in rows if row.output == RowOutput.SCORE]
         pooled = [row for row in rows if row.output == RowOutput.POOL]
         num_top = tuple(self._num_top.get(row.slot, 0) for row in scored)
-        scores = self._score(scored, max(num_top), forward) if scored else None
+        scores = self._score(scored, num_top, forward) if scored else None
         return ReportedRows(rows, num_top, scores, tuple(self._pool(row, forward) for row in pooled))
 
-    def _score(self, rows: Sequence[OutputRow], num_top: int, forward: ModelForward) -> ScoreColumns:
+    def _score(self, rows: Sequence[OutputRow], num_top: Sequence[int], forward: ModelForward) -> ScoreColumns:
         packed = np.concatenate([np.arange(row.first, row.first + row.num_tokens) for row in rows])
         behind = np.concatenate([np.arange(row.token_index + 1, row.token_index + 1 + row.num_tokens) for row in rows])
         targets = self._flat_tokens.index_select(0, to_device(behind, self._device))
+        by_position = np.repeat(num_top, [row.num_tokens for row in rows]).tolist()
         pieces = []
         for start in range(0, len(packed), PIECE):
-            logits = forward.logits(packed[start : start + PIECE]).values.float()
-            bad = ~torch.isfinite(logits.amax(dim=-1))
-            all_logprobs = torch.log_softmax(logits, dim=-1)
-            pieces.append((*top_logprobs(all_logprobs, targets[start : start + PIECE], num_top), bad))
-        return ScoreColumns(*(torch.cat(column) for column in zip(*pieces, strict=True)))
+            piece = slice(start, start + PIECE)
+            logits = forward.logits(packed[piece]).values.float()
+            pieces.append(self._scored(logits, targets[piece], by_position[piece]))
+        return ScoreColumns(
+            torch.cat([x.logprobs for x in pieces]),
+            cat_padded([x.top_ids for x in pieces]),
+            cat_padded([x.top_logprobs for x in pieces]),
+            torch.cat([x.bad for x in pieces]),
+        )
+
+    def _scored(self, logits: Tensor, targets: Tensor, num_top: Sequence[int]) -> ScoreColumns:
+        """Return the scores of positions with these logits, the tokens behind them, and numbers of top tokens."""
+        bad = ~torch.isfinite(logits.amax(dim=-1))
+        return ScoreColumns(*top_logprobs(torch.log_softmax(logits, dim=-1), targets, max(num_top)), bad)
 
     def _pool(self, row: OutputRow, forward: ModelForward) -> Tensor | None:
         pooling = self._pooling[row.slot]
@@ -99,12 +109,31 @@ class RowOutputs:
         total, count = self._sums.pop(row.slot, (torch.zeros((), device=self._device), 0))
         for start in range(row.first, row.first + row.num_tokens, PIECE):
             piece: IntArray = np.arange(start, min(start + PIECE, row.first + row.num_tokens))
-            total = total + forward.hidden(piece).float().sum(dim=0)
+            total = self._sum(total, forward.hidden(piece).float())
         count += row.num_tokens
         if row.is_last:
             return _finished(total / count, pooling)
         self._sums[row.slot] = total, count
         return None
+
+    def _sum(self, total: Tensor, states: Tensor) -> Tensor:
+        """Return the sum [hidden size] of `total` and of states [num_rows, hidden size]."""
+        return total + states.sum(dim=0)
+
+
+class RowOutputsByRow(RowOutputs):
+    """Scores computed row by row, and sums in the order of the positions, however the prompt is divided."""
+
+    def _scored(self, logits: Tensor, targets: Tensor, num_top: Sequence[int]) -> ScoreColumns:
+        rows = range(len(logits))
+        parts = [super(RowOutputsByRow, self)._scored(logits[[i]], targets[[i]], num_top[i : i + 1]) for i in rows]
+        logprobs, top_ids, top, bad = zip(*parts, strict=True)
+        return ScoreColumns(torch.cat(logprobs), cat_padded(top_ids), cat_padded(top), torch.cat(bad))
+
+    def _sum(self, total: Tensor, states: Tensor) -> Tensor:
+        for state in states:
+            total = total + state
+        return total
 
 
 def _finished(vector: Tensor, pooling: Pooling) -> Tensor:

@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from lineclear.process.settings_base import ConfigurationError
 
 from . import host_info, self_test
+from .cpu.linear import pack_by_row
 from .cpu.thread_tuner import ThreadTuner, openmp_setter, probe_threads
 from .draft_model import check_vocabulary
 from .host_info import usable_cores
@@ -56,6 +57,10 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
         raise ConfigurationError("--quantization int8 needs the fused forward pass; remove --no-fused-cpu-forward")
     share = MachineShare.parse(settings.machine_share)
     device = _take_device(settings, share)
+    if settings.deterministic and device.type != "cpu":
+        raise ConfigurationError(
+            f"--deterministic: matrix products on {device.type} depend on the number of rows; set --device cpu"
+        )
     loaded = _load(settings, device)
     draft = _load_draft(settings, device, loaded) if settings.draft_model else None
     kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None
@@ -75,10 +80,10 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     )
     sizes = graph_batch_sizes(settings) if device.type == "cuda" else []
     graphs = DecodeGraphs(sizes, cuda_capture(device)) if sizes else None
-    runner = ModelRunner(loaded, options, draft_model=draft, graphs=graphs)
+    runner = _runner_type(settings, loaded)(loaded, options, draft_model=draft, graphs=graphs)
     with probe_threads(loaded.weight_bytes):
         self_test.check(runner, expected, loaded.dtype)
-    if not settings.threads and _is_independent_of_threads(loaded) and (set_threads := openmp_setter()):
+    if _may_tune_threads(settings, loaded) and (set_threads := openmp_setter()):
         runner.thread_tuner = ThreadTuner(set_threads)
     if settings.preallocate_kv_cache:
         runner.preallocate()
@@ -111,11 +116,23 @@ def _take_device(settings: WorkerSettings, share: MachineShare) -> torch.device:
     return device
 
 
-def _is_independent_of_threads(loaded: LoadedModel) -> bool:
-    """Return whether results do not depend on the number of threads: true for the kernels of the fused forward pass."""
-    return loaded.decoder is not None and (
-        loaded.dtype is not torch.float32 or loaded.weights == "int8" or usable_cores() <= _MAX_TUNED_FLOAT32_CORES
-    )
+def _runner_type(settings: WorkerSettings, loaded: LoadedModel) -> type[ModelRunner]:
+    if not settings.deterministic:
+        return ModelRunner
+    from .deterministic import runner_type  # other workers do without it
+
+    return runner_type(loaded, settings.threads)
+
+
+def _may_tune_threads(settings: WorkerSettings, loaded: LoadedModel) -> bool:
+    """Return whether results do not depend on the number of threads, and no setting fixes it.
+
+    True for the kernels of the fused forward pass.
+    """
+    if settings.threads or loaded.decoder is None:
+        return False
+    has_kernels = settings.deterministic or loaded.dtype is not torch.float32 or loaded.weights == "int8"
+    return has_kernels or usable_cores() <= _MAX_TUNED_FLOAT32_CORES
 
 
 def _load(settings: WorkerSettings, device: torch.device) -> LoadedModel:
@@ -126,7 +143,8 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedModel:
         return to_int8(load_once())
     if not settings.fused_cpu_forward:
         return load_once()
-    return build_fused(load_once()) or load_once()  # a failed comparison leaves a model without matrices
+    packer = pack_by_row if settings.deterministic else None
+    return build_fused(load_once(), packer) or load_once()  # a failed comparison leaves a model without matrices
 
 
 def _load_draft(settings: WorkerSettings, device: torch.device, served: LoadedModel) -> LoadedModel:

@@ -75,6 +75,8 @@ def _sample(model_logits: Logits, masked: Logits, metadata: SamplingMetadata, to
     if metadata.is_greedy:
         tokens = tokens if failed is model_logits.bad else tokens.masked_fill(failed, 0)
         return Sampled(tokens, bad, stuck=_stuck(failed, bad))
+    if metadata.rows:
+        return _sample_rows(model_logits, masked, metadata.rows, token_table)
     logits = logits.float()
     if metadata.changes:
         for change in metadata.changes:
@@ -93,6 +95,41 @@ def _sample(model_logits: Logits, masked: Logits, metadata: SamplingMetadata, to
     all_logprobs = torch.log_softmax(logits[rows], dim=-1)
     top = top_logprobs(all_logprobs, tokens[rows], max(metadata.logprobs.num_top))
     return Sampled(tokens, bad, *top, None if ids is None else all_logprobs[ids], stuck=stuck)
+
+
+def _sample_rows(
+    model_logits: Logits, masked: Logits, rows: Sequence[SamplingMetadata], token_table: Tensor
+) -> Sampled:
+    """Sample each row by itself."""
+    sampled = []
+    for index, metadata in enumerate(rows):
+        row = _row(model_logits, index)
+        sampled.append(_sample(row, row if masked is model_logits else _row(masked, index), metadata, token_table))
+    stuck = [torch.zeros_like(x.tokens, dtype=torch.bool) if x.stuck is None else x.stuck for x in sampled]
+    bad = [x.bad for x in sampled if x.bad is not None]
+    logprobs = [x.logprobs for x in sampled if x.logprobs is not None]
+    ids = [x.id_logprobs for x in sampled if x.id_logprobs is not None]
+    return Sampled(
+        torch.cat([x.tokens for x in sampled]),
+        torch.cat(bad),
+        torch.cat(logprobs) if logprobs else None,
+        cat_padded([x.top_ids for x in sampled if x.top_ids is not None]) if logprobs else None,
+        cat_padded([x.top_logprobs for x in sampled if x.top_logprobs is not None]) if logprobs else None,
+        torch.cat(ids) if ids else None,
+        stuck=torch.cat(stuck),
+    )
+
+
+def _row(logits: Logits, index: int) -> Logits:
+    """Return one row in memory of its own, which is aligned as that of any other row."""
+    values, max_values, ids = (column[index : index + 1].clone() for column in logits[:3])
+    return Logits(values, max_values, ids, bad=None if logits.bad is None else logits.bad[index : index + 1])
+
+
+def cat_padded(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate rows [num_rows, width] of several widths, with zeros behind the short ones."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
 def _stuck(failed: Tensor, bad: Tensor) -> Tensor | None:

@@ -62,6 +62,8 @@ class SamplingMetadata:
     draws: Draws | None = None
     truncated_draws: Draws | None = None
     logprobs: LogprobRows | None = None
+    rows: Sequence[SamplingMetadata] = ()
+    """The work of each row by itself; empty: rows are sampled together."""
 
     @property
     def is_greedy(self) -> bool:
@@ -169,6 +171,17 @@ class SamplingTable:
             noise=rows.column(noise.astype(self._noise_dtype, copy=False)),
             reshapes=reshapes,
         )
+
+
+class SamplingTableByRow(SamplingTable):
+    """A table whose rows are sampled one by one, so that no operation sees another row."""
+
+    def select(self, slots: list[int], positions: list[int], prompt_lens: IntArray) -> SamplingMetadata:
+        metadata = super().select(slots, positions, prompt_lens)
+        if metadata.is_greedy:  # an argmax has no rounding
+            return metadata
+        pairs = zip(slots, positions, strict=True)
+        return replace(metadata, rows=[super(SamplingTableByRow, self).select([x], [n], prompt_lens) for x, n in pairs])
 
 
 @cache
