@@ -110,6 +110,9 @@ chaos: ready ## Kill workers and schedulers under load, and update the model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),100) --model ../demo/model --streams 8 --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model --streams 8 --standby
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),30) --model ../demo/model --streams 8
+	@cd tests && for format in '--dtype float32' '--dtype bfloat16' '--quantization int8 --kv-cache-dtype int8'; do \
+		../$(BIN)/python -m campaigns.chaos --model ../demo/model-tiny --kills $(or $(KILLS),20) --answers 1000 \
+		--server-flags '--target-batch-tokens 48' --worker-flags "$$format --deterministic" || exit 1; done
 	@cd tests && ../$(BIN)/python -m campaigns.rolling --updates $(or $(UPDATES),100) --seed $(or $(SEED),1)
 
 mutants: ready ## Plant each listed bug, and COUNT (100) mutants drawn at random, and check that tests fail

@@ -21,6 +21,8 @@ complete answers by feature, `recovered` those that lost a worker, `bad_features
 `pauses` has the longest gap around a kill by feature. `repeated` counts requests that a killed scheduler lost and
 that the client does not resume (best_of, beams, Score, Embed): the campaign sends them again.
 
+With `--deterministic` among `--worker-flags`, log probabilities, scores and vectors are compared bit for bit.
+
 Prints a line of JSON. Exits with 1 unless each token index of each answer arrived once and is right, no answer failed,
 and no process is left.
 """
@@ -62,6 +64,7 @@ _DEATHS_WITH_STANDBY = {"kill": 0.8, "both": 0.1, "term": 0.095, "stop": 0.005}
 _DEATHS_OF_MIX = {"kill": 0.85, "term": 0.11, "stop": 0.04}
 _DRAFTS = ("--speculative-method", "prompt_lookup", "--no-speculative-adaptive")
 _BLOCKS_PER_STREAM = 12  # of 16 tokens: fewer than a request with several outputs needs, so that some are preempted
+_IN_FLOAT32 = "--dtype float32 --threads 1"
 _TOLERANCE = 1e-3  # of log probabilities in float32, where another batch may round differently
 
 
@@ -93,6 +96,9 @@ class Campaign:
     mix: bool = False
     max_seconds: float = math.inf
     """No kill begins after so long."""
+    least_answers: int = 0
+    """The campaign ends after so many."""
+    needs_preemptions: bool = False
 
     def run(self, server: Server, of: str, kills: int) -> None:
         """Kill `kills` times, then wait until all answers are complete."""
@@ -108,6 +114,8 @@ class Campaign:
                     break
                 server.wait_for_tokens(readers, self.rng.randrange(_MAX_TOKENS_BETWEEN))
                 server = self._kill_worker(server, readers) if of == "worker" else self._kill_server(server, readers)
+            while self.tally.answers < self.least_answers:
+                server.wait_for_tokens(readers, _MAX_TOKENS_BETWEEN)
             finish(readers)
         pids = self._children(server)
         code = server.stop(signal.SIGTERM)
@@ -234,6 +242,7 @@ class Campaign:
             "continued elsewhere": self.continued_elsewhere if self.num_workers > 1 else 1,
             **({name: self.tally.features[name] for name in FEATURES} if self.mix else {}),
             "accepted drafts": self.tally.accepted_tokens if self.mix else 1,
+            "preemptions": self.tally.preemptions if self.needs_preemptions else 1,
         }
         return [name for name, times in did.items() if not times]
 
@@ -257,6 +266,8 @@ def campaign(
     standby: bool = False,
     num_workers: int = 1,
     server_flags: str = "",
+    worker_flags: str = _IN_FLOAT32,
+    answers: int = 0,
     num_questions: int = 0,
     max_seconds: float = math.inf,
     deaths: dict[str, float] | None = None,
@@ -268,29 +279,34 @@ def campaign(
     more = [*(["--standby-worker"] if standby else []), *server_flags.split()]
     more += ["--num-workers", str(num_workers)] if num_workers > 1 else []
     served, adapters = prepare(folder, Path(model)) if model else (Path(), [])
-    in_fp32 = ["--", "--dtype", "float32", "--threads", "1"]
+    of_worker = ["--", *worker_flags.split()]
+    is_exact = "--deterministic" in of_worker
 
     def make_server() -> Server:
         if model:
-            num_blocks = ["--num-blocks", str(_BLOCKS_PER_STREAM * streams // num_workers)]
+            per_stream = _BLOCKS_PER_STREAM // 2 if is_exact else _BLOCKS_PER_STREAM
+            num_blocks = ["--num-blocks", str(per_stream * streams // num_workers)]
             drafts = () if "--speculative-method" in more else _DRAFTS
-            mixed = [*flags, *more, "--model", str(served), *adapters, *drafts, *in_fp32, *num_blocks]
+            mixed = [*flags, *more, "--model", str(served), *adapters, *drafts, *of_worker, *num_blocks]
             return Server(target, mixed)
         return Server(target, [*flags, *more, "--model", str(save(folder, byte_level()))], toy=TOY)
 
     ask: AskMixed = toy_questions(seed, ROUTES)
     server = make_server()  # it starts while another one gives the expected answers
     if model:
-        plain = [*flags, "--model", str(served), *adapters, "--pipeline-depth", "1", "--no-prefix-cache", *in_fp32]
+        plain = [*flags, "--model", str(served), *adapters, "--pipeline-depth", "1", "--no-prefix-cache", *of_worker]
         other = f"unix:{folder}/plain.sock"
         ask = mixed_questions(other, Server(other, plain), num_questions or 4 * streams, seed, tokens[TENANTS[0]])
     default = _DEATHS_WITH_STANDBY if standby else _DEATHS_OF_MIX if model else _DEATHS
     rng = random.Random(seed)
     chosen = Campaign(
-        target, make_server, ask, streams, rng, tokens, _TOLERANCE if model else 0.0, dict(deaths or default)
+        *(target, make_server, ask, streams, rng, tokens),
+        tolerance=_TOLERANCE if model and not is_exact else 0.0,
+        deaths=dict(deaths or default),
     )
     chosen.promoted = 0 if standby else None
     chosen.num_workers, chosen.mix, chosen.max_seconds = num_workers, bool(model), max_seconds
+    chosen.least_answers, chosen.needs_preemptions = answers, is_exact
     chosen.run(server, of, kills)
     return chosen
 
@@ -304,6 +320,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="a model directory: the torch worker, and requests of all features")
     parser.add_argument("--num-workers", type=int, default=1)
     parser.add_argument("--server-flags", default="", help="more flags of the server of --model")
+    parser.add_argument("--worker-flags", default=_IN_FLOAT32, help="flags of its workers; --deterministic: bitwise")
+    parser.add_argument("--answers", type=int, default=0, help="go on until so many answers are complete")
     parser.add_argument("--max-seconds", type=float, default=math.inf, help="kill no process after so long")
     parser.add_argument("--standby", action="store_true", help="run a standby worker")
     return report(vars(parser.parse_args(argv)), campaign)
