@@ -21,7 +21,6 @@ from lineclear.process.settings_base import ConfigurationError
 from lineclear.wire.messages import Hello
 
 from .attention.base import Batch, IntArray
-from .constraints import Masks
 from .cpu.thread_tuner import openmp_setter
 from .input_batch import PackedInputs
 from .kernels.native_library import library_name
@@ -29,7 +28,7 @@ from .logits import Logits, with_argmax
 from .model.loaded_model import LoadedModel, ModelForward
 from .model_runner import ModelRunner
 from .row_outputs import ReportedRows, RowOutputsByRow
-from .sampler import Sampled
+from .sampler import Sampled, sample
 from .sampling_metadata import SamplingMetadata, SamplingTableByRow
 
 log = structlog.get_logger(__name__)
@@ -52,7 +51,7 @@ class DeterministicRunner(ModelRunner):
         put = self._batch.staging.put
         self._sampling = SamplingTableByRow(self.capacity.num_slots, loaded.vocab_size, loaded.device, put)
         self._row_outputs = RowOutputsByRow(self._batch.flat_tokens, loaded.device)
-        self._set_threads = openmp_setter()
+        self._set_threads, self._sample = openmp_setter(), self._sample_on_one_thread
         by_torch = [] if loaded.decoder is not None else [torch.__version__, str(torch.get_num_threads())]
         self._arithmetic = library_name(), *by_torch
         """What the last bits depend on, apart from the model."""
@@ -65,11 +64,11 @@ class DeterministicRunner(ModelRunner):
         parts = hello.model_fingerprint, "deterministic", *self._arithmetic
         return replace(hello, model_fingerprint=fingerprint.combined(parts))
 
-    def _sample(self, logits: Logits, metadata: SamplingMetadata, masks: Masks | None = None) -> Sampled:
+    def _sample_on_one_thread(self, logits: Logits, metadata: SamplingMetadata, *args: Any) -> Sampled:
         if metadata.is_greedy:
-            return super()._sample(logits, metadata, masks)
+            return sample(logits, metadata, *args)
         with self._one_thread():
-            return super()._sample(logits, metadata, masks)
+            return sample(logits, metadata, *args)
 
     @contextlib.contextmanager
     def _one_thread(self) -> Iterator[None]:

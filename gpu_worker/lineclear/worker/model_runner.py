@@ -21,7 +21,7 @@ from lineclear.wire.messages import BlockCopy, Hello, SlotInit, StepPlan
 
 from .attention.base import AttentionBackend, block_bytes
 from .attention.registry import BACKENDS, choose
-from .constraints import ConstraintTable, Masks
+from .constraints import ConstraintTable
 from .cpu.thread_tuner import ThreadTuner
 from .draft_model import DraftModelDrafter, max_catch_up
 from .drafts.prompt_lookup import PromptLookupDrafter
@@ -38,7 +38,7 @@ from .model.loaded_model import LoadedModel, ModelRefused
 from .row_outputs import ReportedRows, RowOutputs
 from .runner_interface import InflightStep
 from .sampler import Sampled, sample
-from .sampling_metadata import SamplingMetadata, SamplingTable
+from .sampling_metadata import SamplingTable
 from .slot_table import Capacity
 from .staging import Staging
 
@@ -68,6 +68,8 @@ class RunnerOptions:
 
 class ModelRunner:
     """A `Runner` for a transformers model."""
+
+    _sample: Callable[..., Sampled] = staticmethod(sample)
 
     def __init__(
         self,
@@ -259,16 +261,13 @@ class ModelRunner:
         if logits is None:
             return StepOutputs(metadata, None, reported, drafts)
         if pending is None:
-            sampled = self._sample(logits, metadata)
+            sampled = self._sample(logits, metadata, self._batch.tokens)
         else:
             masks = pending.result()
-            sampled = self._sample(logits, metadata, masks)
+            sampled = self._sample(logits, metadata, self._batch.tokens, masks)
             if masks.deferred:
                 sampled = sampled._replace(deferred=masks.deferred, void=masks.void)
         return StepOutputs(metadata, sampled, reported, drafts)
-
-    def _sample(self, logits: Logits, metadata: SamplingMetadata, masks: Masks | None = None) -> Sampled:
-        return sample(logits, metadata, self._batch.tokens, masks)
 
     def _defer(self, packed: PackedInputs, sampled: Sampled) -> None:
         """Let rows that sampled nothing be planned again; zero what is not finite behind them.

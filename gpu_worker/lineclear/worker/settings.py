@@ -59,8 +59,8 @@ class WorkerSettings(settings_base.ProcessSettings):
     attention_backend: AttentionBackendName = COMPUTATION.field("auto")
     """Implementation of paged attention. reference is slow and serves as a comparison."""
     deterministic: bool = COMPUTATION.field(False)
-    """Make tokens and log-probabilities of a request bitwise independent of all others, on a CPU. Slower without the
-    fused forward pass, which then computes one token at a time; docs/deterministic.md."""
+    """Answer a request bit for bit the same in any batch. On a CPU: tokens and log-probabilities. Without the fused
+    forward pass one token is computed at a time, which is slow; docs/deterministic.md."""
     cuda_graph_batch_sizes: str = COMPUTATION.field("auto")
     """Batch sizes of CUDA graphs, as 1,2,8, or auto or none. Decode steps run as the next larger graph.
     auto: 1, 2, 4 and multiples of 8 up to max_batch_size, at most 256."""
