@@ -46,9 +46,10 @@ class Manifest:
         return {m["name"]: m for m in self.containers[name]["volumeMounts"]}
 
 
-NAMES = ("sidecar-cpu", "sidecar-gpu", "service-cpu", "service-gpu", "service-cpu-two-workers")
+NAMES = ("sidecar-cpu", "sidecar-gpu", "service-cpu", "service-gpu", "service-several-gpus", "service-cpu-two-workers")
 MANIFESTS = {name: Manifest(name) for name in NAMES}
 SIDECAR, SERVICE = MANIFESTS["sidecar-gpu"], MANIFESTS["service-gpu"]
+SEVERAL_GPUS = MANIFESTS["service-several-gpus"]
 
 
 @pytest.fixture(params=MANIFESTS.values(), ids=MANIFESTS)
@@ -106,10 +107,18 @@ def test_kustomize_builds_the_same_manifests(name: str) -> None:
 
 def test_only_the_worker_of_a_gpu_variant_has_the_gpu(manifest: Manifest) -> None:
     limits = {name: container["resources"]["limits"] for name, container in manifest.containers.items()}
-    is_gpu = manifest in (SIDECAR, SERVICE)
+    is_gpu = manifest in (SIDECAR, SERVICE, SEVERAL_GPUS)
     assert {name for name, limit in limits.items() if "nvidia.com/gpu" in limit} == ({OURS[0]} if is_gpu else set())
     assert all("memory" in limit for limit in limits.values())
     assert worker_settings.load(manifest.worker["args"]).device == ("cuda" if is_gpu else "cpu")
+
+
+def test_worker_has_a_gpu_for_each_rank() -> None:
+    for manifest in (SIDECAR, SERVICE, SEVERAL_GPUS):
+        size = worker_settings.load(manifest.worker["args"]).tensor_parallel_size
+        assert manifest.worker["resources"]["limits"]["nvidia.com/gpu"] == str(size)
+        assert size == (2 if manifest is SEVERAL_GPUS else 1)
+    assert SEVERAL_GPUS.mounts(OURS[0])["lineclear-worker-shm"]["mountPath"] == "/dev/shm"
 
 
 # 1.30 is the oldest version with the sleep hook and native sidecars enabled by default.
