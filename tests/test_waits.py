@@ -50,6 +50,12 @@ BOUNDED = {
     "gpu_worker/lineclear/worker/model_runner.py:ModelRunner._compute:pending.result()": (
         "MaskThreads.wait, which is bounded"
     ),
+    "gpu_worker/lineclear/worker/rank_runner.py:_LeadingConstraints.start:pending.result()": (
+        "MaskThreads.wait, which is bounded"
+    ),
+    "gpu_worker/lineclear/worker/ranks.py:Ranks._watch:self._processes[rank - 1].wait()": (
+        "called once pidfd reports the exit"
+    ),
     "gpu_worker/lineclear/worker/constraints.py:_Constraint.advance:self._matcher.result()": (
         "the scheduler compiles a grammar within max_grammar_seconds before a worker gets it"
     ),

@@ -4,6 +4,7 @@
     python -m campaigns.chaos --of worker --kills 500 --num-workers 2 --streams 32    random ones of two workers
     python -m campaigns.chaos --of scheduler --kills 300                  with the client library resuming answers
     python -m campaigns.chaos --kills 100 --model ../demo/model           the torch worker: constraints, beams ...
+    python -m campaigns.chaos --kills 100 --model ../demo/model --tensor-parallel-size 2      and ranks of it
 
 Three tenants use Generate, Session, and Submit with Attach, with every sampling parameter, stop strings and log
 probabilities. All fields are compared (`questions`). Most kills are SIGKILL; some workers get SIGTERM or SIGSTOP. A
@@ -48,7 +49,7 @@ from campaigns.answers import CheckingReader, Tally
 from campaigns.mix import FEATURES, mixed_questions, prepare
 from campaigns.pauses import Death, Pauses, by_feature, quantiles
 from campaigns.questions import ROUTES, AskMixed, toy_questions
-from campaigns.server import TENANTS, TOY, Reader, Server, finish, is_orphan, report, write_tokens
+from campaigns.server import TENANTS, TOY, Reader, Server, finish, is_orphan, ranks_of, report, write_tokens
 from support.small_tokenizers import byte_level, save
 
 from lineclear.client import Client
@@ -62,6 +63,8 @@ _DEATHS = {"kill": 0.9, "term": 0.095, "stop": 0.005}
 _DEATHS_WITH_STANDBY = {"kill": 0.8, "both": 0.1, "term": 0.095, "stop": 0.005}
 """With a standby, which may be killed together with the worker."""
 _DEATHS_OF_MIX = {"kill": 0.85, "term": 0.11, "stop": 0.04}
+_DEATHS_OF_RANKS = {"rank": 0.6, "kill": 0.25, "term": 0.11, "stop": 0.04}
+"""With tensor parallelism, where one of the other ranks of a worker may be killed."""
 _DRAFTS = ("--speculative-method", "prompt_lookup", "--no-speculative-adaptive")
 _BLOCKS_PER_STREAM = 12  # of 16 tokens: fewer than a request with several outputs needs, so that some are preempted
 _IN_FLOAT32 = "--dtype float32 --threads 1"
@@ -146,14 +149,15 @@ class Campaign:
         if how == "term":
             self._terminate(server, readers, pid, started_at)
         else:
-            os.kill(pid, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+            killed = self.rng.choice(ranks_of(pid)) if how == "rank" else pid
+            os.kill(killed, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
             if how == "both" and (standby := server.standby_pid()) is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(standby, signal.SIGKILL)
         lost = server.wait_for("worker_lost", after=started_at).read_at
-        if how == "kill":
+        if how in ("kill", "rank"):
             self.detected.append(lost - started_at)
-        self.dead.append(Death(started_at, lost, how == "kill", was_only=len(joined) == 1))
+        self.dead.append(Death(started_at, lost, how in ("kill", "rank"), was_only=len(joined) == 1))
         if self.num_workers == 1:
             lost = server.wait_for("worker_joined", after=started_at).read_at
         self._wait_for_recovery(server, readers, lost, started_at)
@@ -194,10 +198,11 @@ class Campaign:
         self.recovered.append(max(reader.last_at for reader in readers) - started_at)
 
     def _children(self, server: Server) -> list[int]:
-        """Count the promotions of this server. Return the pids of all its workers and standbys."""
+        """Count the promotions of this server. Return the pids of all its workers, their ranks, and standbys."""
         if self.promoted is not None:
             self.promoted += sum(bool(event.get("standby")) for event in server.logged("worker_started"))
-        return [*server.worker_pids(), *server.standby_pids()]
+        ranks = [rank for pid in server.joined_pids() for rank in ranks_of(pid)]
+        return [*server.worker_pids(), *ranks, *server.standby_pids()]
 
     def _count_orphans(self, pids: Sequence[int]) -> None:
         end = time.monotonic() + _ORPHAN_SECONDS
@@ -265,6 +270,7 @@ def campaign(
     model: str = "",
     standby: bool = False,
     num_workers: int = 1,
+    tensor_parallel_size: int = 1,
     server_flags: str = "",
     worker_flags: str = _IN_FLOAT32,
     answers: int = 0,
@@ -287,6 +293,8 @@ def campaign(
             per_stream = _BLOCKS_PER_STREAM // 2 if is_exact else _BLOCKS_PER_STREAM
             num_blocks = ["--num-blocks", str(per_stream * streams // num_workers)]
             drafts = () if "--speculative-method" in more else _DRAFTS
+            if tensor_parallel_size > 1:
+                num_blocks += ["--tensor-parallel-size", str(tensor_parallel_size)]
             mixed = [*flags, *more, "--model", str(served), *adapters, *drafts, *of_worker, *num_blocks]
             return Server(target, mixed)
         return Server(target, [*flags, *more, "--model", str(save(folder, byte_level()))], toy=TOY)
@@ -298,6 +306,7 @@ def campaign(
         other = f"unix:{folder}/plain.sock"
         ask = mixed_questions(other, Server(other, plain), num_questions or 4 * streams, seed, tokens[TENANTS[0]])
     default = _DEATHS_WITH_STANDBY if standby else _DEATHS_OF_MIX if model else _DEATHS
+    default = _DEATHS_OF_RANKS if tensor_parallel_size > 1 else default
     rng = random.Random(seed)
     chosen = Campaign(
         *(target, make_server, ask, streams, rng, tokens),
@@ -319,6 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", default="", help="a model directory: the torch worker, and requests of all features")
     parser.add_argument("--num-workers", type=int, default=1)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks of each worker of --model")
     parser.add_argument("--server-flags", default="", help="more flags of the server of --model")
     parser.add_argument("--worker-flags", default=_IN_FLOAT32, help="flags of its workers; --deterministic: bitwise")
     parser.add_argument("--answers", type=int, default=0, help="go on until so many answers are complete")

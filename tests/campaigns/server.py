@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -166,6 +167,13 @@ def report(options: dict[str, Any], run: Callable[..., Any]) -> int:
     seconds = round(time.monotonic() - started_at, 1)
     print(json.dumps({**options, "clean": done.is_clean, **done.figures(), "seconds": seconds}))
     return 0 if done.is_clean else 1
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Return the pids of the processes that a worker has started: its other ranks."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 def is_orphan(pid: int) -> bool:

@@ -125,7 +125,7 @@ def test_policies_match_the_core() -> None:
         (["--dtyp=float32"], "^there is no flag --dtyp; is it --dtype. It is a flag of the worker, .* -- --dtype$"),
         (
             ["--tensor-parallel-size", "2"],
-            "^there is no flag --tensor-parallel-size; there is none: a model runs on one",
+            "no flag --tensor-parallel-size; it is a flag of the worker, .* -- --tensor-parallel-size 2$",
         ),
         (["--max-batch-sise", "3"], "there is no flag --max-batch-sise; is it --max-batch-size?"),
         (

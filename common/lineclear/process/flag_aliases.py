@@ -24,6 +24,7 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "num_blocks": ("num_gpu_blocks_override",),  # vLLM
     "max_model_len": ("context_length", "max_total_tokens"),  # SGLang, TGI
     "quantization": ("quantize",),  # TGI
+    "tensor_parallel_size": ("tp_size", "tp", "num_shard"),  # SGLang, TGI
 }
 """Further names of a setting in flags, environment variables and the configuration file."""
 
@@ -38,10 +39,10 @@ _INSTEAD = {
     "the worker has --kv-cache-memory-fraction, a share of the free memory": (
         "--gpu-memory-utilization --mem-fraction-static --cuda-memory-fraction"
     ),
-    "there is none: a model runs on one device. --num-workers and --worker-devices start several workers of it": (
-        "--tensor-parallel-size -tp --tp-size --tp --num-shard --sharded --tensor-split --pipeline-parallel-size -pp"
-        " --pp-size --data-parallel-size -dp --dp-size --dp --expert-parallel-size --ep-size --enable-expert-parallel"
-        " --split-mode"
+    "the worker has --tensor-parallel-size": "-tp --sharded --tensor-split --split-mode",
+    "there is none: --num-workers and --worker-devices start several workers of a model": (
+        "--pipeline-parallel-size -pp --pp-size --data-parallel-size -dp --dp-size --dp --expert-parallel-size"
+        " --ep-size --enable-expert-parallel"
     ),
     "it is always on": "--enable-chunked-prefill --cont-batching --enable-mixed-chunk",
     "there is none: steps run without CUDA graphs, and nothing is compiled": (
@@ -103,6 +104,7 @@ WORKER_SETTINGS: Final = (
     *(
         "device",
         "machine_share",
+        "tensor_parallel_size",
         "dtype",
         "quantization",
         "attention_backend",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -25,6 +27,9 @@ from . import host_info
 from .settings import WorkerSettings, load
 from .step_loop import LoopLimits, run
 
+if TYPE_CHECKING:
+    from .ranks import Ranks
+
 log = structlog.get_logger()
 
 
@@ -41,18 +46,34 @@ def serve(argv: Sequence[str], supervised: bool, standby: Standby | None = None)
     try:
         if standby is not None:
             standby.run_in_background(lambda: _prepare(settings))
-            settings = load([*argv, *standby.wait_until_promoted()])  # of the worker that it replaces
-        return _serve(settings, supervised)
+            argv = [*argv, *standby.wait_until_promoted()]  # of the worker that it replaces
+            settings = load(argv)
+        return _serve(settings, argv, supervised)
     finally:
         writer.close()
 
 
-def _serve(settings: WorkerSettings, supervised: bool) -> int:
+def _serve(settings: WorkerSettings, argv: Sequence[str], supervised: bool) -> int:
     try:  # before torch is imported, which takes seconds
         _check_models(settings)
     except NotServable as error:
         log.error("model_refused", reason=settings.named(str(error)))
         return ExitCode.CONFIGURATION
+    if settings.tensor_parallel_size == 1:
+        return _run(settings, supervised)
+    from .ranks import Ranks, part_of  # here, so that other workers do not pay for it
+
+    command = [sys.executable, "-P", "-m", "lineclear.worker.main", *argv]
+    ranks = Ranks.join(settings.tensor_parallel_size, command)  # they import torch at the same time
+    if ranks.rank:
+        logging_setup.set_level("error")  # rank 0 reports for all
+    try:
+        return _run(part_of(settings, ranks.rank, ranks.count), supervised, ranks)
+    finally:
+        ranks.close()
+
+
+def _run(settings: WorkerSettings, supervised: bool, ranks: Ranks | None = None) -> int:
     with _importing():
         from .model.loaded_model import ModelFilesChanged, ModelRefused
         from .runner_factory import make_runner
@@ -62,7 +83,7 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
     log.info("worker_starting", **settings.model_dump(mode="json", exclude_defaults=is_console))
     started_at = time.monotonic()
     try:
-        runner = make_runner(settings)
+        runner = make_runner(settings, ranks)
     except (ModelRefused, ConfigurationError) as error:
         log.error("model_refused", reason=settings.named(str(error)))
         return ExitCode.CONFIGURATION
@@ -72,6 +93,10 @@ def _serve(settings: WorkerSettings, supervised: bool) -> int:
     except ModelFilesChanged as error:
         log.error("model_files_changed", reason=str(error))
         return ExitCode.INTERNAL
+    if ranks is not None and ranks.rank:
+        from .rank_runner import follow
+
+        return follow(runner, ranks)
     _log_loaded(runner.hello(0), time.monotonic() - started_at)
     # Objects made while loading stay. Frozen, the garbage collector does not scan them again during steps.
     gc.collect()

@@ -68,7 +68,7 @@ def bind(cores: frozenset[int]) -> None:
     if lacking:
         raise ConfigurationError(
             f"--device cpu:... names core {min(lacking)}, which this process may not use; usable are"
-            f" {_text(os.sched_getaffinity(0))}"
+            f" {core_list(os.sched_getaffinity(0))}"
         )
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it has ended
@@ -123,7 +123,7 @@ def _cores(text: str) -> frozenset[int]:
     return frozenset(cores)
 
 
-def _text(cores: Iterable[int]) -> str:
+def core_list(cores: Iterable[int]) -> str:
     """Return a list of cores as the kernel writes it."""
     ranges: list[list[int]] = []
     for core in sorted(cores):

@@ -92,7 +92,7 @@ class ModelRunner:
         size, num_slots = block_bytes(loaded.layers, options.block_size, self._kv_dtype), options.num_slots
         self.capacity = Capacity(
             num_slots=num_slots,
-            num_blocks=options.num_blocks or _num_blocks(loaded, options, size, draft_model),
+            num_blocks=options.num_blocks or fitting_blocks(loaded, options, draft_model),
             block_size=options.block_size,
             max_model_len=loaded.max_model_len,
             max_step_tokens=options.max_step_tokens,
@@ -307,11 +307,12 @@ def _zero_from(backend: AttentionBackend, cells: Iterable[tuple[int, int]]) -> N
         backend.copy(partial_blocks)
 
 
-def _num_blocks(loaded: LoadedModel, options: RunnerOptions, size: int, draft: LoadedModel | None) -> int:
-    """Return how many blocks of `size` bytes fit in the free memory, at most twice as many as all slots can fill.
+def fitting_blocks(loaded: LoadedModel, options: RunnerOptions, draft: LoadedModel | None) -> int:
+    """Return how many blocks fit in the free memory, at most twice as many as all slots can fill.
 
-    Each block of the model has one of the draft model beside it.
+    Each block of the model has one of the draft model beside it. Raises ModelRefused if none fits.
     """
+    size = block_bytes(loaded.layers, options.block_size, options.kv_dtype or loaded.dtype)
     if draft is not None:
         size += block_bytes(draft.layers, options.block_size, draft.dtype)
     max_blocks = 2 * options.num_slots * -(-loaded.max_model_len // options.block_size)

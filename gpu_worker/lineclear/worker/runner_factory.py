@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -22,8 +26,11 @@ from .machine_share import MachineShare, bind, claim, cores_of, named_cores
 from .model.decode_graphs import DecodeGraphs, cuda_capture
 from .model.loaded_model import LoadedModel
 from .model.loader import build_fused, import_model_class, load, to_int8
-from .model_runner import ModelRunner, RunnerOptions
+from .model_runner import ModelRunner, RunnerOptions, fitting_blocks
 from .settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +40,7 @@ _PREFAULT_TOKENS = 16384  # of KV memory, while idle: several long requests, and
 # With more threads oneDNN splits the sum of a float32 row, so its last bits depend on the number of threads.
 _MAX_TUNED_FLOAT32_CORES = 4
 _MAX_GRAPH_BATCH_SIZE = 256  # larger steps take so long that the launches do not matter
+_CLAIM_SECONDS, _CLAIM_PAUSE_SECONDS = 10.0, 0.25  # until a killed rank has freed its GPU
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,8 +52,8 @@ def warm_up(settings: WorkerSettings) -> None:
         import_model_class(settings.model)
 
 
-def make_runner(settings: WorkerSettings) -> ModelRunner:
-    """Load the model, allocate its KV pools and run the self-test.
+def make_runner(settings: WorkerSettings, ranks: Ranks | None = None) -> ModelRunner:
+    """Load the model, or the part of this rank, allocate its KV pools and run the self-test.
 
     Raises ModelRefused, SelfTestFailed, ModelFilesChanged, or ConfigurationError for a missing device, kernel library
     or memory.
@@ -56,30 +64,25 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     if settings.quantization == "int8" and not settings.fused_cpu_forward:
         raise ConfigurationError("--quantization int8 needs the fused forward pass; remove --no-fused-cpu-forward")
     share = MachineShare.parse(settings.machine_share)
+    if ranks is not None:
+        try:
+            return _make_part(settings, share, ranks)
+        except Exception:
+            ranks.end_if_lost()
+            raise
     device = _take_device(settings, share)
     if settings.deterministic and device.type != "cpu":
         raise ConfigurationError(
             f"--deterministic: matrix products on {device.type} depend on the number of rows; set --device cpu"
         )
+    _claim_device(settings.socket_directory, device)
     loaded = _load(settings, device)
     draft = _load_draft(settings, device, loaded) if settings.draft_model else None
-    kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None
     with probe_threads(loaded.weight_bytes):
-        expected = self_test.expected_answers(loaded, kv_dtype)
-    options = RunnerOptions(
-        num_blocks=settings.num_blocks,
-        kv_cache_memory_fraction=settings.kv_cache_memory_fraction,
-        num_workers=_num_sharing(device, share),
-        block_size=settings.block_size,
-        kv_prefault_tokens=_PREFAULT_TOKENS,
-        num_slots=settings.max_batch_size,
-        max_step_tokens=settings.target_batch_tokens or _MAX_STEP_TOKENS.get(device.type, _MAX_STEP_TOKENS_ELSEWHERE),
-        attention_backend=settings.attention_backend,
-        kv_dtype=kv_dtype,
-        prompt_lookup_ngrams=(settings.prompt_lookup_max, settings.prompt_lookup_min),
-    )
+        expected = self_test.expected_answers(loaded, _kv_dtype(settings))
     sizes = graph_batch_sizes(settings) if device.type == "cuda" else []
     graphs = DecodeGraphs(sizes, cuda_capture(device)) if sizes else None
+    options = _options(settings, device, share)
     runner = _runner_type(settings, loaded)(loaded, options, draft_model=draft, graphs=graphs)
     with probe_threads(loaded.weight_bytes):
         self_test.check(runner, expected, loaded.dtype)
@@ -88,6 +91,57 @@ def make_runner(settings: WorkerSettings) -> ModelRunner:
     if settings.preallocate_kv_cache:
         runner.preallocate()
     return runner
+
+
+def _make_part(settings: WorkerSettings, share: MachineShare, ranks: Ranks) -> ModelRunner:
+    """Make the runner of one rank: transformers' modules, without the fused forward pass and without CUDA graphs."""
+    from .model.division import load_divided
+    from .rank_runner import FollowingRunner, LeadingRunner
+
+    if settings.deterministic:
+        raise ConfigurationError(
+            "--deterministic: sums over several ranks have another order; leave out one of the two"
+        )
+    device = _take_device(settings, share)
+    if device.type == "cuda" and ranks.count > (num_gpus := torch.cuda.device_count()):
+        raise ConfigurationError(f"--tensor-parallel-size {ranks.count}: this machine has {num_gpus} GPUs")
+    if device.type == "cuda" or not ranks.rank:
+        _claim_device(settings.socket_directory, device, _CLAIM_SECONDS if ranks.rank else 0.0)
+    ranks.connect(device)
+    divided = partial(load_divided, ranks)
+    loaded = load(settings.model, device, _DTYPES[settings.dtype], settings.max_model_len, divided=divided)
+    draft = _load_draft(settings, device, loaded) if settings.draft_model and not ranks.rank else None
+    expected = self_test.expected_answers(loaded, _kv_dtype(settings))
+    options = _options(settings, device, share)
+    num_blocks = ranks.least(options.num_blocks or fitting_blocks(loaded, options, draft))
+    options = replace(options, num_blocks=num_blocks)
+    if ranks.rank:
+        runner: ModelRunner = FollowingRunner(ranks, loaded, options)
+    else:
+        runner = LeadingRunner(ranks, loaded, options, draft)
+        self_test.check(runner, expected, loaded.dtype)
+    if settings.preallocate_kv_cache:
+        runner.preallocate()
+    return runner
+
+
+def _kv_dtype(settings: WorkerSettings) -> torch.dtype | None:
+    return torch.int8 if settings.kv_cache_dtype == "int8" else None
+
+
+def _options(settings: WorkerSettings, device: torch.device, share: MachineShare) -> RunnerOptions:
+    return RunnerOptions(
+        num_blocks=settings.num_blocks,
+        kv_cache_memory_fraction=settings.kv_cache_memory_fraction,
+        num_workers=_num_sharing(device, share),
+        block_size=settings.block_size,
+        kv_prefault_tokens=_PREFAULT_TOKENS,
+        num_slots=settings.max_batch_size,
+        max_step_tokens=settings.target_batch_tokens or _MAX_STEP_TOKENS.get(device.type, _MAX_STEP_TOKENS_ELSEWHERE),
+        attention_backend=settings.attention_backend,
+        kv_dtype=_kv_dtype(settings),
+        prompt_lookup_ngrams=(settings.prompt_lookup_max, settings.prompt_lookup_min),
+    )
 
 
 def graph_batch_sizes(settings: WorkerSettings) -> list[int]:
@@ -107,7 +161,6 @@ def _take_device(settings: WorkerSettings, share: MachineShare) -> torch.device:
         _take_cores(settings.device, share)
     elif device.index is not None:
         torch.cuda.set_device(device)
-    _claim_device(settings.socket_directory, device)
     torch.set_num_threads(settings.threads or usable_cores())
     try:
         kernels.choose(settings.cpu_kernels)
@@ -169,10 +222,15 @@ def _take_cores(device: str, share: MachineShare) -> None:
         bind(cores_of(share, os.sched_getaffinity(0)))
 
 
-def _claim_device(socket_directory: str, device: torch.device) -> None:
-    """Log which cores, or which GPU, another worker of the same scheduler uses too: each would slow the other."""
-    gpu = None if device.type == "cpu" else device.index or 0
-    if taken := claim(Path(socket_directory), os.sched_getaffinity(0), gpu):
+def _claim_device(socket_directory: str, device: torch.device, patience_seconds: float = 0.0) -> None:
+    """Log which cores, or which GPU, another worker of the same scheduler uses too: each would slow the other.
+
+    A rank of the worker before may still exit: its memory is waited for, for `patience_seconds`.
+    """
+    gpu, ends_at = None if device.type == "cpu" else device.index or 0, time.monotonic() + patience_seconds
+    while (taken := claim(Path(socket_directory), os.sched_getaffinity(0), gpu)) and time.monotonic() < ends_at:
+        time.sleep(_CLAIM_PAUSE_SECONDS)
+    if taken:
         log.warning(
             "device_is_shared",
             shared=taken,

@@ -50,6 +50,9 @@ class WorkerSettings(settings_base.ProcessSettings):
     """Part of the machine that this worker uses, as INDEX/COUNT. Without a GPU or cores in device, worker 1/2 takes
     the second GPU, or the second half of the NUMA nodes or cores; its KV cache takes half of the memory that it would
     take alone. The scheduler sets it for the workers that it starts."""
+    tensor_parallel_size: int = COMPUTATION.field(1, ge=1, le=64)
+    """Devices that a model is divided over. Each has a process and a part of every layer, on consecutive GPUs, or on
+    equal parts of the cores; the exit of one is the exit of the worker."""
     dtype: Dtype = COMPUTATION.field("auto")
     """Number format of weights, activations and KV cache. auto: that of the checkpoint. A CPU without bfloat16
     instructions is faster with float32."""
@@ -124,6 +127,14 @@ class WorkerSettings(settings_base.ProcessSettings):
                 f"--prompt-lookup-min ({self.prompt_lookup_min}) is larger than --prompt-lookup-max"
                 f" ({self.prompt_lookup_max})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_divide(self) -> WorkerSettings:
+        if self.tensor_parallel_size > 1 and self.quantization == "int8":
+            raise ValueError("--quantization int8 is not possible with --tensor-parallel-size: give one of them")
+        if self.tensor_parallel_size > 1 and self.device == "mps":
+            raise ValueError("--tensor-parallel-size above 1 needs GPUs of NVIDIA, or --device cpu")
         return self
 
     @field_validator("cuda_graph_batch_sizes")

@@ -19,6 +19,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from lineclear.model_files.adapter_files import WEIGHTS, AdapterFiles, AdapterFilesRefused, read
+from lineclear.worker.shard import shard_of, take
 from lineclear.worker.staging import Put, to_device
 
 _ANY_RANK = 1 << 20  # the scheduler has the limit
@@ -110,7 +111,7 @@ class AdapterSet:
         for module, shape in files.shapes.items():
             if module not in self._modules:
                 raise AdapterFilesRefused(f"the model has no linear layer {module[:120]} that can be adapted{made_for}")
-            own = self._modules[module].in_features, self._modules[module].out_features
+            own = shard_of(self._modules[module])[:2]
             if shape != own:
                 raise AdapterFilesRefused(
                     f"{module[:120]} maps {shape[0]} to {shape[1]} features in the adapter, and"
@@ -122,6 +123,8 @@ class AdapterSet:
         a, b = (tensors[f"{name}{factor}.weight"].to(self._device, self._dtype) for factor in "AB")
         if not (a.isfinite().all() and b.isfinite().all()):
             raise AdapterFilesRefused(f"its factors of {module[:120]} are not finite")
+        shard = shard_of(self._modules[module])
+        a, b = take(a, 1, shard.inputs), take(b, 0, shard.outputs)
         return Factors(a.contiguous(), b.t().contiguous(), scale)
 
     def _changed(self) -> None:
@@ -131,7 +134,10 @@ class AdapterSet:
         self._hooks = []
         if self._has_hooks:
             names = {name for adapter in self._adapters.values() for name in adapter.factors}
-            self._hooks = [self._modules[name].register_forward_hook(self._hook(name)) for name in sorted(names)]
+            # First: with tensor parallelism, another hook adds the outputs of all ranks.
+            self._hooks = [
+                self._modules[name].register_forward_hook(self._hook(name), prepend=True) for name in sorted(names)
+            ]
 
     def _hook(self, name: str) -> Any:
         def add_product(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

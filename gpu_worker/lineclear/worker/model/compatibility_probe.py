@@ -84,8 +84,7 @@ def check_against_eager(loaded: LoadedModel) -> Tensor:
     Finds positions in the mask (ALiBi), state outside the attention (Mamba, token shift), and scales or biases missing
     from the call. Leaves the model with paged attention. Raises ModelRefused.
     """
-    loaded.model.set_attn_implementation("eager")
-    expected = forward(loaded.model, *_input(loaded.model.config.get_text_config(), loaded.device)).float()
+    expected = eager_logits(loaded.model)
     use_paged_attention(loaded.model)
     computed = paged_logits(loaded)
     error = relative_error(computed, expected)
@@ -95,6 +94,12 @@ def check_against_eager(loaded: LoadedModel) -> Tensor:
             f" state or positions outside the attention interface"
         )
     return computed
+
+
+def eager_logits(model: Any) -> Tensor:
+    """Return logits [NUM_TOKENS, vocabulary] of the probe by transformers' eager attention, float32."""
+    model.set_attn_implementation("eager")
+    return forward(model, *_input(model.config.get_text_config(), next(model.parameters()).device)).float()
 
 
 def paged_logits(loaded: LoadedModel) -> Tensor:

@@ -6,7 +6,9 @@ All checks run at load. A checkpoint is never trusted: files are checked before 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +46,23 @@ _MAX_PACK_TWICE_SHARE = 1 / 8
 _INT8_TOLERANCE = 0.5
 """Largest relative error of the probe's logits with int8 weights. Usual errors are below 0.1."""
 
+Divided = Callable[[Callable[[], Any], Callable[[Any], LoadedModel]], LoadedModel]
+"""Reads a whole model in host memory, and wraps the part of it that a rank holds."""
+
 
 def load(
-    source: str, device: torch.device, dtype: torch.dtype | None, max_model_len: int = 0, *, flag: str = "--model"
+    source: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    max_model_len: int = 0,
+    *,
+    flag: str = "--model",
+    divided: Divided | None = None,
 ) -> LoadedModel:
     """Load the model in directory `source`, or with that id in the local Hugging Face cache.
 
-    dtype None: the checkpoint's own. `flag` is what the caller names `source` by. Raises ModelRefused, and
-    ModelFilesChanged if the files change during the load.
+    dtype None: the checkpoint's own. `flag` is what the caller names `source` by. `divided(read, wrap)` loads the part
+    of one rank. Raises ModelRefused, and ModelFilesChanged if the files change during the load.
     """
     try:
         directory = model_directory.locate(source, flag)
@@ -59,18 +70,13 @@ def load(
     except model_directory.NotServable as error:
         raise ModelRefused(str(error)) from None
     before = _stamps(directory)
-    config = _read_config(directory)
-    try:
-        model, report = _from_pretrained(directory, config, "auto" if dtype is None else dtype)
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        raise ModelRefused(f"transformers cannot load this checkpoint: {_first_line(error)}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:  # transformers would initialise them with random numbers
-        raise ModelRefused(
-            f"the checkpoint lacks weights that its config.json asks for: {len(missing)}, as {missing[0]}"
-        )
     model_id = directory.resolve().name if Path(source).is_dir() else source
-    loaded = _with_fingerprints(wrap_model(model.to(device), model_id, max_model_len), directory)
+    read = partial(_read_model, directory, "auto" if dtype is None else dtype)
+
+    def wrap(model: Any) -> LoadedModel:
+        return wrap_model(model.to(device), model_id, max_model_len)
+
+    loaded = _with_fingerprints(wrap(read()) if divided is None else divided(read, wrap), directory)
     if _stamps(directory) != before:
         raise ModelFilesChanged("files of the model directory changed while it was loaded; it is loaded again")
     return loaded
@@ -191,6 +197,21 @@ def _with_fingerprints(loaded: LoadedModel, directory: Path) -> LoadedModel:
     except OSError as error:
         raise ModelFilesChanged(f"the model directory cannot be read: {error.strerror}") from None
     return replace(loaded, weights_fingerprint=weights, text_fingerprint=text, directory=directory)
+
+
+def _read_model(directory: Path, dtype: str | torch.dtype) -> Any:
+    """Return the whole model with eager attention, in host memory. Raises ModelRefused."""
+    config = _read_config(directory)
+    try:
+        model, report = _from_pretrained(directory, config, dtype)
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ModelRefused(f"transformers cannot load this checkpoint: {_first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would initialise them with random numbers
+        raise ModelRefused(
+            f"the checkpoint lacks weights that its config.json asks for: {len(missing)}, as {missing[0]}"
+        )
+    return model
 
 
 def _from_pretrained(directory: Path, config: Any, dtype: str | torch.dtype) -> tuple[Any, dict[str, Any]]:

@@ -1,0 +1,218 @@
+"""Runners of a worker with tensor parallelism: that of rank 0 sends each call to the other ranks, which follow it.
+
+Sampling is a pure function of logits, seed and position, and every rank has the same logits, so all ranks draw the same
+tokens. Only two results depend on more: which masks of grammars are ready in time, and drafts, which may come from a
+model that rank 0 alone holds. Rank 0 sends both, in the order in which a step asks for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import structlog
+
+from lineclear.exit_codes import ExitCode
+from lineclear.model_files.adapter_files import AdapterFilesRefused
+from lineclear.process.exception_location import exception_fields
+from lineclear.wire.codec import decode, encode
+from lineclear.wire.messages import (
+    Hello,
+    LoadAdapter,
+    Message,
+    Rejoin,
+    Row,
+    SlotInit,
+    StepErrorKind,
+    StepPlan,
+    UnloadAdapter,
+)
+
+from .constraints import ConstraintTable, Grammars, Masks, PendingMasks
+from .drafts.verification import Drafter, Drafts, ReadTokens
+from .model.loaded_model import LoadedModel
+from .model_runner import ModelRunner, RunnerOptions
+from .ranks import Ranks
+from .runner_interface import InflightStep, StepFailed
+
+log = structlog.get_logger(__name__)
+
+_NO_EPOCH = 0  # the ranks live no longer than their worker
+_IDLE_SECONDS = 0.05
+"""Time without a message after which a rank does idle work."""
+
+
+class LeadingRunner(ModelRunner):
+    """The runner of rank 0."""
+
+    def __init__(
+        self, ranks: Ranks, loaded: LoadedModel, options: RunnerOptions, draft_model: LoadedModel | None = None
+    ) -> None:
+        """Allocate the KV pools. Raises as ModelRunner."""
+        super().__init__(loaded, options, draft_model=draft_model)
+        self._ranks = ranks
+        self._constraints = _LeadingConstraints(ranks, self._grammars, loaded.vocab_size)
+        self._drafter = _LeadingDrafter(ranks, self._drafter)
+
+    def hello(self, epoch: int) -> Hello:
+        """Return the capacities and versions of this worker. Its device names the number of ranks."""
+        hello = super().hello(epoch)
+        return replace(hello, device=f"{hello.device} x {self._ranks.count}")
+
+    def reset(self) -> None:
+        """Free every slot and drop all adapters, on all ranks."""
+        self._ranks.send(encode(Rejoin(_NO_EPOCH)))
+        super().reset()
+
+    def launch(self, plan: StepPlan) -> InflightStep:
+        """Run the plan on all ranks. Raises StepFailed; the other ranks may then wait for this one, so it must end."""
+        self._ranks.send(encode(plan))
+        try:
+            return super().launch(plan)
+        except StepFailed as failed:
+            self._ranks.end_if_lost()
+            if failed.kind is StepErrorKind.OUT_OF_MEMORY:  # a worker goes on after it
+                raise StepFailed(StepErrorKind.EXCEPTION, failed.summary) from failed
+            raise
+
+    def load_adapter(self, index: int, key: bytes, path: str) -> None:
+        """Hold the adapter on all ranks. Raises AdapterFilesRefused if one of them refuses it; then none holds it."""
+        self._ranks.send(encode(LoadAdapter(_NO_EPOCH, index, key, path)))
+        problem = _refusal(super().load_adapter, index, key, path)
+        problems = [x for x in (problem, *(answer.decode() for answer in self._ranks.answers())) if x]
+        if problems:
+            self.unload_adapter(index)
+            raise AdapterFilesRefused(problems[0])
+
+    def unload_adapter(self, index: int) -> None:
+        """Drop an adapter on all ranks."""
+        self._ranks.send(encode(UnloadAdapter(_NO_EPOCH, index)))
+        super().unload_adapter(index)
+
+
+class FollowingRunner(ModelRunner):
+    """The runner of another rank."""
+
+    def __init__(self, ranks: Ranks, loaded: LoadedModel, options: RunnerOptions) -> None:
+        """Allocate the KV pools. Raises as ModelRunner."""
+        super().__init__(loaded, options, drafter=_FollowingDrafter(ranks))
+        self._constraints = _FollowingConstraints(ranks, self._grammars, loaded.vocab_size)
+
+
+def follow(runner: ModelRunner, ranks: Ranks) -> ExitCode:
+    """Make each call that rank 0 makes, until rank 0 exits or a call fails. Return the exit code."""
+    while True:
+        if not ranks.has_message(_IDLE_SECONDS):
+            while runner.idle_work() and not ranks.has_message(0):
+                pass
+        try:
+            _make_call(runner, ranks, decode(ranks.receive()))
+        except EOFError:
+            return ExitCode.OK
+        except Exception as error:  # this rank lacks a step: the worker must end
+            ranks.end_if_lost()
+            log.error("rank_failed", rank=ranks.rank, **exception_fields(error))
+            return ExitCode.INTERNAL
+
+
+def _make_call(runner: ModelRunner, ranks: Ranks, message: Message) -> None:
+    if isinstance(message, StepPlan):
+        runner.launch(message)
+    elif isinstance(message, LoadAdapter):
+        ranks.answer(_refusal(runner.load_adapter, message.index, message.key, message.path).encode())
+    elif isinstance(message, UnloadAdapter):
+        runner.unload_adapter(message.index)
+    else:
+        assert isinstance(message, Rejoin), message
+        runner.reset()
+
+
+def _refusal(load: Callable[[int, bytes, str], None], index: int, key: bytes, path: str) -> str:
+    """Return why `load` refuses an adapter; empty if it does not."""
+    try:
+        load(index, key, path)
+    except AdapterFilesRefused as error:
+        return str(error)
+    return ""
+
+
+# --- what rank 0 decides for all -------------------------------------------------------------------------------------
+
+
+class _LeadingDrafter:
+    """Sends the drafts of another drafter to the other ranks."""
+
+    def __init__(self, ranks: Ranks, drafter: Drafter) -> None:
+        self._ranks, self._drafter = ranks, drafter
+        self.reset, self.forget = drafter.reset, drafter.forget
+
+    def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
+        drafts = self._drafter.propose(rows, read_tokens)
+        self._ranks.send(json.dumps(list(drafts.items())).encode())
+        return drafts
+
+
+class _FollowingDrafter:
+    """Receives the drafts of rank 0."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def reset(self) -> None:
+        pass
+
+    def forget(self, slot: int) -> None:
+        pass
+
+    def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
+        return {slot: list(tokens) for slot, tokens in json.loads(self._ranks.receive())}
+
+
+class _LeadingConstraints(ConstraintTable):
+    """Sends the masks of each step to the other ranks."""
+
+    def __init__(self, ranks: Ranks, grammars: Grammars, vocab_size: int) -> None:
+        super().__init__(grammars, vocab_size)
+        self._ranks = ranks
+
+    def start(self, slots: Sequence[int], *arguments: Any) -> PendingMasks | None:
+        pending = super().start(slots, *arguments)
+        return None if pending is None else _SharedMasks(lambda: self._send(pending.result()))
+
+    def _send(self, masks: Masks) -> Masks:
+        rows, deferred, void = ([int(row) for row in part] for part in (masks.rows, masks.deferred, masks.void))
+        self._ranks.send(json.dumps((rows, masks.bits.tobytes().hex(), deferred, void)).encode())
+        return masks
+
+
+class _FollowingConstraints(ConstraintTable):
+    """Receives the masks of each step from rank 0."""
+
+    def __init__(self, ranks: Ranks, grammars: Grammars, vocab_size: int) -> None:
+        super().__init__(grammars, vocab_size)
+        self._ranks = ranks
+
+    def set_slot(self, init: SlotInit) -> None:
+        constraint: Any = None  # it is on rank 0
+        if init.sampling.grammar:
+            self.slots[init.slot] = constraint
+        else:
+            self.slots.pop(init.slot, None)
+
+    def start(self, slots: Sequence[int], *_: Any) -> PendingMasks | None:
+        return None if self.slots.keys().isdisjoint(slots) else _SharedMasks(self._receive)
+
+    def _receive(self) -> Masks:
+        rows, bits, deferred, void = json.loads(self._ranks.receive())
+        array = np.frombuffer(bytearray.fromhex(bits), np.uint32)
+        return Masks(rows, array.reshape(len(rows), self._num_words), deferred, void)
+
+
+class _SharedMasks(PendingMasks):
+    """Masks that all ranks use."""
+
+    def __init__(self, result: Callable[[], Masks]) -> None:
+        self.result = result  # type: ignore[method-assign]

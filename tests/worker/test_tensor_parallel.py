@@ -1,0 +1,192 @@
+"""Models divided over the ranks of a worker: their answers are those of the whole model, or they are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from support.divided_models import model_of
+from support.engine_harness import ENVIRONMENT
+from support.families import CONFIGS, tiny_model
+from support.processes import is_running
+from support.time_limits import PATIENCE_SECONDS
+from support.waiting import eventually
+from torch import nn
+
+from lineclear.wire.messages import StepErrorKind, StepPlan
+from lineclear.worker import ranks
+from lineclear.worker.model import division
+from lineclear.worker.model.loaded_model import ModelRefused
+from lineclear.worker.model.loader import wrap_model
+from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.rank_runner import LeadingRunner
+from lineclear.worker.ranks import Ranks
+from lineclear.worker.runner_interface import StepFailed
+from lineclear.worker.settings import WorkerSettings
+
+UNDIVIDED = {"gpt2"}
+WITH_WHOLE_ATTENTION = {"olmo2", "phi3"}
+FAMILIES = sorted(CONFIGS.keys() - UNDIVIDED)
+
+
+def run(*command: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_divided_models_give_the_tokens_of_whole_ones(count: int) -> None:
+    answers = json.loads(run("-m", "support.divided_models", str(count), *FAMILIES).splitlines()[-1])
+    assert answers.keys() == set(FAMILIES)
+    for family, found in answers.items():
+        assert found["divided"] == found["whole"], family
+        assert sum(map(len, found["whole"].values())) > 20, family
+        num_heads = 4 if family in WITH_WHOLE_ATTENTION else 4 // count
+        assert {*found["kv_heads"]} <= {num_heads, 2 * num_heads}, family
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gpt2", {}, "gpt2 models have no layers that can be divided; leave --tensor-parallel-size at 1"),
+        ("llama", {}, "--tensor-parallel-size 4: its 6 attention heads cannot be divided by 4"),
+        ("qwen3", {"num_attention_heads": 8}, "its 2 key-value heads cannot be divided by 4"),
+        ("phi3", {"intermediate_size": 66}, "the 66 features inside model.layers.0.mlp cannot be divided by 4"),
+        ("mixtral", {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 66}, "each expert of"),
+    ],
+)
+def test_model_that_cannot_be_divided_is_refused(family: str, changes: dict[str, int], reason: str) -> None:
+    with pytest.raises(ModelRefused, match=reason):
+        division.divide(tiny_model(family, **changes), 0, 4)
+
+
+def test_unknown_layer_is_refused() -> None:
+    model = model_of("llama")
+    model.model.layers[1].self_attn.register_module("extra", None)
+    model.model.layers[1].adapter = nn.Linear(64, 64)
+    with pytest.raises(ModelRefused, match=r"linear layer model\.layers\.1\.adapter is of no kind that can be divided"):
+        division.divide(model, 0, 2)
+
+
+def test_wrong_division_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of the other rank are missing, as they would be if a layer were divided in the wrong way."""
+
+    def gather(parts: list[torch.Tensor], own: torch.Tensor) -> None:
+        for part in parts:
+            part.copy_(own)
+
+    alone = SimpleNamespace(all_reduce=lambda tensor: None, all_gather=gather)
+    monkeypatch.setattr(division, "distributed", alone)
+    first = SimpleNamespace(rank=0, count=2, in_turn=contextlib.nullcontext)
+    with pytest.raises(ModelRefused, match="llama models cannot be divided: their logits change"):
+        division.load_divided(cast("Ranks", first), lambda: model_of("llama"), wrap_model)
+
+
+def test_each_rank_has_its_own_part_of_the_machine() -> None:
+    def places(device: str, share: str = "0/1") -> list[tuple[str, str]]:
+        settings = WorkerSettings(model="m", socket_directory="d", device=device, machine_share=share)
+        parts = [ranks.part_of(settings, rank, 2) for rank in range(2)]
+        return [(part.device, part.machine_share) for part in parts]
+
+    assert places("cuda", "1/2") == [("cuda", "2/4"), ("cuda", "3/4")]
+    assert places("cuda:2") == [("cuda:2", "0/2"), ("cuda:3", "1/2")]
+    assert places("cpu") == [("cpu", "0/2"), ("cpu", "1/2")]
+    cores = [{*part.removeprefix("cpu:").split(",")} for part, _ in places("cpu:0,1")]
+    assert cores == [{"0"}, {"1"}]
+
+
+_ONE_DIES = """
+import os, signal, sys, time
+from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.rank_runner import LeadingRunner
+from lineclear.worker.ranks import Ranks
+from lineclear.worker.runner_interface import StepFailed
+
+ranks = Ranks.join(3, [sys.executable, "-c", sys.argv[1], *sys.argv[1:]])
+if ranks.rank == 2:
+    {death}
+if ranks.rank:
+    ranks.receive()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("death", "code"),
+    [
+        ("os._exit(78)", 78),
+        ("os._exit(0)", 70),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("os.kill(os.getpid(), signal.SIGABRT)", -signal.SIGABRT),
+    ],
+)
+def test_worker_ends_as_its_rank_does(death: str, code: int) -> None:
+    """So the scheduler tells a crash from a signal from outside."""
+    script = _ONE_DIES.format(death=death)
+    run("-c", script, script, code=code)
+
+
+_ALL_END = """
+import os, signal, subprocess, sys
+from lineclear.process import parent_death
+from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.rank_runner import LeadingRunner
+from lineclear.worker.ranks import Ranks
+from lineclear.worker.runner_interface import StepFailed
+
+parent_death.die_with_parent()
+ranks = Ranks.join(3, [sys.executable, "-c", sys.argv[1], *sys.argv[1:]])
+print(os.getpid(), flush=True)
+if ranks.rank:
+    ranks.receive()
+else:
+    {end}
+"""
+
+
+@pytest.mark.parametrize("end", ["ranks.close()", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_ranks_end_with_their_worker(end: str) -> None:
+    script = _ALL_END.format(end=f"sys.stdin.readline(); {end}")
+    with subprocess.Popen(
+        [sys.executable, "-c", script, script], env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        pids = [int(worker.stdout.readline()) for _ in range(3)]
+        assert all(map(is_running, pids))
+        worker.stdin.close()
+        worker.wait(PATIENCE_SECONDS)
+        for pid in pids:
+            eventually(lambda pid=pid: not is_running(pid), what=f"the end of {pid}")
+
+
+def test_rank_0_goes_on_after_no_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks may wait for it in the middle of the step, so even a step without memory ends the worker."""
+
+    def fail(self: ModelRunner, plan: StepPlan) -> None:
+        raise StepFailed(StepErrorKind.OUT_OF_MEMORY, "no memory")
+
+    monkeypatch.setattr(ModelRunner, "launch", fail)
+    monkeypatch.setattr(ranks, "_LOSS_SECONDS", 0.0)
+    runner = object.__new__(LeadingRunner)
+    runner._ranks = Ranks(0, -1, ())
+    with pytest.raises(StepFailed) as failed:
+        runner.launch(StepPlan(1, 1, ()))
+    assert failed.value.kind is StepErrorKind.EXCEPTION
+
+
+def test_size_is_refused_with_settings_that_it_excludes() -> None:
+    for more, reason in (({"quantization": "int8"}, "--quantization int8"), ({"device": "mps"}, "GPUs of NVIDIA")):
+        fixed: dict[str, Any] = {"model": "m", "socket_directory": "d", "tensor_parallel_size": 2}
+        with pytest.raises(ValueError, match=reason):
+            WorkerSettings(**fixed | more)
