@@ -109,6 +109,7 @@ chaos: ready ## Kill workers and schedulers under load, and update the model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),300) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),100) --model ../demo/model --streams 8 --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model --streams 8 --standby
+	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),30) --model ../demo/model --tensor-parallel-size 2
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of scheduler --kills $(or $(KILLS),30) --model ../demo/model --streams 8
 	@cd tests && for format in '--dtype float32' '--dtype bfloat16' '--quantization int8 --kv-cache-dtype int8'; do \
 		../$(BIN)/python -m campaigns.chaos --model ../demo/model-tiny --kills $(or $(KILLS),20) --answers 1000 \

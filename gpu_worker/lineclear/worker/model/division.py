@@ -71,7 +71,7 @@ def divide(model: Any, rank: int, count: int) -> None:
         children = {child: x for child, x in module.named_children() if isinstance(x, nn.Linear)}
         own = dict(module.named_parameters(recurse=False))
         if type(module).__name__.endswith("Attention"):
-            division.attention(name, module, children)
+            division.attention(module, children)
         elif children.keys() & _FIRST.keys():
             division.feed_forward(name, children)
         elif {"gate_up_proj", "down_proj"} <= own.keys():
@@ -88,7 +88,7 @@ class _Division:
         self._known = set[nn.Module]()
         self._num_feed_forward = self._num_whole = 0
 
-    def attention(self, name: str, module: nn.Module, children: dict[str, nn.Linear]) -> None:
+    def attention(self, module: nn.Module, children: dict[str, nn.Linear]) -> None:
         """Divide an attention layer by heads, or leave it whole on each rank if its heads depend on each other."""
         self._known.update(children.values())
         first = next((names for names in _QUERIES if names <= children.keys()), set[str]())
