@@ -66,7 +66,7 @@ def test_deterministic_answers_are_bitwise_those_of_a_quiet_server(folder: Path)
 
 def test_clients_with_mixed_features_notice_no_kill_of_a_rank(folder: Path) -> None:
     """The expected answers are those of a worker without tensor parallelism."""
-    sizes = {"kills": 1, "streams": 16, "num_questions": 10, "tensor_parallel_size": 2}
+    sizes = {"kills": 1, "streams": 18, "num_questions": 10, "tensor_parallel_size": 2}
     done = chaos.campaign(folder, of="worker", model=str(DEMO_MODEL), seed=6, deaths={"rank": 1.0}, **sizes)
     assert done.tally.is_clean, done.figures()
     assert not done.orphans
