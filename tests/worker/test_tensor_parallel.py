@@ -185,6 +185,12 @@ def test_rank_0_goes_on_after_no_failed_step(monkeypatch: pytest.MonkeyPatch) ->
     assert failed.value.kind is StepErrorKind.EXCEPTION
 
 
+def test_worker_of_one_process_imports_none_of_it() -> None:
+    script = "import sys; from lineclear.worker import app, runner_factory; print(*sys.modules)"
+    parts = ("lineclear.worker.ranks", "lineclear.worker.rank_runner", "lineclear.worker.model.division")
+    assert {*run("-c", script).split()}.isdisjoint(parts)
+
+
 def test_size_is_refused_with_settings_that_it_excludes() -> None:
     for more, reason in (({"quantization": "int8"}, "--quantization int8"), ({"device": "mps"}, "GPUs of NVIDIA")):
         fixed: dict[str, Any] = {"model": "m", "socket_directory": "d", "tensor_parallel_size": 2}
