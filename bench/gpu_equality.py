@@ -66,9 +66,9 @@ def answers_of_worker(directory: Path, device: Device, dtype: str, folder: Path)
 
 def answers_of_transformers(directory: Path, device: Device, dtype: str) -> Iterator[Answer]:
     """Answer each prompt alone, with transformers' own attention."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, dtype), attn_implementation="eager"
-    ).to(device.torch_device)
+    dtypes: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, **dtypes)
+    model.to(device.torch_device)
     model.generation_config.eos_token_id = None
     for prompt in prompts(device, model.config.vocab_size):
         ids = torch.tensor([prompt], device=device.torch_device)
