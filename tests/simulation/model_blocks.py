@@ -87,6 +87,13 @@ class ModelBlocks:
                     found[block] = common - start
         return found
 
+    def users(self, block: int) -> set[ModelSequence]:
+        return self._users[block]
+
+    def reads_unconfirmed(self, sequence: ModelSequence) -> bool:
+        """Return whether a running sequence shares or copied blocks whose row is in flight."""
+        return any(entry[:2] == (sequence, sequence.admission_count) for entry in self._reads)
+
     def writes_to(self, block: int) -> Write | None:
         """Return the row in flight that writes to a used block."""
         return self._unconfirmed.get(block)

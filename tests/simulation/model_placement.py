@@ -30,6 +30,9 @@ class ModelPlacement:
     def observe(self, snapshots: Iterable[WorkerSnapshot]) -> None:
         self._snapshots = {snapshot.epoch: snapshot for snapshot in snapshots}
 
+    def measured(self, worker: ModelWorker) -> WorkerSnapshot:
+        return self._snapshots[worker.epoch]
+
     def begin_plan(self, now: float) -> None:
         """Note before a plan which workers requests that have not started may join."""
         self._open = self._open_workers(now)

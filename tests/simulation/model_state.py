@@ -56,6 +56,7 @@ class ModelState:
             del self._by_seed[sequence.request.sampling.seed]
         if sequence.is_running:
             self.workers[sequence.epoch].stop_running(sequence, sequence.num_computed)
+        self.drop_swapped(sequence)
         self.fresh.pop(sequence, None)
         self.resuming.pop(sequence, None)
         self.queue.on_finish(sequence, self.fresh, is_idle=not self.live)
@@ -65,6 +66,11 @@ class ModelState:
         of_seed = self._by_seed.get(init.sampling.seed, [])
         require(bool(of_seed), "I16", "only live requests are admitted")
         return next((sequence for sequence in of_seed if sequence.tokens == init.tokens), of_seed[0])
+
+    def drop_swapped(self, sequence: ModelSequence) -> None:
+        """Free the host blocks of a sequence that waited, on the worker that it ran on last."""
+        if sequence.epoch in self.workers:
+            self.workers[sequence.epoch].swap.drop(sequence)
 
     def preempt(self, victim: ModelSequence) -> None:
         """Have a running request wait again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from simulation.scenario import Capacity, is_bad
+from simulation.scenario import Capacity, Scenario, is_bad
 from support.toy import ToyRunner, ToyStep
 
 from lineclear.wire.messages import LoadAdapter, RowOutput, StepError, StepPlan, StepResult
@@ -34,19 +34,19 @@ class TaintingRunner(ToyRunner):
 class Worker:
     """A toy worker with queues of plans and results in flight."""
 
-    def __init__(
-        self, epoch: int, capacity: Capacity, vocab_size: int, model: str, bad_per_mille: int, late_per_mille: int
-    ) -> None:
+    def __init__(self, epoch: int, capacity: Capacity, scenario: Scenario, model: str, num_swap_blocks: int) -> None:
         self.runner = TaintingRunner(
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
             num_slots=capacity.num_slots,
             max_model_len=capacity.max_model_len,
-            vocab_size=vocab_size,
+            vocab_size=scenario.vocab_size,
             max_step_tokens=capacity.max_step_tokens,
-            is_bad=lambda context: is_bad(context, bad_per_mille),
+            is_bad=lambda context: is_bad(context, scenario.bad_per_mille),
             model=model,
-            late_per_mille=late_per_mille,
+            late_per_mille=scenario.late_per_mille,
+            num_swap_blocks=num_swap_blocks,
+            swap_seconds=scenario.swap_seconds,
         )
         self.hello = self.runner.hello(epoch)
         self.plans: deque[StepPlan | LoadAdapter] = deque()  # and the messages between them

@@ -9,6 +9,7 @@ from simulation.model_batching import ModelBatching
 from simulation.model_blocks import ModelBlocks
 from simulation.model_cadence import ModelCadence
 from simulation.model_sequence import ModelSequence
+from simulation.model_swap import ModelSwap
 
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.wire.messages import Hello, Row, RowOutput
@@ -74,6 +75,7 @@ class ModelWorker:
         self.blocks = ModelBlocks(self.limits.prefix_cache)
         self.blocks.reset(hello.num_blocks, hello.block_size)
         self.cadence = ModelCadence()
+        self.swap = ModelSwap(hello)
         self.running: dict[int, ModelSequence] = {}  # by slot
         self.finishing: dict[ModelSequence, None] = {}  # last row in flight: without slot, with blocks
         self.inflight: deque[ModelStep] = deque()
@@ -130,4 +132,5 @@ class ModelWorker:
 
     def uncached(self, sequence: ModelSequence) -> int:
         """Return how many tokens of a waiting sequence it would compute."""
-        return len(sequence.tokens) - len(self.blocks.cached_prefix(sequence)) * self.blocks.size
+        num_shared = len(self.blocks.cached_prefix(sequence))
+        return len(sequence.tokens) - (num_shared + len(self.swap.find(sequence, num_shared))) * self.blocks.size

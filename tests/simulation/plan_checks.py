@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
+from itertools import takewhile
 
 from simulation.invariant_error import require
 from simulation.model_blocks import Write
@@ -78,14 +79,15 @@ class PlanChecks:
         started = self._started(events)
         victims = deque(self.state.live[e.request_id] for e in events if isinstance(e, Preempted))
         num_preempted = len(victims)
-        if isolated is not None:
-            self._preempt_for_suspect(victims, isolated)
         prompts_first = self.state.limits.scheduling_policy == "prefill_first"
         waiting = deque(ready)  # decodes without a row so far, oldest first
         is_open = isolated is None and self.worker.batching.is_open(now)
         step = ModelStep(plan.step)
-        copies = {copy.target: copy for copy in plan.copy_blocks}
-        require(len(copies) == len(plan.copy_blocks), "I4", "each block is the target of one copy")
+        within = self.worker.swap.begin_plan(plan.copy_blocks)
+        copies = {copy.target: copy for copy in within}
+        require(len(copies) == len(within), "I4", "each block is the target of one copy")
+        if isolated is not None:
+            self._preempt_for_suspect(victims, isolated)
         inits = {init.slot: init for init in plan.inits}
         require(len(inits) == len(plan.inits), "I6", "each slot initialised once")
         zeroed = set(plan.zero_blocks)
@@ -99,18 +101,18 @@ class PlanChecks:
             prompts = [r for r, late in zip(plan.chunks, is_decode, strict=True) if not late]
             rows = (*prompts, *plan.decodes.rows(), *(r for r in plan.chunks if r not in prompts))
         for row in rows:
-            joins, num_running, copy = row.slot in inits, len(self.worker.running), None
+            joins, num_running, copied = row.slot in inits, len(self.worker.running), list[BlockCopy]()
             if victims and self.worker.running.get(row.slot) in waiting:
                 self._preempt_for_decodes(victims, waiting, step, until=self.worker.running[row.slot])
             if joins:
-                copy = copies.pop(row.new_blocks[0], None) if row.new_blocks else None
-                self._apply_init(inits.pop(row.slot), copy, step, started, is_open, now, isolated)
+                copied = [copies.pop(block) for block in takewhile(copies.__contains__, row.new_blocks)]
+                self._apply_init(inits.pop(row.slot), copied, step, started, is_open, now, isolated)
             # So a request that ended costs only the steps in flight at its end.
             require(row.slot in self.worker.running, "I16", "every row belongs to a live request")
             sequence = self.worker.running[row.slot]
             deadline = sequence.request.deadline
             require(deadline is None or deadline > now, "I16", "no plan has a request whose deadline has passed")
-            self._apply_row(sequence, row, step, zeroed, is_copied=copy is not None)
+            self._apply_row(sequence, row, step, zeroed, num_copied=len(copied))
             if row in plan.chunks:
                 is_prompt = joins or sequence in partial
                 self.worker.blocks.publish_planned(sequence, plan.step, is_prompt=is_prompt)
@@ -129,6 +131,7 @@ class PlanChecks:
         require(not inits and not started, "I6", "a request that starts has a row")
         require(not zeroed, "I18", "only tainted blocks that are handed out are zeroed")
         require(not copies, "I4", "only requests that start get copies")
+        self.worker.swap.end_plan()
         self.worker.blocks.end_plan()
         require(total <= budget, "I6", "no more tokens than the budget")
         fits = len(self.worker.running) <= self.worker.num_slots or not plan.inits
@@ -189,7 +192,15 @@ class PlanChecks:
             victim = victims.popleft()
             others = [s for s in self.worker.running.values() if s is not suspect]
             require(victim is max(others, key=lambda s: s.queue_key), "isolation", "a suspect preempts the youngest")
-            self.state.preempt(victim)
+            self._preempt(victim)
+
+    def _preempt(self, victim: ModelSequence) -> None:
+        """Preempt a sequence, and check which of its blocks are swapped out."""
+        worker = self.worker
+        first, wanted = worker.swap.wanted(victim, worker.blocks, self.placement.measured(worker))
+        self.state.preempt(victim)
+        worker.swap.swap_out(victim, first, wanted, worker.blocks.size)
+        self.state.counters.swapped_out_tokens += len(wanted) * worker.blocks.size
 
     def _preempt_for_decodes(
         self,
@@ -209,7 +220,7 @@ class PlanChecks:
             while victims and sequence.is_running and is_short and self.worker.blocks.num_free == 0:
                 victim = victims.popleft()
                 self._check_preemption(victim, sequence, planned)
-                self.state.preempt(victim)
+                self._preempt(victim)
             if sequence is until:
                 return
 
@@ -234,7 +245,7 @@ class PlanChecks:
     def _apply_init(
         self,
         init: SlotInit,
-        copy: BlockCopy | None,
+        copies: list[BlockCopy],
         step: ModelStep,
         started: dict[str, Started],
         is_open: bool,
@@ -281,21 +292,30 @@ class PlanChecks:
             del self.state.fresh[sequence]
         else:
             del self.state.resuming[sequence]
-        sequence.is_running, sequence.slot, sequence.epoch = True, init.slot, self.worker.epoch
+        sequence.is_running, sequence.slot = True, init.slot
         sequence.passed_at, sequence.is_left, sequence.left_until = None, False, float("-inf")
         sequence.admission_count += 1
         self.worker.running[init.slot] = sequence
         sequence.num_shared = sequence.num_offered = len(hits) * self.worker.blocks.size
-        num_copied = 0
-        copied = self._check_copy(sequence, copy)
-        if copy is not None:
-            num_copied = copy.num_positions
+        swapped = self.worker.swap.find(sequence, len(hits))
+        num_swapped = len(swapped) * self.worker.blocks.size
+        if swapped:
+            require([copy.source for copy in copies] == swapped, "I31", "exactly its own blocks are swapped in")
+            is_whole = all(copy.num_positions == self.worker.blocks.size for copy in copies)
+            require(is_whole, "I31", "whole blocks are swapped in")
+        else:
+            require(len(copies) < 2, "I4", "one block is copied")
+        copied = None if swapped else self._check_copy(sequence, copies[0] if copies else None)
+        self.state.drop_swapped(sequence)
+        sequence.epoch = self.worker.epoch
         self.worker.blocks.share(init.blocks, sequence, copied)
+        num_copied = sum(copy.num_positions for copy in copies)
         sequence.num_planned = sequence.num_computed = sequence.num_shared + num_copied
         sequence.num_known = len(init.tokens)
         own_prompt = not sequence.request.is_sibling or not sequence.request.max_tokens
         self.state.counters.prefix_cache_queries += own_prompt * len(init.tokens)
-        self.state.counters.prefix_cache_hits += own_prompt * sequence.num_planned
+        self.state.counters.prefix_cache_hits += own_prompt * (sequence.num_planned - num_swapped)
+        self.state.counters.swapped_in_tokens += num_swapped
         _check_sharing(sequence, self.worker)
         if sequence.started_at is None:
             sequence.started_at, sequence.cached_tokens = now, sequence.num_planned
@@ -322,7 +342,7 @@ class PlanChecks:
         return blocks.writes_to(copy.source)
 
     def _apply_row(
-        self, sequence: ModelSequence, row: Row, step: ModelStep, zeroed: set[int], *, is_copied: bool
+        self, sequence: ModelSequence, row: Row, step: ModelStep, zeroed: set[int], *, num_copied: int
     ) -> None:
         size, end = self.worker.blocks.size, row.start + row.num_tokens
         require(row.start == sequence.num_planned and row.num_tokens > 0, "I6", "positions follow one another")
@@ -332,11 +352,11 @@ class PlanChecks:
             outputs.discard(RowOutput.NONE)  # a sample and the vector of the last token: at the end of a row
             require(sequence.output_of(end - 1) is row.output, "I6", "samples at the last known token")
         require(outputs == {row.output}, "I6", "each position is reported, once")
-        new_end = sequence.num_planned // size * size + len(row.new_blocks) * size
+        new_end = (len(sequence.blocks) + len(row.new_blocks)) * size
         needed = min(sequence.num_known, sequence.max_len - 1)
-        is_first = sequence.num_planned // size * size == sequence.num_shared and new_end >= needed
+        is_first = len(sequence.blocks) * size == sequence.num_shared and new_end >= needed
         for index, block in enumerate(row.new_blocks):
-            self.worker.blocks.take(block, sequence, zeroed, is_copied=is_copied and index == 0)
+            self.worker.blocks.take(block, sequence, zeroed, is_copied=index < num_copied)
         self.grown |= {sequence} if row.new_blocks else set()
         end_of_drafts = end + row.num_drafts
         if row.num_drafts:

@@ -63,7 +63,9 @@ BLOCK_BUGS: Bugs = {
         "sharing a block that is not confirmed is not noted": drop(
             "writes.readers[sequence] = sequence.admission_count"
         ),
-        "a copy of a block that is not confirmed is not noted": replace("[*shared, donor.block]", "shared"),
+        "a copy of a block that is not confirmed is not noted": replace(
+            "[*shared, *(donor.block for donor in donors)]", "shared"
+        ),
         "copied positions are computed again": replace("donor.num_positions", "0"),
         "blocks are not released": drop("self.pool.release(sequence.blocks)"),
         "blocks are released twice": twice("self.pool.release(sequence.blocks)"),
@@ -107,7 +109,7 @@ BLOCK_BUGS: Bugs = {
         "the last prompt token is a hit": replace("sequence.num_skippable", "len(sequence.tokens)"),
         "the prefix cache never hits": never("self._prefix_cache"),
     },
-    RunningBatch.find_donor: {
+    RunningBatch.find_donors: {
         "the position of the last token is copied": replace("sequence.num_skippable", "len(tokens)")
     },
     RunningBatch.publish: {

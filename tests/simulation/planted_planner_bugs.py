@@ -55,7 +55,9 @@ PLANNER_BUGS: Bugs = {
             _INDEX, f"0 if sequence.recoveries else {_INDEX}"
         ),
         "a slot names another adapter": off_by_one(_INDEX),
-        "the copy is made to the wrong block": replace("taken[0]", "taken[-1]"),
+        "the copy is made to the wrong block": replace(
+            "zip(donors, taken, strict=False)", "zip(donors, taken[-1:], strict=False)"
+        ),
         "an admission beyond the budget": replace(
             "self._add_prompt(sequence, count, tuple(taken))",
             "self._add_prompt(sequence, sequence.num_unplanned, tuple(taken))",

@@ -95,6 +95,10 @@ class Scenario:
     """Share of requests with a grammar, which the workers compile first."""
     beams: float = 0.0
     """Share of beam searches among the requests with several outputs; half of the others choose among candidates."""
+    swap_blocks: int = 0
+    """Host blocks of most workers."""
+    swap_seconds: float = 0.0
+    """To copy a block out or in."""
 
 
 def is_bad(context: Sequence[int], per_mille: int) -> bool:

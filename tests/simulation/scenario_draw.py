@@ -52,7 +52,10 @@ def draw(seed: int) -> Scenario:
         if rng.random() < share:
             scenario = variant(rng, scenario)
     # Each of these has a random stream of its own.
-    own_streams = ((_branching, 0.06), (_constraining, 0.06), (_combined, 0.04), (_reweighing, 0.003), (_beside, 0.04))
+    own_streams = (
+        *((_branching, 0.06), (_constraining, 0.06), (_combined, 0.04), (_reweighing, 0.003), (_beside, 0.04)),
+        (_swapping_out, 0.05),
+    )
     for variant, share in own_streams:
         own = random.Random(f"{seed}:{variant.__name__}")
         if own.random() < share:
@@ -396,6 +399,29 @@ def _combined(rng: random.Random, scenario: Scenario) -> Scenario:
     parts = {name: min(share, getattr(scenario, name)) for name in ("scored", "pooled", "resumed")}
     weights = {"crash": rng.choice((0.05, 0.3)), "burst": 0.2}
     return _changed(scenario, weights=weights, deadlines=rng.choice((0.0, 0.1)), **parts)
+
+
+def _swapping_out(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Preempted sequences keep their blocks in host memory, where copies take less time than computing them again."""
+    scenario = rng.choice((_unchanged, _recomputing, _short, _swapping_both_ways, _spoiled))(rng, scenario)
+    scenario = rng.choice((_unchanged, _unchanged, _pooling, _scoring, _several))(rng, scenario)
+    return _changed(
+        scenario,
+        {"pipeline_depth": rng.randint(1, 3)},
+        {"submit": 2.0, "burst": 0.8},
+        ticks=120,
+        step_seconds=(0.01, 0.001, rng.choice((0.0, 1e-4))),
+        swap_blocks=rng.choice((2, 6, 64)),
+        swap_seconds=rng.choice((0.0, 0.0003, 0.001)),
+    )
+
+
+def _swapping_both_ways(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Prompts go first and many short sequences need a block in each step: a plan may swap in, and then out."""
+    scenario = _short(rng, scenario)
+    limits = {"scheduling_policy": "prefill_first", "max_preemptions": 4, "prefix_cache": rng.random() < 0.5}
+    capacity = Capacity(rng.randint(40, 64), 1, 8, 64, 4096)
+    return _changed(scenario, limits, capacity=capacity, longest_prompt=10)
 
 
 def _short(rng: random.Random, scenario: Scenario) -> Scenario:

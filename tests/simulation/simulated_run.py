@@ -337,8 +337,8 @@ class SimulatedRun:
         scenario = self.scenario
         if scenario.updates and not self.workers and self.rng.random() < scenario.updates:
             self.model = self.rng.choice(MODELS)
-        per_mille = scenario.bad_per_mille, scenario.late_per_mille
-        worker = Worker(1000 + self.epochs, capacity, scenario.vocab_size, self.model, *per_mille)
+        num_swap_blocks = scenario.swap_blocks if self.epochs % 4 else 0
+        worker = Worker(1000 + self.epochs, capacity, scenario, self.model, num_swap_blocks)
         worker.is_slow = scenario.slow > 0 and self.rng.random() < scenario.slow
         self.workers[worker.hello.epoch] = worker
         self.scheduler.join(worker.hello, self.now)
@@ -414,6 +414,7 @@ class SimulatedRun:
                 "a poison request costs three workers",
             )
         snapshot = self.scheduler.core.snapshot()
+        self.scheduler.counts["swapped_in_tokens"] += snapshot.counters.swapped_in_tokens
         require(not self.scheduler.live and self.scheduler.core.num_live == 0, "I22", "all requests have ended")
         idle = (0, 0, 0, 0, 0)
         gauges = (

@@ -39,7 +39,7 @@ EXAMPLES: tuple[wire.Message, ...] = (
         ),
         zero_blocks=(4,),
         decodes=wire.Decodes((1, 7), (30, 44), ((7, 14),)),
-        copy_blocks=(wire.BlockCopy(15, 11, 3), wire.BlockCopy(9, 12, 15)),
+        copy_blocks=(wire.BlockCopy(15, 11, 3), wire.BlockCopy(9, 12, 15), wire.BlockCopy(4, 4096, 16)),
     ),
     wire.StepResult(
         *(3, 812, (5, 6), (wire.Logprobs(-0.5, ((5, -0.5), (9, -2.0))), None), frozenset({1, 4}), 0.021),
@@ -53,7 +53,7 @@ EXAMPLES: tuple[wire.Message, ...] = (
     ),
     wire.Hello(
         *(3, 4096, 16, 64, 2048, 32000, (2, 3), 256, "m", "llama", "float32", "cpu", "paged", 42, "2.13.0", "5.23.0"),
-        *(2**63, "e00f4dad74647f96", "85c2f1e536bd6dd3", "m-draft"),
+        *(2**63, "e00f4dad74647f96", "85c2f1e536bd6dd3", "m-draft", 64, 0.00025),
     ),
     wire.Heartbeat(3, 812, 1.5, (4, 5)),
     wire.StepError(3, 812, wire.StepErrorKind.OUT_OF_MEMORY, "OutOfMemoryError in attention"),

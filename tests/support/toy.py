@@ -223,9 +223,12 @@ class ToyRunner:
         is_bad: Callable[[Sequence[int]], bool] = lambda context: False,
         model: str = "",
         late_per_mille: int = 0,
+        num_swap_blocks: int = 0,
+        swap_seconds: float = 0.0,
     ) -> None:
         """`late_per_mille` of the masks are not ready in each step."""
         self.late_per_mille = late_per_mille
+        self.num_swap_blocks, self.swap_seconds = num_swap_blocks, swap_seconds
         self.num_blocks, self.block_size, self.num_slots = num_blocks, block_size, num_slots
         self.max_model_len, self.vocab_size, self.max_step_tokens = max_model_len, vocab_size, max_step_tokens
         self.is_bad = is_bad
@@ -252,12 +255,14 @@ class ToyRunner:
             device="toy",
             attention_backend="toy",
             model_fingerprint=fingerprint(self.model),
+            num_swap_blocks=self.num_swap_blocks,
+            swap_seconds=self.swap_seconds,
         )
 
     def reset(self) -> None:
         """Forget every slot and every cell."""
         # Arrays of fixed-size integers: lists would grow as ids are written.
-        self.cells = [array("i", [HOLE]) * self.block_size for _ in range(self.num_blocks)]
+        self.cells = [array("i", [HOLE]) * self.block_size for _ in range(self.num_blocks + self.num_swap_blocks)]
         self.slots: dict[int, _Slot] = {}
         self._constraints = ConstraintTable(
             ToyGrammars(self.vocab_size), self.vocab_size, LateThreads(self.late_per_mille)

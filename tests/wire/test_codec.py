@@ -107,6 +107,12 @@ def _plan_of(sampling: Any) -> Any:
 I0, I1, NEGATIVE = (struct.pack("<i", value) for value in (0, 1, -1))
 
 
+def hello(**fields: Any) -> Any:
+    """A Hello with a capacity."""
+    sizes = ("num_blocks", "block_size", "num_slots", "max_model_len", "vocab_size", "max_step_tokens")
+    return pb.Hello(**dict.fromkeys(sizes, 1), **fields)
+
+
 def outputs(*, bad_rows: bytes = b"", **columns: Any) -> Any:
     """Return a result with these outputs."""
     return pb.Result(bad_rows=bad_rows, outputs=pb.Outputs(**columns))
@@ -144,6 +150,9 @@ def outputs(*, bad_rows: bytes = b"", **columns: Any) -> Any:
         (RESULT, outputs(bad_rows=I1, score_counts=I1, num_top=I0, scores=I1)),  # a bad row that is not there
         (RESULT, outputs(vectors=[b"123"])),  # no whole number of values
         (HELLO, pb.Hello()),  # no capacity at all
+        (HELLO, hello(num_swap_blocks=-1)),
+        (HELLO, hello(swap_seconds=math.inf)),
+        (HELLO, hello(swap_seconds=math.nan)),
         (EXAMPLES[4], pb.StepError()),  # no kind
         (EXAMPLES[-1], pb.SetLogLevel()),  # no level
         (EXAMPLES[-1], pb.SetLogLevel(level=5)),  # type: ignore[arg-type]  # none that is known

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from enum import Enum
 from itertools import accumulate, chain
+from math import inf
 from typing import Any, TypeVar, get_type_hints
 
 from google.protobuf.message import DecodeError as ProtobufDecodeError
@@ -352,6 +353,8 @@ def _check_hello(hello: Hello) -> None:
     sizes = (hello.num_blocks, hello.block_size, hello.num_slots, hello.max_model_len, hello.vocab_size)
     if min(*sizes, hello.max_step_tokens) < 1:
         raise ValueError("a capacity is not positive")
+    if hello.num_swap_blocks < 0 or not 0 <= hello.swap_seconds < inf:
+        raise ValueError("host blocks or the time to copy one out of range")
 
 
 def _check_index(message: LoadAdapter | UnloadAdapter | AdapterLoaded) -> None:

@@ -72,8 +72,12 @@ class RowOutput(IntEnum):
 class BlockCopy(NamedTuple):
     """Copy the first `num_positions` positions of block `source` to block `target`, before the step writes anything.
 
-    The target is the first new block of a sequence that takes a slot, whose row starts behind the copied positions. All
-    cells of the target are replaced: no later read may see what they held.
+    The targets are the first new blocks of a sequence that takes a slot, whose row starts behind the copied positions.
+    All cells of a target are replaced: no later read may see what they held.
+
+    Numbers from `Hello.num_blocks` on are host blocks. Only whole blocks are copied from and to them: from the blocks
+    of a sequence that leaves its slot, and later to those of the same sequence. A plan that reads a host block does not
+    write it.
     """
 
     source: int
@@ -241,6 +245,7 @@ class Hello:
     `pid` does not identify a process: in separate containers it is often the same. `model_fingerprint` identifies the
     weights, configuration and number formats. `text_fingerprint` is a digest of the files that the scheduler reads too
     (lineclear.model_files.fingerprint); if empty, it is not compared. `draft_model` is the id of the draft model.
+    `num_swap_blocks` host blocks follow those of the pool; it takes `swap_seconds` to copy a block to or from them.
     """
 
     epoch: int
@@ -263,6 +268,8 @@ class Hello:
     model_fingerprint: str = ""
     text_fingerprint: str = ""
     draft_model: str = ""
+    num_swap_blocks: int = 0
+    swap_seconds: float = 0.0
     protocol: int = PROTOCOL
 
     def step_tokens(self, target: int) -> int:

@@ -2721,6 +2721,8 @@ class Counters(_message.Message):
     SPEC_DECODE_NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     SPEC_DECODE_NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     SPEC_DECODE_NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    SWAPPED_OUT_TOKENS_FIELD_NUMBER: _builtins.int
+    SWAPPED_IN_TOKENS_FIELD_NUMBER: _builtins.int
     requests_admitted: _builtins.int
     """Requests admitted to the queue: those that finished, were cancelled,
     expired or failed, and those that are live.
@@ -2757,8 +2759,8 @@ class Counters(_message.Message):
     recomputed_tokens: _builtins.int
     """Tokens computed again after a preemption or a worker restart."""
     preemptions: _builtins.int
-    """Preemptions: a request gave its KV blocks to another request and is
-    computed again later.
+    """Preemptions: a request gave its KV blocks to another request and continues
+    later.
     """
     steps: _builtins.int
     """Steps sent to a worker, those of lost workers included."""
@@ -2780,6 +2782,12 @@ class Counters(_message.Message):
     """Draft tokens that were verified."""
     spec_decode_num_accepted_tokens: _builtins.int
     """Draft tokens that were accepted and are in an answer: each saves a row."""
+    swapped_out_tokens: _builtins.int
+    """Tokens whose keys and values were copied to host memory at a preemption."""
+    swapped_in_tokens: _builtins.int
+    """Tokens whose keys and values were copied back after a preemption, in place
+    of being computed again. At most swapped_out_tokens.
+    """
     def __init__(
         self,
         *,
@@ -2803,10 +2811,12 @@ class Counters(_message.Message):
         spec_decode_num_drafts: _builtins.int = ...,
         spec_decode_num_draft_tokens: _builtins.int = ...,
         spec_decode_num_accepted_tokens: _builtins.int = ...,
+        swapped_out_tokens: _builtins.int = ...,
+        swapped_in_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_tokens", b"generation_tokens", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "requests_admitted", b"requests_admitted", "requests_cancelled", b"requests_cancelled", "requests_expired", b"requests_expired", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_rejected", b"requests_rejected", "rows", b"rows", "spec_decode_num_accepted_tokens", b"spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", b"spec_decode_num_draft_tokens", "spec_decode_num_drafts", b"spec_decode_num_drafts", "step_positions", b"step_positions", "step_tokens", b"step_tokens", "steps", b"steps", "wasted_samples", b"wasted_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_tokens", b"generation_tokens", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "requests_admitted", b"requests_admitted", "requests_cancelled", b"requests_cancelled", "requests_expired", b"requests_expired", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_rejected", b"requests_rejected", "rows", b"rows", "spec_decode_num_accepted_tokens", b"spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", b"spec_decode_num_draft_tokens", "spec_decode_num_drafts", b"spec_decode_num_drafts", "step_positions", b"step_positions", "step_tokens", b"step_tokens", "steps", b"steps", "swapped_in_tokens", b"swapped_in_tokens", "swapped_out_tokens", b"swapped_out_tokens", "wasted_samples", b"wasted_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

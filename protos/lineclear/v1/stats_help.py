@@ -43,7 +43,7 @@ HELP = {
     "Counters.prefix_cache_hits": "Tokens found in the prefix cache. At most prefix_cache_queries.",
     "Counters.prefix_cache_queries": "Tokens looked up in the prefix cache, each time that a request starts or continues after a preemption or a lost worker, once for all outputs.",  # noqa: E501
     "Counters.recomputed_tokens": "Tokens computed again after a preemption or a worker restart.",
-    "Counters.preemptions": "Preemptions: a request gave its KV blocks to another request and is computed again later.",
+    "Counters.preemptions": "Preemptions: a request gave its KV blocks to another request and continues later.",
     "Counters.steps": "Steps sent to a worker, those of lost workers included.",
     "Counters.rows": "Rows of all steps: one per request and step.",
     "Counters.wasted_samples": "Sampled tokens dropped because their request had ended.",
@@ -52,6 +52,8 @@ HELP = {
     "Counters.spec_decode_num_drafts": "Rows that verified drafts (speculative decoding).",
     "Counters.spec_decode_num_draft_tokens": "Draft tokens that were verified.",
     "Counters.spec_decode_num_accepted_tokens": "Draft tokens that were accepted and are in an answer: each saves a row.",  # noqa: E501
+    "Counters.swapped_out_tokens": "Tokens whose keys and values were copied to host memory at a preemption.",
+    "Counters.swapped_in_tokens": "Tokens whose keys and values were copied back after a preemption, in place of being computed again. At most swapped_out_tokens.",  # noqa: E501
     "Gauges.num_requests_waiting": "Requests in the queue.",
     "Gauges.num_tokens_waiting": "Prompt tokens of the requests in the queue.",
     "Gauges.num_requests_running": "Requests that hold a slot of the batch, or whose last token is being computed. A beam search counts once for each beam, from its start to its end.",  # noqa: E501

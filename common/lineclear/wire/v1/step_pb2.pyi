@@ -75,7 +75,7 @@ class Plan(_message.Message):
     copy_sources: _builtins.bytes
     """int32 per copy: block to read, block to replace, and how many leading
     positions to copy. Copies run before the step: first all reads, then all
-    writes.
+    writes. Blocks from num_blocks of the Hello on are host blocks.
     """
     copy_targets: _builtins.bytes
     copy_positions: _builtins.bytes
@@ -382,6 +382,8 @@ class Hello(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     TEXT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     DRAFT_MODEL_FIELD_NUMBER: _builtins.int
+    NUM_SWAP_BLOCKS_FIELD_NUMBER: _builtins.int
+    SWAP_SECONDS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
@@ -408,6 +410,11 @@ class Hello(_message.Message):
     """
     draft_model: _builtins.str
     """Id of the draft model; empty without one."""
+    num_swap_blocks: _builtins.int
+    """Host blocks, numbered behind num_blocks, and the seconds to copy a block to
+    one of them or back.
+    """
+    swap_seconds: _builtins.float
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -433,10 +440,12 @@ class Hello(_message.Message):
         model_fingerprint: _builtins.str = ...,
         text_fingerprint: _builtins.str = ...,
         draft_model: _builtins.str = ...,
+        num_swap_blocks: _builtins.int = ...,
+        swap_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "draft_model", b"draft_model", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "instance", b"instance", "max_model_len", b"max_model_len", "max_step_tokens", b"max_step_tokens", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "pid", b"pid", "protocol", b"protocol", "text_fingerprint", b"text_fingerprint", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "draft_model", b"draft_model", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "instance", b"instance", "max_model_len", b"max_model_len", "max_step_tokens", b"max_step_tokens", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "num_swap_blocks", b"num_swap_blocks", "pid", b"pid", "protocol", b"protocol", "swap_seconds", b"swap_seconds", "text_fingerprint", b"text_fingerprint", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

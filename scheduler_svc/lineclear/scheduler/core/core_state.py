@@ -21,6 +21,7 @@ from lineclear.scheduler.core.running_batch import ChooseDonor, RunningBatch
 from lineclear.scheduler.core.sequence import Request, Sequence, State
 from lineclear.scheduler.core.stats import Counters, WorkerSnapshot
 from lineclear.scheduler.core.step_time_model import StepTimeModel
+from lineclear.scheduler.core.swap_space import SwapSpace
 from lineclear.wire.messages import Hello
 
 _RECOVERY_STEPS = 200
@@ -95,6 +96,8 @@ class WorkerState:
         self.max_len = min(hello.max_model_len, hello.num_blocks * hello.block_size + 1)  # the last is never computed
         num_slots = min(self._limits.max_batch_size, hello.num_slots)
         self.batch.reset(num_slots, hello.num_slots, hello.num_blocks, hello.block_size)
+        if hello.num_swap_blocks:
+            self.batch.swap = SwapSpace(self.batch.pool, hello)
 
     def follow(self, limits: CoreLimits) -> None:
         """Follow other limits from the next plan on. Running sequences beyond a smaller number of slots continue."""
@@ -292,6 +295,12 @@ class SharedState:
         arrivals = [sequence.arrival for sequence in self.fresh.sequences() if sequence.max_len <= worker.max_len]
         return len(arrivals), arrivals[0] if arrivals else None
 
+    def drop_swapped(self, sequence: Sequence) -> None:
+        """Free the host blocks that a preempted sequence has on the worker that it ran on last."""
+        worker = self.workers.get(sequence.epoch)
+        if worker is not None and worker.batch.swap is not None:
+            worker.batch.swap.drop(sequence)
+
     def preempt(self, worker: WorkerState, victim: Sequence) -> Preempted:
         """RUNNING -> WAITING: `victim` loses its blocks and is computed again."""
         worker.batch.free(victim, State.WAITING)
@@ -383,6 +392,8 @@ class LiveRequests:
             assert sequence.state is State.WAITING
             (state.fresh if sequence in state.fresh else state.resuming).remove(sequence)
             sequence.state = State.FINISHED
+            if sequence.preemptions:
+                state.drop_swapped(sequence)
         del self._by_id[sequence.request.request_id]
         self._num_search_steps -= sequence.request.is_search_step
         if sequence.request.adapter:

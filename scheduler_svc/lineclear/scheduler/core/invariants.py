@@ -61,6 +61,8 @@ def _check_worker(epoch: int, worker: WorkerState, core: Scheduler) -> list[Sequ
     size = batch.pool.block_size
     started = [*running, *batch.finishing]
     batch.pool.check([s.blocks for s in started])
+    if batch.swap is not None:
+        batch.swap.check(epoch)
     assert {*running} == {*batch.decode_batch, *batch.not_decoding}, "running sequences and their groups disagree"
     assert len(running) == len(batch.decode_batch) + len(batch.not_decoding)
     assert not any(s.in_decode_batch for s in (*batch.not_decoding, *batch.finishing))

@@ -1,9 +1,9 @@
 """Chooses workers: which takes a waiting request while one of them plans, and which runs a suspect of a crash alone.
 
 A request goes to the worker that will have computed its prompt first: the work queued on a worker and the prompt's
-tokens that its prefix cache lacks, in seconds by the step-time models, or in tokens until all of them are fitted. So a
-request follows its cached prefix unless the queue of work there is longer by more than the hit saves (as the
-cache-aware routers of SGLang and Preble do).
+tokens that its prefix cache and host blocks lack, in seconds by the step-time models, or in tokens until all of them
+are fitted. So a request follows its cached prefix unless the queue of work there is longer by more than the hit saves
+(as the cache-aware routers of SGLang and Preble do).
 
 The worker that plans leaves a request to a better one, at most for the seconds that this saves. Then, and after
 `max_queue_overtakes` later requests went first, the next worker with a free slot and blocks takes it.
@@ -101,7 +101,9 @@ class Placement:
 
 
 def _uncached(worker: WorkerState, sequence: Sequence, shared: list[int]) -> int:
-    return len(sequence.tokens) - len(shared) * worker.batch.pool.block_size
+    swap = worker.batch.swap
+    num_kept = len(shared) + (0 if swap is None else len(swap.find(sequence, len(shared))))
+    return len(sequence.tokens) - num_kept * worker.batch.pool.block_size
 
 
 def _cost(worker: WorkerState, tokens: int, *, in_seconds: bool) -> float:

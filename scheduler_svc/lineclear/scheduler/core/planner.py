@@ -49,6 +49,8 @@ class StepPlanner:
         self.inits: list[SlotInit] = []
         self.copies: list[BlockCopy] = []
         self.events: list[Event] = []
+        if self._batch.swap is not None:
+            self._batch.swap.begin_plan()
         self._finishing: list[Sequence] = []  # their last row is in this step
 
     def run(self) -> None:
@@ -83,7 +85,7 @@ class StepPlanner:
         if sequence.state is State.WAITING:
             if sequence.in_flight == 0 and self._preempt_for_blocks(sequence):
                 shared = batch.cached_prefix(sequence)
-                self._start(sequence, shared, batch.find_donor(sequence, shared))
+                self._start(sequence, shared, batch.find_donors(sequence, shared))
         elif sequence.num_unplanned > 0:
             needs_block = sequence.num_planned == len(sequence.blocks) * batch.pool.block_size
             if needs_block:
@@ -222,7 +224,12 @@ class StepPlanner:
         return pool.take(1)[0]
 
     def _preempt(self, victim: Sequence) -> None:
+        swap = self._batch.swap
+        blocks = [] if swap is None else self._batch.confirmed_blocks(victim)
         self.events.append(self._state.preempt(self._worker, victim))
+        if swap is not None and (copies := swap.swap_out(victim, blocks, self._worker.step_time)):
+            self.copies += copies
+            self._state.counters.swapped_out_tokens += len(copies) * self._batch.pool.block_size
 
     def _plan_prefills(self) -> None:
         """Plan the next chunk of prompts that are partly computed. They have their blocks since admission."""
@@ -329,9 +336,9 @@ class StepPlanner:
             if placement.leaves(sequence, shared, self.step.num_tokens):
                 skipped.append(sequence)
                 continue
-            donor = batch.find_donor(sequence, shared)
+            donors = batch.find_donors(sequence, shared)
             # A token deep in a context may cost more than this step has left; then the prompt starts in the next step.
-            num_cached = len(shared) * batch.pool.block_size + (donor.num_positions if donor else 0)
+            num_cached = len(shared) * batch.pool.block_size + sum(donor.num_positions for donor in donors)
             if self._prompt_tokens_left(sequence, num_cached) <= 0:
                 return
             if any(other.overtaken_count >= state.limits.max_queue_overtakes for other in skipped):
@@ -342,22 +349,26 @@ class StepPlanner:
                 joins_left -= 1
                 self._worker.strategy.on_join()
                 state.refusing = False
-            self._start(sequence, shared, donor)
+            self._start(sequence, shared, donors)
 
-    def _start(self, sequence: Sequence, shared: list[int], donor: Donor | None) -> None:
+    def _start(self, sequence: Sequence, shared: list[int], donors: list[Donor]) -> None:
         state = self._state
         (state.fresh if sequence in state.fresh else state.resuming).remove(sequence)
         positions = sequence.max_len - 1
         if not sequence.protected:
             positions = min(positions, sequence.num_known)
-        taken = self._batch.admit(sequence, shared, donor, positions)
-        if donor is not None:
-            self.copies.append(BlockCopy(donor.block, taken[0], donor.num_positions))
+        taken = self._batch.admit(sequence, shared, donors, positions)
+        self.copies += [BlockCopy(x.block, target, x.num_positions) for x, target in zip(donors, taken, strict=False)]
+        num_swapped = 0
+        if sequence.preemptions:
+            num_swapped = sum(x.num_positions for x in donors if x.block >= self._batch.pool.num_blocks)
+            state.counters.swapped_in_tokens += num_swapped
+            state.drop_swapped(sequence)
         sequence.epoch, sequence.wait_until = self._worker.epoch, None
         start = sequence.num_planned
         if counts_prompt := not sequence.request.shares_prompt:
             state.counters.prefix_cache_queries += len(sequence.tokens)
-            state.counters.prefix_cache_hits += start
+            state.counters.prefix_cache_hits += start - num_swapped
         if sequence.started_at is None:
             state.queue_order.on_start(sequence)
             sequence.started_at = self._now

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from lineclear.scheduler.core.block_pool import BlockHash, BlockPool, Donor, PendingWrites, token_bytes
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.sequence import Sequence, State
+from lineclear.scheduler.core.swap_space import SwapSpace
 
 ChooseDonor = Callable[[Donor | None], Donor | None]
 """The block to copy from that was found -> the block to copy from. Recordings note it, and replays restore it."""
@@ -55,16 +56,18 @@ class RunningBatch:
         self.max_slots = max_slots
         self.unused_slots = list(range(max_slots))  # a heap: low slots first
         self.pool = BlockPool(num_blocks, block_size)
+        self.swap: SwapSpace | None = None
+        """The host blocks of a worker that has some."""
 
     @property
     def num_free_slots(self) -> int:
         """Number of sequences that may join."""
         return max(0, len(self.unused_slots) - self.max_slots + self.num_slots)
 
-    def admit(self, sequence: Sequence, shared: list[int], donor: Donor | None, positions: int) -> list[int]:
+    def admit(self, sequence: Sequence, shared: list[int], donors: list[Donor], positions: int) -> list[int]:
         """WAITING -> RUNNING with blocks for `positions`: the `shared` blocks of its cached prefix and those returned.
 
-        The first of these gets a copy of the positions of `donor`. The caller has checked that a slot and enough blocks
+        The first of these get copies of the positions of `donors`. The caller has checked that a slot and enough blocks
         are free, and has removed the sequence from its queue.
         """
         assert sequence.state is State.WAITING
@@ -75,10 +78,10 @@ class RunningBatch:
         sequence.admission_count += 1
         sequence.slot = heapq.heappop(self.unused_slots)
         sequence.blocks = [*shared, *taken]
-        for writes in self.pool.pending_writes(shared if donor is None else [*shared, donor.block]):
+        for writes in self.pool.pending_writes([*shared, *(donor.block for donor in donors)]):
             assert isinstance(writes, InflightRows)
             writes.readers[sequence] = sequence.admission_count
-        num_cached = len(shared) * size + (donor.num_positions if donor else 0)
+        num_cached = len(shared) * size + sum(donor.num_positions for donor in donors)
         sequence.num_planned = sequence.num_computed = num_cached
         sequence.num_published = sequence.num_offered = len(shared) * size
         self.running[sequence] = self.not_decoding[sequence] = None
@@ -210,17 +213,31 @@ class RunningBatch:
                 found.append(block)
         return found
 
-    def find_donor(self, sequence: Sequence, shared: list[int]) -> Donor | None:
-        """Return the block that shares the most positions with those of `sequence` behind its `shared` blocks.
+    def find_donors(self, sequence: Sequence, shared: list[int]) -> list[Donor]:
+        """Return what to copy to the blocks of `sequence` behind its `shared` blocks.
 
-        The positions need no row of their own, and were planned in an earlier step.
+        Those are its host blocks, or the block that shares the most positions. The positions need no row of their own,
+        and were planned in an earlier step.
         """
+        if self.swap is not None and (swapped := self.swap.find(sequence, len(shared))):
+            return swapped
         start, tokens = len(shared) * self.pool.block_size, sequence.tokens
         end = min(start + self.pool.block_size, sequence.num_skippable)
         if not self._prefix_cache or start >= end:
-            return None
+            return []
         found = self.pool.find_donor(self._keys(sequence)[len(shared)], tokens, start, end)
-        return found if self._choose_donor is None else self._choose_donor(found)
+        found = found if self._choose_donor is None else self._choose_donor(found)
+        return [] if found is None else [found]
+
+    def confirmed_blocks(self, sequence: Sequence) -> list[int]:
+        """Return the leading blocks of a sequence outside the decode batch that no row or result in flight changes.
+
+        None if it shares or copied a block that is not confirmed.
+        """
+        assert not sequence.in_decode_batch
+        if any(writes.readers.get(sequence) == sequence.admission_count for writes in self._pending):
+            return []
+        return sequence.blocks[: min(sequence.num_computed, sequence.num_skippable) // self.pool.block_size]
 
     def has_room(self, sequence: Sequence, shared: list[int], headroom: int) -> bool:
         """Return whether enough blocks are free for all known positions and one more, leaving `headroom`.

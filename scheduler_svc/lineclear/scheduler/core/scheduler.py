@@ -344,6 +344,7 @@ class Scheduler:
             planner.run_isolated(suspect)
         self._events.extend(planner.events)
         if not (planner.decodes.slots or planner.chunks):
+            assert not planner.copies, "blocks are copied for no row"
             return None
         inflight = planner.step
         worker.add_step(inflight)

@@ -21,6 +21,8 @@ class Counters:
     prefix_cache_queries: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
+    swapped_out_tokens: int = 0
+    swapped_in_tokens: int = 0
     steps: int = 0
     rows: int = 0
     wasted_samples: int = 0

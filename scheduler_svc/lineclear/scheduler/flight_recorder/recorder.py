@@ -36,7 +36,7 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import StepError, StepPlan, StepResult
 
-FORMAT = "lineclear flight recording 11"
+FORMAT = "lineclear flight recording 12"
 """Raise the number when records or dumps of the core change: `replay` refuses other formats."""
 KEY_BYTES = 8
 """Recorded bytes of a prefix-cache key."""
