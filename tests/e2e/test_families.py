@@ -42,9 +42,11 @@ class Family:
     requests: list[Request]
     expected: dict[str, list[int]]
 
-    def server(self, limits: CoreLimits = LIMITS, num_blocks: int = 256, **parts: Any) -> InProcess:
+    def server(self, limits: CoreLimits = LIMITS, num_blocks: int = 256, swap: int = 0, **parts: Any) -> InProcess:
         options = RunnerOptions(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=16, max_step_tokens=512)
-        return InProcess(ModelRunner(self.loaded, options, **parts), limits)
+        runner = ModelRunner(self.loaded, replace(options, swap_memory_bytes=swap), **parts)
+        runner._swap_seconds = 0.0  # so that it is always cheaper
+        return InProcess(runner, limits)
 
 
 def greedy(name: str, prompt: tuple[int, ...]) -> Request:
@@ -95,6 +97,15 @@ def test_with_preemption_and_prefix_cache(family: Family) -> None:
     server = family.server(replace(LIMITS, prefix_cache=True), num_blocks=20)
     assert server.serve(family.requests) == family.expected
     assert server.counters.preemptions > 0
+
+
+def test_with_swapped_blocks(family: Family) -> None:
+    """In the second round at the latest, when the steps of the first are measured."""
+    server = family.server(num_blocks=20, swap=1 << 20)
+    assert server.serve(family.requests) == family.expected
+    again = server.serve([replace(x, request_id=f"again-{x.request_id}") for x in family.requests])
+    assert list(again.values()) == list(family.expected.values())
+    assert 0 < server.counters.swapped_in_tokens <= server.counters.swapped_out_tokens
 
 
 def test_with_a_cached_prefix(family: Family) -> None:

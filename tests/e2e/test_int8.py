@@ -31,11 +31,15 @@ def requests() -> list[Request]:
 
 
 def server(
-    loaded: LoadedModel, limits: CoreLimits = LIMITS, num_blocks: int = 64, kv_dtype: torch.dtype | None = None
+    loaded: LoadedModel,
+    limits: CoreLimits = LIMITS,
+    num_blocks: int = 64,
+    kv_dtype: torch.dtype | None = None,
+    swap_memory_bytes: int = 0,
 ) -> InProcess:
-    runner = ModelRunner(
-        loaded, RunnerOptions(num_blocks=num_blocks, num_slots=16, max_step_tokens=512, kv_dtype=kv_dtype)
-    )
+    options = RunnerOptions(num_blocks=num_blocks, num_slots=16, max_step_tokens=512, kv_dtype=kv_dtype)
+    runner = ModelRunner(loaded, replace(options, swap_memory_bytes=swap_memory_bytes))
+    runner._swap_seconds = 0.0  # so that it is always cheaper
     return InProcess(runner, limits)
 
 
@@ -55,6 +59,10 @@ def test_answers_do_not_depend_on_the_batch(family: str, kv_dtype: torch.dtype |
     preempted = server(loaded, num_blocks=8, kv_dtype=kv_dtype)
     assert preempted.serve(requests()) == expected
     assert preempted.counters.preemptions > 0
+
+    swapped = server(loaded, num_blocks=8, kv_dtype=kv_dtype, swap_memory_bytes=1 << 22)
+    assert swapped.serve(requests()) == expected
+    assert swapped.counters.swapped_in_tokens > 0
 
     cached = server(loaded, replace(LIMITS, prefix_cache=True), kv_dtype=kv_dtype)
     cached.serve(requests())

@@ -16,7 +16,7 @@ from lineclear.worker.runner_interface import StepFailed
 from lineclear.worker.slot_table import Capacity
 from lineclear.worker.staging import Staging
 
-CAPACITY = Capacity(num_slots=4, num_blocks=10, block_size=4, max_model_len=18, max_step_tokens=16, vocab_size=50)
+CAPACITY = Capacity(4, 10, 4, max_model_len=18, max_step_tokens=16, vocab_size=50, num_swap_blocks=2)
 
 
 def init(slot: int, num_tokens: int, blocks: tuple[int, ...] = (), prompt_len: int | None = None) -> SlotInit:
@@ -98,8 +98,22 @@ BAD: dict[str, tuple[StepPlan, str]] = {
         "a copy of a whole block",
     ),
     "a copy of a block outside the pool": (
-        plan(Row(1, 6, 1, True, (5,)), inits=(init(1, 7, (4,)),), copies=((10, 5, 2),)),
+        plan(Row(1, 6, 1, True, (5,)), inits=(init(1, 7, (4,)),), copies=((12, 5, 2),)),
         "outside the pool",
+    ),
+    "a part of a host block": (
+        plan(Row(1, 6, 1, True, (5,)), inits=(init(1, 7, (4,)),), copies=((10, 5, 2),)),
+        "copied in part",
+    ),
+    "a copy between host blocks": (plan(Row(2, 6, 1, True), copies=((10, 11, 4),)), "to another one"),
+    "a host block that is read and written": (
+        plan(Row(1, 8, 1, True, (5, 6)), inits=(init(1, 9, (4,)),), copies=((10, 5, 4), (3, 10, 4))),
+        "both read and written",
+    ),
+    "a swapped block of no new sequence": (plan(Row(2, 6, 1, True, (5,)), copies=((10, 5, 4),)), "a copy whose target"),
+    "a row within swapped positions": (
+        plan(Row(1, 7, 2, True, (5, 6, 7)), inits=(init(1, 9),), copies=((10, 5, 4), (11, 6, 4))),
+        "at 7, but 8 are computed",
     ),
     "two copies to one block": (
         plan(Row(1, 6, 1, True, (5,)), inits=(init(1, 7, (4,)),), copies=((3, 5, 2), (4, 5, 2))),

@@ -49,7 +49,8 @@ _INSTEAD = {
         "--enforce-eager --disable-cuda-graph --cuda-graph-max-bs --cuda-graphs --enable-torch-compile"
     ),
     "there is none: code in a model directory never runs": "--trust-remote-code",
-    "there is none: weights and KV cache stay on the device": "--swap-space --cpu-offload-gb --n-gpu-layers -ngl",
+    "there is none: weights stay on the device": "--cpu-offload-gb --n-gpu-layers -ngl",
+    "the worker has --swap-memory-bytes, a number of bytes": "--swap-space",
     "there is none: the tokenizer and the chat template in the model directory are used": (
         "--tokenizer --tokenizer-path --tokenizer-mode --chat-template --jinja"
     ),
@@ -113,7 +114,7 @@ WORKER_SETTINGS: Final = (
         "cuda_graph_batch_sizes",
     ),
     *("prompt_lookup_max", "prompt_lookup_min", "threads", "block_size", "num_blocks", "kv_cache_memory_fraction"),
-    "max_model_len",
+    *("max_model_len", "swap_memory_bytes"),
 )
 """Settings of the worker alone; the scheduler names them when they are given to it."""
 WORKER_SWITCHES: Final = ("deterministic", "fused_cpu_forward", "preallocate_kv_cache")

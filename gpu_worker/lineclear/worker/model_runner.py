@@ -27,12 +27,13 @@ from .draft_model import DraftModelDrafter, max_catch_up
 from .drafts.prompt_lookup import PromptLookupDrafter
 from .drafts.verification import NO_DRAFTS, Drafter, Drafts
 from .grammar_compiler import GrammarCompiler
+from .host_blocks import HostBlocks
 from .input_batch import InputBatch, PackedInputs
 from .kv_prefault import KvPrefaulter
 from .launched_step import LaunchedStep, StepOutputs, StepTimer, rows_where, step_failed
 from .logits import Logits
 from .lora.adapter_set import AdapterSet
-from .memory_budget import blocks_that_fit
+from .memory_budget import blocks_that_fit, free_bytes
 from .model.decode_graphs import DecodeGraphs
 from .model.loaded_model import LoadedModel, ModelRefused
 from .row_outputs import ReportedRows, RowOutputs
@@ -57,6 +58,8 @@ class RunnerOptions:
     """Workers of this device, which divide that memory."""
     block_size: int = 16
     kv_prefault_tokens: int = 0
+    swap_memory_bytes: int = 0
+    """Of host blocks."""
     num_slots: int = 64
     max_step_tokens: int = 2048
     attention_backend: str = "auto"
@@ -91,16 +94,15 @@ class ModelRunner:
         self._kv_dtype = options.kv_dtype or loaded.dtype
         size, num_slots = block_bytes(loaded.layers, options.block_size, self._kv_dtype), options.num_slots
         self.capacity = Capacity(
-            num_slots=num_slots,
-            num_blocks=options.num_blocks or fitting_blocks(loaded, options, draft_model),
-            block_size=options.block_size,
-            max_model_len=loaded.max_model_len,
-            max_step_tokens=options.max_step_tokens,
-            vocab_size=loaded.vocab_size,
+            *(num_slots, options.num_blocks or fitting_blocks(loaded, options, draft_model), options.block_size),
+            *(loaded.max_model_len, options.max_step_tokens, loaded.vocab_size, options.swap_memory_bytes // size),
         )
         blocks = self.capacity.num_blocks + (graphs is not None)  # one for padding rows
         self.backend_name, self._backend = _make_backend(loaded, options, self._kv_dtype, blocks)
         loaded.attach(self._backend)
+        host_blocks = _make_host_blocks(self._backend, self.capacity, size) if options.swap_memory_bytes else None
+        self._copy_blocks = host_blocks.copy if host_blocks else self._backend.copy
+        self._swap_seconds = host_blocks.block_seconds if host_blocks else 0.0
         self._prefaulter = KvPrefaulter(self._backend, size, ahead_tokens=options.kv_prefault_tokens)
         self._adapters = AdapterSet(loaded.model, loaded.dtype, loaded.device, has_hooks=loaded.decoder is None)
         if loaded.decoder is not None:
@@ -139,6 +141,8 @@ class ModelRunner:
             model_fingerprint=_fingerprint(loaded, self._kv_dtype),
             text_fingerprint=loaded.text_fingerprint,
             draft_model=self._draft_model_id,
+            num_swap_blocks=c.num_swap_blocks,
+            swap_seconds=self._swap_seconds,
         )
 
     def reset(self) -> None:
@@ -180,10 +184,13 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> InflightStep:
         """Run the plan (CPU) or queue it on the device's stream (CUDA). Raises StepFailed."""
         self._batch.slots.check(plan)
-        timer = StepTimer(self._loaded.device, self._device_type)
         if self.thread_tuner is not None:
             self.thread_tuner.start_step(plan.num_tokens)
         try:
+            if plan.copy_blocks:
+                self._copy_blocks(plan.copy_blocks)  # first: the plan may zero a source
+            # Behind the copies: its time predicts those of other steps.
+            timer = StepTimer(self._loaded.device, self._device_type)
             drafts, draft_seconds = self._timed_drafts(plan)
             inflight = LaunchedStep(plan, self._step(plan, drafts), draft_seconds, timer)
         except Exception as error:
@@ -206,8 +213,6 @@ class ModelRunner:
         return drafts, time.perf_counter() - started_at
 
     def _step(self, plan: StepPlan, drafts: Drafts) -> StepOutputs:
-        if plan.copy_blocks:
-            self._backend.copy(plan.copy_blocks)  # first: the plan may zero a source
         if plan.zero_blocks:
             self._backend.zero(plan.zero_blocks)
         if plan.inits:
@@ -346,6 +351,19 @@ def _make_backend(
         raise ModelRefused(
             f"the system refuses memory for {num_blocks} blocks of {size} bytes ({error}); lower --num-blocks"
         ) from error
+
+
+def _make_host_blocks(backend: AttentionBackend, capacity: Capacity, size: int) -> HostBlocks:
+    """Return host blocks of `size` bytes. Raises ModelRefused if the memory is too small for one, or not free."""
+    count, free = capacity.num_swap_blocks, free_bytes(torch.device("cpu"))
+    if not count:
+        raise ModelRefused(f"--swap-memory-bytes does not hold one KV block of {size} bytes; raise it, or set it to 0")
+    if count * size > free:
+        raise ModelRefused(f"--swap-memory-bytes: {count * size} bytes are needed, {free} are free; lower it")
+    try:
+        return HostBlocks(backend, capacity.num_blocks, count)
+    except RuntimeError as error:
+        raise ModelRefused(f"the system refuses {count * size} bytes ({error}); lower --swap-memory-bytes") from error
 
 
 def _fingerprint(loaded: LoadedModel, kv_dtype: torch.dtype) -> str:

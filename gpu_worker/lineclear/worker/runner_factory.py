@@ -136,6 +136,7 @@ def _options(settings: WorkerSettings, device: torch.device, share: MachineShare
         num_workers=_num_sharing(device, share),
         block_size=settings.block_size,
         kv_prefault_tokens=_PREFAULT_TOKENS,
+        swap_memory_bytes=settings.swap_memory_bytes,
         num_slots=settings.max_batch_size,
         max_step_tokens=settings.target_batch_tokens or _MAX_STEP_TOKENS.get(device.type, _MAX_STEP_TOKENS_ELSEWHERE),
         attention_backend=settings.attention_backend,

@@ -28,6 +28,7 @@ class Capacity(NamedTuple):
     max_model_len: int
     max_step_tokens: int
     vocab_size: int
+    num_swap_blocks: int = 0
 
 
 class SlotTable:
@@ -170,8 +171,11 @@ class SlotTable:
         if init is not None:
             known, num_blocks = len(init.tokens), len(init.blocks)
             computed = num_blocks * c.block_size
-            if copied and row.new_blocks:
-                computed += copied.pop(row.new_blocks[0], 0)
+            for block in row.new_blocks if copied else ():
+                num_copied = copied.pop(block, 0)
+                computed += num_copied
+                if num_copied < c.block_size:
+                    break
         else:
             known, num_blocks = self.num_tokens[row.slot], self._num_blocks[row.slot]
             computed = self._num_computed[row.slot]
@@ -250,14 +254,19 @@ def _check_init(init: SlotInit, c: Capacity, adapters: Container[int]) -> None:
 
 
 def _check_copies(copies: Sequence[BlockCopy], c: Capacity) -> dict[int, int]:
-    """Return how many positions are copied, by target."""
+    """Return how many positions are copied, by target in the pool."""
     copied = {copy.target: copy.num_positions for copy in copies}
     if len(copied) != len(copies):
         raise _protocol_error("two copies to one block")
-    _check_blocks([block for copy in copies for block in (copy.source, copy.target)], c)
-    if not 0 < min(copied.values()) <= max(copied.values()) < c.block_size:
-        raise _protocol_error("a copy of a whole block, or of no positions")
-    return copied
+    _check_blocks([block for copy in copies for block in (copy.source, copy.target)], c, c.num_swap_blocks)
+    read = {copy.source for copy in copies if copy.source >= c.num_blocks}
+    for source, target, count in copies:
+        if source < c.num_blocks and target < c.num_blocks:
+            if not 0 < count < c.block_size:
+                raise _protocol_error("a copy of a whole block, or of no positions")
+        elif count != c.block_size or min(source, target) >= c.num_blocks or target in read:
+            raise _protocol_error("a host block that is copied in part, to another one, or both read and written")
+    return {target: count for target, count in copied.items() if target < c.num_blocks}
 
 
 def _check_drafts(row: Row, num_blocks: int, c: Capacity, *, is_new: bool) -> None:
@@ -268,8 +277,8 @@ def _check_drafts(row: Row, num_blocks: int, c: Capacity, *, is_new: bool) -> No
         raise _protocol_error(f"{num_blocks} blocks, in a context of {c.max_model_len}, for drafts up to {end}")
 
 
-def _check_blocks(blocks: Sequence[int], c: Capacity) -> None:
-    if blocks and (min(blocks) < 0 or max(blocks) >= c.num_blocks):
+def _check_blocks(blocks: Sequence[int], c: Capacity, num_swap_blocks: int = 0) -> None:
+    if blocks and (min(blocks) < 0 or max(blocks) >= c.num_blocks + num_swap_blocks):
         raise _protocol_error("a block outside the pool")
 
 

@@ -159,6 +159,11 @@ class AttentionBackend(ABC):
         The other cells of a target become zero, unless the backend never reads cells that the owner did not write.
         """
 
+    @property
+    @abstractmethod
+    def block_views(self) -> Sequence[Tensor]:
+        """Return views of the pools whose first dimension is the block. Together they hold all values of a block."""
+
     def prefault(self, first: int, end: int) -> None:
         """Fault in the memory of the unused blocks [first, end)."""
         self.zero(range(first, end))

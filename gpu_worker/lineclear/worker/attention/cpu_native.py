@@ -132,6 +132,10 @@ class NativeAttention(AttentionBackend):
         for scales in self._scales:
             scales[:, targets] = scales[:, sources]
 
+    @property
+    def block_views(self) -> Sequence[Tensor]:
+        return [self._pool, *(scales.transpose(0, 1) for scales in self._scales)]
+
     def prefault(self, first: int, end: int) -> None:
         # One byte per page, by one thread: a fill runs on all threads, which then wait for each other's page faults.
         memory = self._pool[first:end].view(-1).view(torch.uint8)

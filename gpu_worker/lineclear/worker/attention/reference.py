@@ -42,6 +42,10 @@ class ReferenceAttention(AttentionBackend):
                 blocks[copy.target] = 0
                 blocks[copy.target, : copy.num_positions] = cells
 
+    @property
+    def block_views(self) -> Sequence[Tensor]:
+        return [pool.view(self.num_blocks, -1) for pool in (*self._keys, *self._values)]
+
     def start_step(self, batch: Batch) -> None:
         self._batch = batch
         self._cells = self.put(batch.cells)

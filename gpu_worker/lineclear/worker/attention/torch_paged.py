@@ -85,6 +85,10 @@ class TorchPagedAttention(AttentionBackend):
             read.masked_fill_(~copied[None, :, :, None], 0)  # attention reads the rest of a block as well
             pool.index_copy_(1, targets, read.view(len(pool), len(copies), -1))
 
+    @property
+    def block_views(self) -> Sequence[Tensor]:
+        return [pool.transpose(0, 1) for pool in (*self._keys, *self._values)]
+
     def start_step(self, batch: Batch) -> None:
         self._cells, self._fresh = self.put(batch.cells), self.put(batch.fresh_blocks)
         self._steps = {window: self._prepare(batch, window) for window in self._windows}

@@ -222,6 +222,10 @@ class TritonPagedAttention(AttentionBackend):
         for pool in (*self._keys, *self._values):
             pool.index_copy_(0, targets, pool.index_select(0, sources))
 
+    @property
+    def block_views(self) -> Sequence[Tensor]:
+        return [pool.view(self.num_blocks, -1) for pool in (*self._keys, *self._values)]
+
     def start_step(self, batch: Batch) -> None:
         self._cells = self.put(batch.cells)
         self._blocks = self.put(batch.blocks) if batch.blocks_on_device is None else batch.blocks_on_device
