@@ -232,7 +232,7 @@ class RunningBatch:
     def confirmed_blocks(self, sequence: Sequence) -> list[int]:
         """Return the leading blocks of a sequence outside the decode batch that no row or result in flight changes.
 
-        None if it shares or copied a block that is not confirmed.
+        No blocks if it shares or copied one that is not confirmed.
         """
         assert not sequence.in_decode_batch
         if any(writes.readers.get(sequence) == sequence.admission_count for writes in self._pending):
