@@ -67,7 +67,7 @@ class HostBlocks:
 
     def _measure(self) -> float:
         """Copy some unused blocks out and in; return the seconds of one copy."""
-        count, size = min(_MEASURED_BLOCKS, len(self._rows), self._backend.num_blocks), self._backend.block_size
+        count, size = min(_MEASURED_BLOCKS, len(self._rows), self._first), self._backend.block_size
         out = [BlockCopy(block, self._first + block, size) for block in range(count)]
         back = [BlockCopy(copy.target, copy.source, size) for copy in out]
         seconds = []

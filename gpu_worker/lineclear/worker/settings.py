@@ -98,8 +98,8 @@ class WorkerSettings(settings_base.ProcessSettings):
     """Allocate all memory of the KV cache at start. On a CPU, no step then waits for memory. The worker does not start
     if there is too little."""
     swap_memory_bytes: int = MEMORY.field(0, ge=0, le=2**40)
-    """Bytes of host memory for preempted requests; 0: none. Their KV blocks are copied there and back if that takes less
-    time than computing them again. On a GPU the memory is pinned. Each worker takes as much."""
+    """Bytes of host memory for preempted requests; 0: none. Their KV blocks are copied there and back if that takes
+    less time than computing them again. On a GPU the memory is pinned. Each worker takes as much."""
     max_batch_size: int = MEMORY.field(64, ge=1, le=4096)
     """Most requests in one step (slots)."""
     max_model_len: int = MEMORY.field(0, ge=0, le=2**24)
