@@ -16,6 +16,9 @@ SWAP_BUGS: Bugs = {
         ),
         "host blocks are freed twice": twice("self._dropped += held.blocks"),
         "a host block is not freed": replace("self._dropped += held.blocks", "self._dropped.extend(held.blocks[1:])"),
+        "a host block is written by the plan that reads it": replace(
+            "self._dropped += held.blocks", "self._free.extend(held.blocks)"
+        ),
         "blocks are swapped in one block late": off_by_one("num_shared - held.first"),
         "blocks are swapped in behind a gap": replace("held is None or num_shared < held.first", "held is None"),
         "blocks are swapped out to the places of others": replace("blocks[first:]", "blocks"),
