@@ -59,7 +59,7 @@ class HostBlocks:
         staged = torch.empty((len(copies), sum(self._widths)), dtype=torch.uint8, device=self._backend.device)
         for copy, row in zip(copies, staged, strict=True):
             row.copy_(self._rows[copy.source - self._first], non_blocking=True)
-        for view, values in zip(self._views, staged.split(self._widths, dim=1), strict=True):
+        for view, values in zip(self._views, torch.split(staged, self._widths, dim=1), strict=True):
             view.index_copy_(0, targets, values.contiguous().view(view.dtype).view(len(copies), *view.shape[1:]))
 
     def _indices(self, blocks: Sequence[int]) -> Tensor:

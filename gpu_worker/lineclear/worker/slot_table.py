@@ -171,8 +171,9 @@ class SlotTable:
         if init is not None:
             known, num_blocks = len(init.tokens), len(init.blocks)
             computed = num_blocks * c.block_size
-            for block in row.new_blocks if copied else ():
-                num_copied = copied.pop(block, 0)
+            by_target = copied or {}
+            for block in row.new_blocks if by_target else ():
+                num_copied = by_target.pop(block, 0)
                 computed += num_copied
                 if num_copied < c.block_size:
                     break
