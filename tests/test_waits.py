@@ -56,7 +56,7 @@ BOUNDED = {
     "gpu_worker/lineclear/worker/ranks.py:Ranks._watch:self._processes[rank - 1].wait()": (
         "called once pidfd reports the exit"
     ),
-    "gpu_worker/lineclear/worker/constraints.py:_Constraint.advance:self._matcher.result()": (
+    "gpu_worker/lineclear/worker/grammar_constraints.py:_Constraint.advance:self._matcher.result()": (
         "the scheduler compiles a grammar within max_grammar_seconds before a worker gets it"
     ),
     "gpu_worker/lineclear/worker/grammar_compiler.py:GrammarCompiler.matcher.on_compiled:compiled.result()": (

@@ -27,7 +27,7 @@ from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.schema_to_grammar import grammar_of
 from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.wire.messages import Row, Sampling
-from lineclear.worker import constraints
+from lineclear.worker import grammar_constraints
 from lineclear.worker.drafts.verification import Drafts, ReadTokens
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, wrap_model
@@ -97,7 +97,7 @@ def test_tokens_do_not_depend_on_late_masks(
 ) -> None:
     """Rows whose mask is late are planned again. Half of the masks are late, up to three times."""
     expected = server(loaded).serve(requests())
-    monkeypatch.setattr(constraints, "MaskThreads", lambda: LateThreads(500))
+    monkeypatch.setattr(grammar_constraints, "MaskThreads", lambda: LateThreads(500))
     late = server(loaded, **limits)
     assert late.serve(requests()) == expected
     assert late.counters.wasted_samples > 50

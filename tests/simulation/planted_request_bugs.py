@@ -7,7 +7,7 @@ from simulation.mutations import Bugs, drop, replace, without
 from lineclear.scheduler.engine.grammar_preparation import GrammarPreparation
 from lineclear.scheduler.requests.answer.answer import Answer
 from lineclear.scheduler.requests.answer.beams import Beams
-from lineclear.worker import constraints
+from lineclear.worker import grammar_constraints
 
 REQUEST_BUGS: Bugs = {
     GrammarPreparation: {
@@ -24,7 +24,7 @@ REQUEST_BUGS: Bugs = {
         ),
         "each step of a search needs a place in the queue": replace("not is_first", "False"),
     },
-    constraints: {
+    grammar_constraints: {
         "tokens of a slot's initialisation are not matched": replace("list(init.tokens[init.prompt_len :])", "[]"),
         "the prompt is matched, too": replace("init.tokens[init.prompt_len :]", "init.tokens"),
         "a token is matched twice": drop("self.position += 1"),

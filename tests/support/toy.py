@@ -34,7 +34,7 @@ from lineclear.wire.messages import (
     StepResult,
 )
 from lineclear.wire.sampling import SCALARS, Use
-from lineclear.worker.constraints import ConstraintTable, Masks
+from lineclear.worker.grammar_constraints import ConstraintTable, Masks
 
 STUCK = -1
 """In place of a token, where the parameters of a request allow none."""

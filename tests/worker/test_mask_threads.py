@@ -13,7 +13,7 @@ from support.toy_grammar import ToyGrammars, ToyMatcher, grammar
 
 from lineclear.wire.messages import Sampling, SlotInit
 from lineclear.worker import mask_threads
-from lineclear.worker.constraints import ConstraintTable, Masks, Matcher
+from lineclear.worker.grammar_constraints import ConstraintTable, Masks, Matcher
 from lineclear.worker.mask_threads import Bits, MaskThreads
 
 VOCABULARY = 97

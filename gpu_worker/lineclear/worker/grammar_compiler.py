@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from lineclear.model_files.token_table import parser_limits, token_table
 from lineclear.process.priority import LOWEST, lower_priority
-from lineclear.worker.constraints import Matcher
+from lineclear.worker.grammar_constraints import Matcher
 from lineclear.worker.mask_threads import Bits
 
 _MAX_CACHED = 128

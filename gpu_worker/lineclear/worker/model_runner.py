@@ -21,12 +21,12 @@ from lineclear.wire.messages import BlockCopy, Hello, SlotInit, StepPlan
 
 from .attention.base import AttentionBackend, block_bytes
 from .attention.registry import BACKENDS, choose
-from .constraints import ConstraintTable
 from .cpu.thread_tuner import ThreadTuner
 from .draft_model import DraftModelDrafter, max_catch_up
 from .drafts.prompt_lookup import PromptLookupDrafter
 from .drafts.verification import NO_DRAFTS, Drafter, Drafts
 from .grammar_compiler import GrammarCompiler
+from .grammar_constraints import ConstraintTable
 from .host_blocks import HostBlocks
 from .input_batch import InputBatch, PackedInputs
 from .kv_prefault import KvPrefaulter

@@ -31,8 +31,8 @@ from lineclear.wire.messages import (
     UnloadAdapter,
 )
 
-from .constraints import ConstraintTable, Grammars, Masks, PendingMasks
 from .drafts.verification import Drafter, Drafts, ReadTokens
+from .grammar_constraints import ConstraintTable, Grammars, Masks, PendingMasks
 from .model.loaded_model import LoadedModel
 from .model_runner import ModelRunner, RunnerOptions
 from .ranks import Ranks

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .constraints import Masks
-from .grammar_masks import apply_masks
+from .grammar_constraints import Masks
+from .logit_masks import apply_masks
 from .logits import Logits, bad_rows, with_argmax
 from .sampling_metadata import Draws, SamplingMetadata
 from .truncation import truncated_weights, wide_dtype

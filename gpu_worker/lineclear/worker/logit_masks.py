@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .constraints import Masks
+from .grammar_constraints import Masks
 from .logits import Logits, with_argmax
 from .mask_threads import Bits
 from .staging import to_device
