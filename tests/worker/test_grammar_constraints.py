@@ -18,9 +18,9 @@ from support.small_tokenizers import byte_level, save
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.wire.messages import Sampling, SlotInit
-from lineclear.worker.constraints import ConstraintTable, Masks
 from lineclear.worker.grammar_compiler import GrammarCompiler
-from lineclear.worker.grammar_masks import apply_masks
+from lineclear.worker.grammar_constraints import ConstraintTable, Masks
+from lineclear.worker.logit_masks import apply_masks
 from lineclear.worker.logits import with_argmax
 from lineclear.worker.sampler import sample
 from lineclear.worker.sampling_metadata import SamplingTable
