@@ -170,8 +170,6 @@ def test_int8_weights(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     [
         ("gemma2", torch.float32, "auto"),
         ("gpt2", torch.float32, "torch_paged"),
-        ("gpt_oss", torch.bfloat16, "torch_paged"),
-        ("qwen3_moe", torch.bfloat16, "auto"),
         ("llama", torch.float16, "auto"),
     ],
 )

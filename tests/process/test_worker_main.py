@@ -64,7 +64,7 @@ from lineclear.process import settings_base
 from lineclear.worker import app
 collections, counts, kept = [], [], []
 gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
-def make_runner(found):
+def make_runner(found, ranks):
     print(counts, gc.isenabled(), gc.get_freeze_count() > 300_000)
     raise settings_base.ConfigurationError("enough")
 class Imported(types.ModuleType):
@@ -88,7 +88,7 @@ def test_settings_are_logged_once_and_changed_ones_on_the_console(form: str) -> 
 import sys, types
 from lineclear.process import settings_base
 from lineclear.worker import app
-def make_runner(found):
+def make_runner(found, ranks):
     raise settings_base.ConfigurationError("enough")
 for name in ("self_test", "model.loaded_model", "runner_factory"):
     sys.modules[f"lineclear.worker.{{name}}"] = types.SimpleNamespace(

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit, StepPlan
-from lineclear.worker import logits, truncation
+from lineclear.worker import launched_step, logits, truncation
 from lineclear.worker.launched_step import StepTimer
 from lineclear.worker.logits import Logits
 from lineclear.worker.model.decode_graphs import DecodeGraphs
@@ -77,6 +77,14 @@ class Kernel:
         return launch
 
 
+def _copied(value: Any) -> Any:
+    """Copy the tensors in a value, as `to_host` does on a GPU."""
+    if isinstance(value, tuple):
+        parts = [_copied(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Replace the Triton kernels, so that the backend of a GPU runs on any device; return what counts launches."""
     monkeypatch.syspath_prepend(FOLDER)
@@ -86,7 +94,9 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Launches:
         monkeypatch.setattr(triton_paged, name, Kernel(name, launches))
     for module in (logits, truncation):
         monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
-    monkeypatch.setattr(StepTimer, "stop", lambda timer: False)  # or a launch on a CPU reads the result
+    # Or a launch on a CPU reads the result instead of copying it.
+    monkeypatch.setattr(StepTimer, "stop", lambda timer: False)
+    monkeypatch.setattr(launched_step, "to_host", _copied)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # or the backend refuses a CPU
     return launches
 

@@ -9,7 +9,6 @@ SLOW = (
     *("campaigns", "fuzz", "simulation/test_mutations.py", "test_faults.py::test_mutant_turns_row_red"),
     *("process/test_wire_faults.py", "worker/test_other_machines.py"),
     "worker/test_triton_kernels.py::test_kernels_compile_without_spills",
-    "bench/test_gpu.py::test_rehearsal_runs_every_part",
     "worker/test_lora.py::test_batch_of_two_adapters_and_the_model_equals_peft",
     "e2e/test_drafts.py::test_answers_survive_killed_workers",
 )

@@ -95,7 +95,7 @@ def dry_staging(device: torch.device, num_bytes: int) -> Staging:
 def make_machine(monkeypatch: pytest.MonkeyPatch) -> DryMachine:
     without_kernels(monkeypatch)
     monkeypatch.setattr(input_batch, "Staging", dry_staging)
-    monkeypatch.setattr(launched_step, "_to_host", lambda value: value)  # copies that nobody waits for
+    monkeypatch.setattr(launched_step, "to_host", lambda value: value)  # copies that nobody waits for
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # needs a driver
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.divided_models import model_of
 from support.engine_harness import ENVIRONMENT
-from support.families import CONFIGS, tiny_model
+from support.families import tiny_model
 from support.processes import is_running
 from support.time_limits import PATIENCE_SECONDS
 from support.waiting import eventually
@@ -31,9 +31,9 @@ from lineclear.worker.ranks import Ranks
 from lineclear.worker.runner_interface import StepFailed
 from lineclear.worker.settings import WorkerSettings
 
-UNDIVIDED = {"gpt2"}
 WITH_WHOLE_ATTENTION = {"olmo2", "phi3"}
-FAMILIES = sorted(CONFIGS.keys() - UNDIVIDED)
+FAMILIES = {2: ("gemma2", "gpt_oss", "llama", "olmo2", "qwen2", "qwen3_moe"), 4: ("llama", "phi3")}
+"""By number of ranks. `python -m support.divided_models N FAMILY...` tries others, a minute for all of them."""
 
 
 def run(*command: str, code: int = 0) -> str:
@@ -46,8 +46,8 @@ def run(*command: str, code: int = 0) -> str:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_divided_models_give_the_tokens_of_whole_ones(count: int) -> None:
-    answers = json.loads(run("-m", "support.divided_models", str(count), *FAMILIES).splitlines()[-1])
-    assert answers.keys() == set(FAMILIES)
+    answers = json.loads(run("-m", "support.divided_models", str(count), *FAMILIES[count]).splitlines()[-1])
+    assert answers.keys() == set(FAMILIES[count])
     for family, found in answers.items():
         assert found["divided"] == found["whole"], family
         assert sum(map(len, found["whole"].values())) > 20, family
@@ -125,8 +125,6 @@ time.sleep(60)
     ("death", "code"),
     [
         ("os._exit(78)", 78),
-        ("os._exit(0)", 70),
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
         ("os.kill(os.getpid(), signal.SIGABRT)", -signal.SIGABRT),
     ],
 )

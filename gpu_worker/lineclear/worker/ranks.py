@@ -233,6 +233,7 @@ def _exit_as(code: int) -> None:
     if code < 0:
         is_handled = -code in (signal.SIGTERM, signal.SIGINT)
         os.kill(os.getpid(), signal.SIGKILL if is_handled else -code)
+        time.sleep(_LOSS_SECONDS)  # another thread may get it
     os._exit(code if code > 0 else ExitCode.INTERNAL)  # also as process 1 of a container, which no own signal ends
 
 
