@@ -28,8 +28,8 @@ class SwapSpace:
     def __init__(self, pool: BlockPool, hello: Hello) -> None:
         self._pool = pool
         self._block_seconds = hello.swap_seconds
-        self._numbers = range(pool.num_blocks, pool.num_blocks + hello.num_swap_blocks)
-        self._free = [*reversed(self._numbers)]
+        self._num_blocks = hello.num_swap_blocks
+        self._free = [*reversed(range(pool.num_blocks, pool.num_blocks + hello.num_swap_blocks))]
         # The worker swaps out before it swaps in, so a plan never writes the host blocks that it reads.
         self._dropped: list[int] = []
         self._held: dict[Sequence, _Held] = {}
@@ -76,7 +76,8 @@ class SwapSpace:
     def check(self, epoch: int) -> None:
         """Check every invariant. Raises AssertionError."""
         held = [block for _, blocks in self._held.values() for block in blocks]
-        assert sorted([*self._free, *self._dropped, *held]) == [*self._numbers], "a host block twice, or lost"
+        first, found = self._pool.num_blocks, sorted([*self._free, *self._dropped, *held])
+        assert found == [*range(first, first + self._num_blocks)], "a host block twice, or lost"
         for sequence, (first, blocks) in self._held.items():
             assert sequence.state is State.WAITING, "a sequence that does not wait has host blocks"
             assert sequence.epoch == epoch, "a sequence has host blocks of another worker"
