@@ -32,10 +32,10 @@ from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine import Engine
 from lineclear.scheduler.engine.engine_loop import EngineLoop
 from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_pool import WorkerPool
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
 from lineclear.scheduler.engine.worker_session import Fact, Joined, WorkerTimeouts
 from lineclear.scheduler.engine.worker_subscribers import EngineCallbacks
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.wire.messages import Sampling, StepResult
 
 T = TypeVar("T", bound=Fact)
@@ -118,7 +118,7 @@ def engine_steps(count: int) -> Iterator[Figure]:
     with worker(count) as directory:
         link = WorkerLink(directory)
         limits = CoreLimits(max_batch_size=count, target_batch_tokens=8192)
-        engine = Engine(EngineLoop(Scheduler(limits), link, WorkerSupervisor([]), EngineCallbacks(publish)))
+        engine = Engine(EngineLoop(Scheduler(limits), link, WorkerPool([]), EngineCallbacks(publish)))
         engine.start()
         try:
             give_up = time.monotonic() + _JOIN_SECONDS

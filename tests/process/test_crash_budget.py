@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lineclear.scheduler.engine.worker_process import Backoff
-from lineclear.scheduler.engine.worker_slot import CrashBudget
+from lineclear.scheduler.engine.worker_supervisor import CrashBudget
 
 DIES, GETS_ON = "D", "P"
 

@@ -12,7 +12,7 @@ from support.toy_worker import ToyOptions
 from lineclear.errors import ModelChanged, ModelReplaced
 from lineclear.scheduler.core.events import Failed, Finished
 from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.engine.worker_pool import WorkerPool
 
 
 def test_new_model_answers_only_waiting_requests_that_name_no_model(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_new_model_answers_only_waiting_requests_that_name_no_model(tmp_path: Pa
     options = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.004, model_file=str(model))
     with EngineHarness(options=options, core=CoreLimits(max_batch_size=1)) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             harness.wait_joined()
             running = harness.submit(request(1, max_tokens=400))
             harness.wait(lambda: len(running.tokens) > 5, what="tokens of the first model")
@@ -30,7 +30,7 @@ def test_new_model_answers_only_waiting_requests_that_name_no_model(tmp_path: Pa
             ahead = harness.submit(replace(request(4), model_fingerprint=fingerprint("b")))
             harness.wait_ended([ahead])
             model.write_text("b")
-            kill(supervisor.pids[0])
+            kill(pool.pids[0])
             harness.wait_joined(2)
             harness.wait_ended([running, waiting, named])
             for stream in (running, named, ahead):

@@ -9,8 +9,8 @@ from support.toy_worker import ToyOptions
 
 from lineclear.errors import PoisonRequest
 from lineclear.scheduler.core.events import Failed
-from lineclear.scheduler.engine.worker_slot import SupervisorLimits
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.engine.worker_pool import WorkerPool
+from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits
 
 POISON = 96
 
@@ -18,7 +18,7 @@ POISON = 96
 def test_poison_request_fails_after_three_crashes() -> None:
     with EngineHarness(options=ToyOptions(poison_token=POISON)) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             innocents = [harness.submit(request(index, prompt_len=20, max_tokens=40)) for index in range(8)]
             poison = harness.submit(replace(request(50, prompt_len=6), prompt=(POISON, 1, 2)))
             innocents += [harness.submit(request(index, prompt_len=20, max_tokens=40)) for index in range(8, 16)]
@@ -27,7 +27,7 @@ def test_poison_request_fails_after_three_crashes() -> None:
             assert isinstance(poison.end.error, PoisonRequest)
             assert poison.tokens == []
             harness.check(innocents)
-            assert supervisor.num_starts == 4
+            assert pool.num_starts == 4
             assert harness.num_explained == 1
             assert harness.give_ups == []
 
@@ -38,14 +38,14 @@ def test_poison_requests_do_not_spend_the_crash_budget() -> None:
     """Although no other request makes progress, which would forget the crashes as well."""
     with EngineHarness(options=ToyOptions(poison_token=POISON)) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             for turn in range(2):
                 poison = harness.submit(replace(request(100 + turn), prompt=(POISON, turn)))
                 harness.wait_ended([poison])
                 assert isinstance(poison.end, Failed)
                 assert isinstance(poison.end.error, PoisonRequest)
             assert harness.num_explained == 2
-            assert supervisor.num_starts >= 4  # more crashes than the limit, all explained
+            assert pool.num_starts >= 4  # more crashes than the limit, all explained
             assert harness.give_ups == []
 
         supervised(harness, body, SupervisorLimits(max_worker_crashes=3, max_backoff_seconds=0.1))

@@ -11,7 +11,7 @@ from support.time_limits import PATIENCE_SECONDS
 from support.toy_worker import ToyOptions
 
 from lineclear.scheduler.core.limits import CoreLimits
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.engine.worker_pool import WorkerPool
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
 
@@ -22,11 +22,11 @@ def test_the_loss_of_a_worker_leaves_a_recording_that_replays(tmp_path: Path) ->
     options = ToyOptions(min_step_seconds=0.001, max_step_seconds=0.002)
     with EngineHarness(options=options, core=core, on_anomaly=recordings.dump) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             harness.wait_joined()
             streams = [harness.submit(request(index, max_tokens=100)) for index in range(8)]
             harness.wait(lambda: all(len(stream.tokens) > 10 for stream in streams))
-            kill(supervisor.pids[0])
+            kill(pool.pids[0])
             harness.wait_ended(streams)
             for stream in streams:
                 stream.check(options.vocab_size)

@@ -19,9 +19,9 @@ from lineclear.errors import WorkerRestartFailed
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.engine import worker_process
 from lineclear.scheduler.engine.worker_link import WorkerGone
+from lineclear.scheduler.engine.worker_pool import WorkerPool
 from lineclear.scheduler.engine.worker_session import WorkerTimeouts
-from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.engine.worker_supervisor import GiveUpReason, SupervisorLimits
 from lineclear.wire.messages import Hello, StepPlan
 
 OPTIONS = ToyOptions(num_slots=8, min_step_seconds=0.002, max_step_seconds=0.004)
@@ -129,11 +129,11 @@ def test_killed_workers_are_replaced_in_their_slots() -> None:
     # So many kills without progress between them would make a request a suspect.
     with EngineHarness(options=OPTIONS, core=CoreLimits(max_batch_size=8, max_isolated_kills=100)) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             harness.wait_joined(2)
             streams = [harness.submit(request(number, max_tokens=400)) for number in range(12)]
             for number, slot in ((3, 0), (4, 0), (5, 1), (6, 0), (7, 1)):
-                kill(supervisor.pids[slot])
+                kill(pool.pids[slot])
                 harness.wait_joined(number)
             harness.check(streams)
 
@@ -150,58 +150,58 @@ signal.pause()
 """
 
 
-def started_with_a_bad_worker(tmp_path: Path, give_ups: list[str]) -> WorkerSupervisor:
+def started_with_a_bad_worker(tmp_path: Path, give_ups: list[str]) -> WorkerPool:
     """Start two workers, of which the second one exits until the file `mended` exists."""
-    supervisor = WorkerSupervisor(
+    pool = WorkerPool(
         [sys.executable, "-c", FLAGGED, str(tmp_path / "mended")],
         flags=[["good"], ["bad"]],
         limits=SupervisorLimits(max_worker_crashes=1, min_backoff_seconds=0.01),
         on_give_up=give_ups.append,
     )
-    supervisor.start()
-    return supervisor
+    pool.start()
+    return pool
 
 
 async def test_one_given_up_worker_does_not_end_the_server(tmp_path: Path) -> None:
     """Each worker has a crash budget of its own."""
     give_ups: list[str] = []
-    supervisor = started_with_a_bad_worker(tmp_path, give_ups)
+    pool = started_with_a_bad_worker(tmp_path, give_ups)
     try:
-        await until(lambda: supervisor.num_starts == 3 and supervisor.pids[1] is None)
+        await until(lambda: pool.num_starts == 3 and pool.pids[1] is None)
         await asyncio.sleep(0.3)  # longer than any pause
-        assert supervisor.num_starts == 3
+        assert pool.num_starts == 3
         assert give_ups == []
-        assert supervisor.given_up is None
+        assert pool.given_up is None
         for _ in range(2):
-            pid = kill(supervisor.pids[0])
-            await until(lambda pid=pid: supervisor.pids[0] not in (pid, *([] if give_ups else [None])))
+            pid = kill(pool.pids[0])
+            await until(lambda pid=pid: pool.pids[0] not in (pid, *([] if give_ups else [None])))
         await until(lambda: bool(give_ups))
-        assert supervisor.given_up is GiveUpReason.CRASHES
+        assert pool.given_up is GiveUpReason.CRASHES
         assert len(give_ups) == 1
     finally:
-        await supervisor.stop()
+        await pool.stop()
 
 
 async def test_a_restart_revives_a_worker_that_was_given_up(tmp_path: Path) -> None:
     """An operator mends the cause, and asks for a restart: no new server is needed."""
     give_ups: list[str] = []
-    supervisor = started_with_a_bad_worker(tmp_path, give_ups)
+    pool = started_with_a_bad_worker(tmp_path, give_ups)
     try:
-        await until(lambda: supervisor.num_starts == 3 and supervisor.pids[1] is None)
+        await until(lambda: pool.num_starts == 3 and pool.pids[1] is None)
         with pytest.raises(WorkerRestartFailed, match="worker 1 was not restarted: it crashed too often"):
-            await supervisor.restart(1)
+            await pool.restart(1)
         (tmp_path / "mended").touch()
-        restart = asyncio.ensure_future(supervisor.restart(1))
-        await until(lambda: supervisor.pids[1] is not None)
-        pid = supervisor.pids[1]
+        restart = asyncio.ensure_future(pool.restart(1))
+        await until(lambda: pool.pids[1] is not None)
+        pid = pool.pids[1]
         assert pid is not None
-        supervisor.worker_joined(Hello(1, 1, 1, 1, 1, 1, (), 1, pid=pid))
+        pool.worker_joined(Hello(1, 1, 1, 1, 1, 1, (), 1, pid=pid))
         assert await restart == pid
         kill(pid)  # its crash budget is whole again
-        await until(lambda: supervisor.pids[1] not in (pid, None))
+        await until(lambda: pool.pids[1] not in (pid, None))
         assert give_ups == []
     finally:
-        await supervisor.stop()
+        await pool.stop()
 
 
 ECHO = """
@@ -223,7 +223,7 @@ async def test_a_promoted_standby_gets_the_flags_of_its_slot(tmp_path: Path, mon
     file = tmp_path / "flags"
     file.touch()
     flags = ["--device=cpu:0", "--device=cpu:1 --x=a b"]
-    supervisor = WorkerSupervisor(
+    pool = WorkerPool(
         [sys.executable, "-c", ECHO, str(file)],
         flags=[["--device=cpu:0"], ["--device=cpu:1", "--x=a b"]],
         environment=ENVIRONMENT,
@@ -233,46 +233,46 @@ async def test_a_promoted_standby_gets_the_flags_of_its_slot(tmp_path: Path, mon
     def lines() -> list[str]:
         return file.read_text().splitlines()
 
-    supervisor.start()
+    pool.start()
     try:
         await until(lambda: len(lines()) == 2)
         assert sorted(lines()) == flags
         for count, slot in ((3, 1), (4, 0)):
-            pid = supervisor.pids[slot]
+            pid = pool.pids[slot]
             assert pid is not None
-            supervisor.worker_joined(Hello(1, 1, 1, 1, 1, 1, (), 1, pid=pid))
-            await until(lambda: supervisor.standby_pid is not None)
-            standby = supervisor.standby_pid
+            pool.worker_joined(Hello(1, 1, 1, 1, 1, 1, (), 1, pid=pid))
+            await until(lambda: pool.standby_pid is not None)
+            standby = pool.standby_pid
             kill(pid)
             await until(lambda count=count: len(lines()) == count)
-            assert supervisor.pids[slot] == standby
+            assert pool.pids[slot] == standby
             assert lines()[-1] == flags[slot]
     finally:
-        await supervisor.stop()
+        await pool.stop()
 
 
-def restart_all(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
+def restart_all(harness: EngineHarness, pool: WorkerPool) -> None:
     """Restart one worker after the other."""
     assert harness.loop is not None
-    restarted = asyncio.run_coroutine_threadsafe(supervisor.restart_all(), harness.loop)
-    assert restarted.result(PATIENCE_SECONDS) == supervisor.pids
+    restarted = asyncio.run_coroutine_threadsafe(pool.restart_all(), harness.loop)
+    assert restarted.result(PATIENCE_SECONDS) == pool.pids
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_rolling_restart_keeps_every_stream(count: int) -> None:
     with EngineHarness(options=OPTIONS) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             harness.wait_joined(count)
             streams = [harness.submit(request(number, max_tokens=300)) for number in range(8)]
             harness.wait(lambda: all(stream.tokens for stream in streams))
-            before = supervisor.pids
-            restart_all(harness, supervisor)
+            before = pool.pids
+            restart_all(harness, pool)
             harness.check(streams)
-            assert not {*before} & {*supervisor.pids}
+            assert not {*before} & {*pool.pids}
 
-        supervisor = supervised(harness, body, SupervisorLimits(max_worker_crashes=0), flags=((),) * count)
-        assert supervisor.num_starts == 2 * count
+        pool = supervised(harness, body, SupervisorLimits(max_worker_crashes=0), flags=((),) * count)
+        assert pool.num_starts == 2 * count
         assert harness.give_ups == []
 
 
@@ -282,14 +282,14 @@ def test_rolling_restart_takes_over_a_new_model(tmp_path: Path) -> None:
     file.write_text("old")
     with EngineHarness(options=replace(OPTIONS, model_file=str(file))) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             harness.wait_joined(2)
             file.write_text("new")
-            restart_all(harness, supervisor)
+            restart_all(harness, pool)
             harness.wait_joined(4)
 
-        supervisor = supervised(harness, body, SupervisorLimits(max_worker_crashes=0), flags=TWO)
-        assert supervisor.num_starts == 4
+        pool = supervised(harness, body, SupervisorLimits(max_worker_crashes=0), flags=TWO)
+        assert pool.num_starts == 4
         assert harness.give_ups == []
 
 
@@ -297,12 +297,12 @@ def test_a_worker_that_ignores_sigterm_is_killed_and_replaced() -> None:
     limits = SupervisorLimits(max_worker_crashes=0, drain_timeout_seconds=0.2, stop_timeout_seconds=0.2)
     with EngineHarness(options=OPTIONS) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             harness.wait_joined()
-            pid = kill(supervisor.pids[0], signal.SIGSTOP)
+            pid = kill(pool.pids[0], signal.SIGSTOP)
             begin = time.monotonic()
-            restart_all(harness, supervisor)
+            restart_all(harness, pool)
             assert time.monotonic() - begin >= 0.4
-            assert supervisor.pids[0] != pid
+            assert pool.pids[0] != pid
 
         supervised(harness, body, limits)

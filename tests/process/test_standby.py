@@ -17,9 +17,9 @@ from support.toy_worker import ToyOptions
 from support.waiting import until
 
 from lineclear.process.standby import PROMOTED, READY, Standby, StandbyLine
-from lineclear.scheduler.engine import worker_process, worker_slot
-from lineclear.scheduler.engine.worker_slot import SupervisorLimits
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.engine import worker_process, worker_supervisor
+from lineclear.scheduler.engine.worker_pool import WorkerPool
+from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits
 from lineclear.wire.messages import Hello
 
 OPTIONS = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.004)
@@ -32,16 +32,16 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "_STANDBY_MIN_BACKOFF_SECONDS", 0.01)
 
 
-def ready_standby(supervisor: WorkerSupervisor) -> int:
-    eventually(lambda: supervisor.standby_pid is not None, what="a standby")
-    pid = supervisor.standby_pid
+def ready_standby(pool: WorkerPool) -> int:
+    eventually(lambda: pool.standby_pid is not None, what="a standby")
+    pid = pool.standby_pid
     assert pid is not None
     return pid
 
 
-def drain(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
+def drain(harness: EngineHarness, pool: WorkerPool) -> None:
     assert harness.loop is not None
-    harness.loop.call_soon_threadsafe(supervisor.drain)
+    harness.loop.call_soon_threadsafe(pool.drain)
 
 
 def hello(pid: int) -> Hello:
@@ -49,54 +49,54 @@ def hello(pid: int) -> Hello:
 
 
 def serve_with_standby(
-    body: Callable[[EngineHarness, WorkerSupervisor], None], options: ToyOptions = OPTIONS, **limits: float
-) -> WorkerSupervisor:
+    body: Callable[[EngineHarness, WorkerPool], None], options: ToyOptions = OPTIONS, **limits: float
+) -> WorkerPool:
     """Run `body` while streams run on a worker beside a standby, which cost neither a token nor the crash budget."""
     with EngineHarness(options=options) as harness:
 
-        def run(supervisor: WorkerSupervisor) -> None:
+        def run(pool: WorkerPool) -> None:
             harness.wait_joined()
             streams = [harness.submit(request(number, max_tokens=400)) for number in range(2)]
             harness.wait(lambda: all(len(stream.tokens) > 4 for stream in streams))
-            body(harness, supervisor)
+            body(harness, pool)
             harness.check(streams)
 
-        supervisor = supervised(harness, run, SupervisorLimits(**limits), standby=True)  # type: ignore[arg-type]
+        pool = supervised(harness, run, SupervisorLimits(**limits), standby=True)  # type: ignore[arg-type]
         assert harness.give_ups == []
-        return supervisor
+        return pool
 
 
 def test_the_standby_takes_over_and_another_one_is_kept() -> None:
-    def body(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
+    def body(harness: EngineHarness, pool: WorkerPool) -> None:
         for number in range(2, 4):
-            standby = ready_standby(supervisor)
-            kill(supervisor.pids[0])
+            standby = ready_standby(pool)
+            kill(pool.pids[0])
             harness.wait_joined(number)
-            assert supervisor.pids[0] == standby
+            assert pool.pids[0] == standby
 
     assert serve_with_standby(body, max_worker_crashes=2).num_starts == 3
 
 
 def test_standby_crash_costs_no_stream_and_no_budget() -> None:
-    def body(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
-        worker = supervisor.pids[0]
+    def body(harness: EngineHarness, pool: WorkerPool) -> None:
+        worker = pool.pids[0]
         for _ in range(2):
-            standby = kill(ready_standby(supervisor))
-            eventually(lambda standby=standby: supervisor.standby_pid not in (None, standby))  # type: ignore[misc]
-        assert supervisor.pids[0] == worker
+            standby = kill(ready_standby(pool))
+            eventually(lambda standby=standby: pool.standby_pid not in (None, standby))  # type: ignore[misc]
+        assert pool.pids[0] == worker
 
     serve_with_standby(body, max_worker_crashes=0)
 
 
 def test_a_standby_that_hangs_is_killed_and_a_new_worker_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """One end is survived: the worker's. That of the standby does not count."""
-    monkeypatch.setattr(worker_slot, "_PROMOTION_SECONDS", 0.2)
+    monkeypatch.setattr(worker_supervisor, "_PROMOTION_SECONDS", 0.2)
 
-    def body(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
-        hung = kill(ready_standby(supervisor), signal.SIGSTOP)
-        kill(supervisor.pids[0])
+    def body(harness: EngineHarness, pool: WorkerPool) -> None:
+        hung = kill(ready_standby(pool), signal.SIGSTOP)
+        kill(pool.pids[0])
         harness.wait_joined(2)
-        assert supervisor.pids[0] != hung
+        assert pool.pids[0] != hung
 
     serve_with_standby(body, max_worker_crashes=1)
 
@@ -104,36 +104,36 @@ def test_a_standby_that_hangs_is_killed_and_a_new_worker_started(monkeypatch: py
 def test_a_standby_that_still_imports_is_not_promoted() -> None:
     """It imports at a low priority that it cannot raise: beside a busy process a new worker is ready before it."""
 
-    def body(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
-        keeper = supervisor._standby
+    def body(harness: EngineHarness, pool: WorkerPool) -> None:
+        keeper = pool._standby
         assert keeper is not None
         eventually(lambda: keeper.pid is not None)
         importing = keeper.pid
-        worker = kill(supervisor.pids[0])
+        worker = kill(pool.pids[0])
         harness.wait_joined(2)
-        assert supervisor.pids[0] not in (importing, worker)
+        assert pool.pids[0] not in (importing, worker)
         # It goes on, and is there for the next end.
-        assert ready_standby(supervisor) == importing
-        kill(supervisor.pids[0])
+        assert ready_standby(pool) == importing
+        kill(pool.pids[0])
         harness.wait_joined(3)
-        assert supervisor.pids[0] == importing
+        assert pool.pids[0] == importing
 
     serve_with_standby(body, replace(OPTIONS, import_seconds=0.8), min_backoff_seconds=0.01)
 
 
 @pytest.mark.parametrize("is_due", [False, True], ids=["one that is killed", "one that is due"])
 def test_no_standby_is_started_during_a_drain(is_due: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
-        keeper = supervisor._standby
+    def body(harness: EngineHarness, pool: WorkerPool) -> None:
+        keeper = pool._standby
         assert keeper is not None
         if is_due:
             monkeypatch.setattr(worker_process, "_STANDBY_DELAY_SECONDS", 0.05)
             assert harness.loop is not None
             harness.loop.call_soon_threadsafe(keeper.keep)
-            drain(harness, supervisor)
+            drain(harness, pool)
         else:
-            standby = ready_standby(supervisor)
-            drain(harness, supervisor)
+            standby = ready_standby(pool)
+            drain(harness, pool)
             kill(standby)
             eventually(lambda: keeper.pid != standby)
         time.sleep(0.5)  # ten times the pause before a start
@@ -145,12 +145,12 @@ def test_no_standby_is_started_during_a_drain(is_due: bool, monkeypatch: pytest.
 
 
 def test_ready_standby_takes_over_during_a_drain() -> None:
-    def body(harness: EngineHarness, supervisor: WorkerSupervisor) -> None:
-        standby = ready_standby(supervisor)
-        drain(harness, supervisor)
-        kill(supervisor.pids[0])
+    def body(harness: EngineHarness, pool: WorkerPool) -> None:
+        standby = ready_standby(pool)
+        drain(harness, pool)
+        kill(pool.pids[0])
         harness.wait_joined(2)
-        assert supervisor.pids[0] == standby
+        assert pool.pids[0] == standby
 
     serve_with_standby(body)
 
@@ -168,31 +168,31 @@ signal.pause()
 async def test_acknowledgement_after_the_join_starts_no_timer() -> None:
     """The supervisor reads both in one turn of its loop, in either order. A timer set then would kill the worker."""
     exits: list[int] = []
-    supervisor = WorkerSupervisor(
+    pool = WorkerPool(
         [sys.executable, "-c", WILLING],
         limits=SupervisorLimits(start_timeout_seconds=0.5),
         standby=True,
         on_exit=lambda pid, code: exits.append(pid),
     )
-    supervisor.start()
+    pool.start()
     try:
-        first = supervisor.pids[0]
+        first = pool.pids[0]
         assert first is not None
-        supervisor.worker_joined(hello(first))
-        await until(lambda: supervisor.standby_pid is not None)
-        standby = supervisor.standby_pid
+        pool.worker_joined(hello(first))
+        await until(lambda: pool.standby_pid is not None)
+        standby = pool.standby_pid
         assert standby is not None
         kill(standby, signal.SIGSTOP)  # so that it acknowledges after its join is told
         kill(first)
-        await until(lambda: supervisor.pids[0] == standby)
-        supervisor.worker_joined(hello(standby))
+        await until(lambda: pool.pids[0] == standby)
+        pool.worker_joined(hello(standby))
         await asyncio.sleep(0.01)
         kill(standby, signal.SIGCONT)
         await asyncio.sleep(0.8)  # longer than a start may take
         assert exits == [first]
-        assert supervisor.pids[0] == standby
+        assert pool.pids[0] == standby
     finally:
-        await supervisor.stop()
+        await pool.stop()
 
 
 def test_standby_imports_at_a_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from process.frame_proxy import Proxy, Tamper
 from support.engine_harness import EngineHarness, eventually, kill, request, supervised
 from support.toy_worker import ToyOptions
 
+from lineclear.scheduler.engine.worker_pool import WorkerPool
 from lineclear.scheduler.engine.worker_session import WorkerTimeouts
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.wire.codec import decode
 from lineclear.wire.messages import StepPlan, StepResult
 
@@ -80,13 +80,13 @@ REFUSED_AS = {"plan": "a step failed: protocol", "result": "cannot be"}
 CASES = [*((name, 9) for name in FAULTS), ("lost", 1), ("doubled", 1)]
 
 
-def serve(tamper: Tamper, body: Callable[[EngineHarness, Proxy, WorkerSupervisor], None]) -> EngineHarness:
+def serve(tamper: Tamper, body: Callable[[EngineHarness, Proxy, WorkerPool], None]) -> EngineHarness:
     """Run `body` in a harness whose worker speaks through a proxy that tampers."""
     with EngineHarness(timeouts=PATIENCE, options=OPTIONS) as harness:
         scheduler_side, worker_side = harness.directory, harness.root / "w"
         with Proxy(scheduler_side, worker_side, tamper) as proxy:
             harness.directory = worker_side
-            supervised(harness, lambda supervisor: body(harness, proxy, supervisor))
+            supervised(harness, lambda pool: body(harness, proxy, pool))
     return harness
 
 
@@ -99,7 +99,7 @@ def all_exact(harness: EngineHarness) -> None:
 def test_answers_are_exact_whatever_happens_to_one_frame(name: str, direction: str, at: int) -> None:
     kind = FAULTS[name]
     fault = Fault(direction, at, kind)
-    harness = serve(fault, lambda harness, proxy, supervisor: all_exact(harness))
+    harness = serve(fault, lambda harness, proxy, pool: all_exact(harness))
     assert fault.num_seen > at
     assert harness.fatal == []
     # Noise costs nothing. Any other fault costs one worker.
@@ -120,17 +120,17 @@ def test_answers_are_exact_when_frames_are_damaged_at_random(direction: str) -> 
         count += 1
         return (flipped(frame, count),)
 
-    harness = serve(tamper, lambda harness, proxy, supervisor: all_exact(harness))
+    harness = serve(tamper, lambda harness, proxy, pool: all_exact(harness))
     assert count > 0
     assert harness.fatal == []
 
 
 def test_replayed_messages_of_a_dead_worker_are_dropped() -> None:
-    def body(harness: EngineHarness, proxy: Proxy, supervisor: WorkerSupervisor) -> None:
+    def body(harness: EngineHarness, proxy: Proxy, pool: WorkerPool) -> None:
         harness.wait_joined()
         streams = [harness.submit(request(i, max_tokens=120)) for i in range(8)]
         harness.wait(lambda: sum(len(s.tokens) for s in streams) > 200)
-        kill(supervisor.pids[0])
+        kill(pool.pids[0])
         harness.wait_joined(2)
         old = harness.joins[0][1]
         said = [f for where, f in proxy.seen if where == "result" and decode(f).epoch == old]  # type: ignore[union-attr]

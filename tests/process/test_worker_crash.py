@@ -16,8 +16,8 @@ from support.toy_worker import ToyOptions
 
 from lineclear.scheduler.core.events import Event
 from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.engine.worker_pool import WorkerPool
 from lineclear.scheduler.engine.worker_session import CLOSED, WorkerTimeouts
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 
 SLOW = ToyOptions(min_step_seconds=0.002, max_step_seconds=0.006)
 SHORT_SILENCE = WorkerTimeouts(heartbeat_timeout_seconds=3.0)
@@ -33,7 +33,7 @@ def test_streams_stay_exact_when_workers_are_killed_at_random() -> None:
     num_kills = 5
     with EngineHarness(options=SLOW) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             harness.wait_joined()
             streams = [harness.submit(request(i, prompt_len=5 + i, max_tokens=60 + i)) for i in range(24)]
             for number in range(1, num_kills + 1):
@@ -41,7 +41,7 @@ def test_streams_stay_exact_when_workers_are_killed_at_random() -> None:
                 goal = num_tokens(streams) + chance.randrange(300)
                 harness.wait(lambda goal=goal: num_tokens(streams) >= goal, what="progress")
                 killed_at = time.monotonic()
-                kill(supervisor.pids[0])
+                kill(pool.pids[0])
                 harness.wait(lambda number=number: len(harness.losses) >= number, what="loss")
                 assert harness.losses[-1][0] - killed_at < SOON_SECONDS
                 harness.wait_joined(number + 1)
@@ -56,13 +56,13 @@ def test_streams_stay_exact_when_workers_are_killed_at_random() -> None:
 def test_silent_worker_is_killed() -> None:
     with EngineHarness(options=SLOW, timeouts=SHORT_SILENCE) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             harness.wait_joined()
             streams = [harness.submit(request(i, max_tokens=80)) for i in range(8)]
             harness.wait(lambda: num_tokens(streams) > 50)
-            pid = kill(supervisor.pids[0], signal.SIGSTOP)
+            pid = kill(pool.pids[0], signal.SIGSTOP)
             harness.check(streams)
-            assert supervisor.pids[0] != pid
+            assert pool.pids[0] != pid
 
         supervised(harness, body)
         assert harness.broken
@@ -108,12 +108,12 @@ def test_worker_killed_again_during_recovery() -> None:
     """Each worker is killed as soon as it has joined, before it has recomputed lost tokens."""
     with EngineHarness(options=SLOW) as harness:
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             harness.wait_joined()
             streams = [harness.submit(request(i, prompt_len=40, max_tokens=60)) for i in range(8)]
             harness.wait(lambda: num_tokens(streams) > 80)
             for number in range(1, 4):
-                kill(supervisor.pids[0])
+                kill(pool.pids[0])
                 harness.wait_joined(number + 1)
             harness.check(streams)
 
@@ -127,7 +127,7 @@ def test_hanging_step_with_heartbeats_is_killed_at_its_timeout() -> None:
     with EngineHarness(timeouts=timeouts) as harness:
         harness.options = ToyOptions(fault="hang", fault_step=7, fault_once=str(harness.root / "once"))
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             harness.wait_joined()
             begin = time.monotonic()
             harness.check([harness.submit(request(i)) for i in range(8)])
@@ -146,9 +146,9 @@ def test_failing_worker_is_replaced(fault: str, reason: str | None) -> None:
     with EngineHarness() as harness:
         harness.options = ToyOptions(fault=fault, fault_step=9, fault_once=str(harness.root / "once"))
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             harness.check([harness.submit(request(i)) for i in range(8)])
-            eventually(lambda: supervisor.num_starts == 2)
+            eventually(lambda: pool.num_starts == 2)
 
         supervised(harness, body)
         assert [r for r in harness.broken if reason is None or reason not in r] == []
@@ -161,9 +161,9 @@ def test_condemned_worker_exits_by_itself() -> None:
         harness.options = ToyOptions(fault="tokens", fault_step=5, fault_once=str(harness.root / "once"))
         harness.is_killing = True
 
-        def body(supervisor: WorkerSupervisor) -> None:
+        def body(pool: WorkerPool) -> None:
             harness.check([harness.submit(request(i)) for i in range(8)])
-            assert supervisor.num_starts == 2
+            assert pool.num_starts == 2
 
         supervised(harness, body)
         assert (len(harness.broken), len(harness.joins), len(harness.losses)) == (1, 2, 2)

@@ -14,7 +14,7 @@ from lineclear.scheduler.addresses import is_local, parse_address
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES, QUEUE_ORDERS, STRATEGIES, PolicySettings, share_of
 from lineclear.scheduler.engine.worker_session import WorkerTimeouts
-from lineclear.scheduler.engine.worker_slot import SupervisorLimits
+from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits
 from lineclear.scheduler.settings import SchedulerSettings, load
 from lineclear.scheduler.stall_watchdog import TICK_SECONDS
 

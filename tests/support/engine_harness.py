@@ -32,10 +32,10 @@ from lineclear.scheduler.engine.engine import Engine
 from lineclear.scheduler.engine.engine_loop import EngineLimits, EngineLoop
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WantedWorker
 from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_pool import WorkerPool
 from lineclear.scheduler.engine.worker_session import WorkerTimeouts
-from lineclear.scheduler.engine.worker_slot import SupervisorLimits
 from lineclear.scheduler.engine.worker_subscribers import EngineCallbacks
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.engine.worker_supervisor import SupervisorLimits
 from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.wire.messages import Hello, Logprobs, Sampling
 
@@ -126,7 +126,7 @@ class EngineHarness:
         self.give_ups: list[str] = []
         self.is_killing = False
         """Report to the engine that a condemned worker is being killed, without killing it."""
-        self.supervisor: WorkerSupervisor | None = None
+        self.pool: WorkerPool | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         """The loop of the supervisor."""
         self.workers: list[subprocess.Popen[bytes]] = []
@@ -142,7 +142,7 @@ class EngineHarness:
             EngineLoop(
                 self.core,
                 self.link,
-                cast("WorkerSupervisor", self),
+                cast("WorkerPool", self),
                 EngineCallbacks(self._publish, on_anomaly=on_anomaly, on_fatal=self._died),
                 # A worker that misses heartbeats for some seconds on a busy machine is not hung.
                 EngineLimits(
@@ -211,33 +211,33 @@ class EngineHarness:
     # --- the supervisor, as the engine uses it ---
 
     def worker_joined(self, hello: Hello) -> None:
-        if self.supervisor is not None:
-            self.supervisor.worker_joined(hello)
+        if self.pool is not None:
+            self.pool.worker_joined(hello)
 
     def worker_broken(self, hello: Hello, reason: str) -> bool:
         self.broken.append(reason)
-        if self.supervisor is None or self.is_killing:
+        if self.pool is None or self.is_killing:
             return self.is_killing
-        return self.supervisor.worker_broken(hello, reason)
+        return self.pool.worker_broken(hello, reason)
 
     def crashes_explained(self) -> None:
         self.num_explained += 1
-        if self.supervisor is not None:
-            self.supervisor.crashes_explained()
+        if self.pool is not None:
+            self.pool.crashes_explained()
 
     def worker_waits(self, hello: Hello) -> None:
-        if self.supervisor is not None:
-            self.supervisor.worker_waits(hello)
+        if self.pool is not None:
+            self.pool.worker_waits(hello)
 
     def wanted(self) -> tuple[WantedWorker, ...]:
-        return () if self.supervisor is None else self.supervisor.wanted()
+        return () if self.pool is None else self.pool.wanted()
 
     def number_of(self, hello: Hello) -> int | None:
-        return None if self.supervisor is None else self.supervisor.number_of(hello)
+        return None if self.pool is None else self.pool.number_of(hello)
 
     def worker_progressed(self, hello: Hello) -> None:
-        if self.supervisor is not None:
-            self.supervisor.worker_progressed(hello)
+        if self.pool is not None:
+            self.pool.worker_progressed(hello)
 
     def _died(self, error: BaseException) -> None:
         with self._changed:
@@ -321,16 +321,16 @@ def request(
 
 def supervised(
     harness: EngineHarness,
-    body: Callable[[WorkerSupervisor], None],
+    body: Callable[[WorkerPool], None],
     limits: SupervisorLimits | None = None,
     *,
     standby: bool = False,
     flags: Sequence[Sequence[str]] = ((),),
-) -> WorkerSupervisor:
+) -> WorkerPool:
     """Run `body` on a thread, while a supervisor on the event loop keeps workers of `harness` running."""
 
-    async def scenario() -> WorkerSupervisor:
-        supervisor = WorkerSupervisor(
+    async def scenario() -> WorkerPool:
+        pool = WorkerPool(
             harness.options.arguments(harness.directory),
             flags=flags,
             limits=limits or SupervisorLimits(),
@@ -339,13 +339,13 @@ def supervised(
             on_exit=harness.engine.worker_exited,
             on_give_up=harness.give_ups.append,
         )
-        harness.supervisor, harness.loop = supervisor, asyncio.get_running_loop()
-        supervisor.start()
+        harness.pool, harness.loop = pool, asyncio.get_running_loop()
+        pool.start()
         try:
-            await asyncio.to_thread(body, supervisor)
+            await asyncio.to_thread(body, pool)
         finally:
             harness.engine.release_worker()
-            assert await supervisor.stop()
-        return supervisor
+            assert await pool.stop()
+        return pool
 
     return asyncio.run(scenario())

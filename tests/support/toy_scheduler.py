@@ -20,7 +20,7 @@ from support.toy_worker import ToyOptions
 
 from lineclear.process.logging_setup import configure
 from lineclear.scheduler.core.events import Event, Finished
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.engine.worker_pool import WorkerPool
 from lineclear.wire.messages import Hello
 
 
@@ -41,8 +41,8 @@ def serve(directory: Path, num_streams: int, options: dict[str, Any] | None) -> 
     def publish(events: Sequence[Event]) -> None:
         submit(sum(isinstance(event, Finished) for event in events))
 
-    def wait(supervisor: WorkerSupervisor) -> None:
-        print(json.dumps({"started": supervisor.pids[0]}), flush=True)
+    def wait(pool: WorkerPool) -> None:
+        print(json.dumps({"started": pool.pids[0]}), flush=True)
         stop.wait()
 
     with _Harness(directory=directory, options=ToyOptions(**options or {})) as harness:

@@ -10,7 +10,7 @@ from lineclear.errors import RecordingFailed
 from lineclear.process import logging_setup
 from lineclear.scheduler.core.limits import SWITCHABLE, CoreLimits
 from lineclear.scheduler.engine.engine import Engine
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.engine.worker_pool import WorkerPool
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
 from lineclear.scheduler.observe.step_feed import StepFeed
 from lineclear.scheduler.settings import SchedulerSettings
@@ -30,11 +30,11 @@ class AdminOperations:
         shutdown: ShutdownController,
         engine: Engine,
         recordings: RecordingFiles,
-        supervisor: WorkerSupervisor,
+        pool: WorkerPool,
         steps: StepFeed,
     ) -> None:
         self._shutdown, self._engine, self._recordings = shutdown, engine, recordings
-        self._supervisor = supervisor
+        self._pool = pool
         self._restart: asyncio.Task[list[int]] | None = None
         self.steps = steps
         """For watchers."""
@@ -70,7 +70,7 @@ class AdminOperations:
         Raises WorkerRestartFailed.
         """
         if self._restart is None or self._restart.done():
-            self._restart = asyncio.create_task(self._supervisor.restart_all())
+            self._restart = asyncio.create_task(self._pool.restart_all())
         # Shielded: a client that hangs up does not leave the workers half restarted.
         return await asyncio.shield(self._restart)
 

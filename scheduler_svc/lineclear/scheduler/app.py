@@ -30,9 +30,9 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.engine import Engine, EngineStuck
 from lineclear.scheduler.engine.engine_loop import EngineLimits, EngineLoop
 from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_pool import WorkerPool
 from lineclear.scheduler.engine.worker_session import WorkerTimeouts
 from lineclear.scheduler.engine.worker_subscribers import EngineCallbacks
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
 from lineclear.scheduler.grpc_api.server import Server
@@ -69,7 +69,7 @@ class App:
         model: Path,
         shutdown: ShutdownController,
         link: WorkerLink,
-        supervisor: WorkerSupervisor,
+        pool: WorkerPool,
         stack: contextlib.ExitStack,
     ) -> None:
         asyncio.get_running_loop().set_exception_handler(_log_loop_error)
@@ -85,15 +85,15 @@ class App:
             on_fatal=shutdown.on_fatal,
         )
         limits = _engine_limits(settings, files.fingerprint)
-        self._settings, self._shutdown, self._supervisor, self._stack = settings, shutdown, supervisor, stack
-        self._engine = engine = Engine(EngineLoop(core, link, supervisor, callbacks, limits, history))
-        supervisor.on_exit = engine.worker_exited
+        self._settings, self._shutdown, self._pool, self._stack = settings, shutdown, pool, stack
+        self._engine = engine = Engine(EngineLoop(core, link, pool, callbacks, limits, history))
+        pool.on_exit = engine.worker_exited
         services = RequestServices(settings, engine, files.tokenizer, files.chat, files.generation_config, model)
-        self._manager = RequestManager(services, supervisor.wanted)
+        self._manager = RequestManager(services, pool.wanted)
         services.streams.on_fatal = shutdown.on_fatal
         stack.callback(self._manager.close)
         self._steps = StepFeed(history, engine.call_on_engine_thread, engine.take_state, settings.max_step_watchers)
-        operations = AdminOperations(shutdown, engine, recordings, supervisor, self._steps)
+        operations = AdminOperations(shutdown, engine, recordings, pool, self._steps)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, operations.start_recording, "SIGUSR2")
         self._server = Server(self._manager, operations)
         services.on_worker = self._server.set_worker
@@ -189,7 +189,7 @@ class App:
         gc.collect()
         gc.freeze()
         await self._shutdown.started.wait()
-        self._supervisor.drain()
+        self._pool.drain()
         if not await self._shutdown.run_unless_forced(self._shut_down()):
             manager.fail_all(shutdown_interrupted)
             await server.stop(0)

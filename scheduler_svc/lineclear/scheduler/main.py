@@ -35,8 +35,8 @@ from lineclear.process.settings_base import ConfigurationError
 from lineclear.process.standard_error import open_closed_streams, write_stderr
 from lineclear.scheduler.addresses import check_bindable
 from lineclear.scheduler.engine.worker_link import WorkerLink
-from lineclear.scheduler.engine.worker_slot import GiveUpReason, SupervisorLimits
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
+from lineclear.scheduler.engine.worker_pool import WorkerPool
+from lineclear.scheduler.engine.worker_supervisor import GiveUpReason, SupervisorLimits
 from lineclear.scheduler.security.token_file import read_tokens
 from lineclear.scheduler.settings import SchedulerSettings, load
 from lineclear.scheduler.shutdown import ExitGuard, ShutdownController
@@ -100,12 +100,12 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
         link = WorkerLink(directory, max_plans_in_flight=settings.pipeline_depth)
         stack.callback(link.close)
         drain_seconds = settings.drain_timeout_seconds + _WORKER_DRAIN_MARGIN_SECONDS
-        supervisor = WorkerSupervisor(
+        pool = WorkerPool(
             _worker_command(settings, model, directory, worker_flags),
             limits=replace(settings.part(SupervisorLimits), drain_timeout_seconds=drain_seconds),
             flags=_placements(settings),
             standby=settings.standby_worker,
-            on_give_up=lambda reason: shutdown.start(_WITHOUT_WORKER[supervisor.given_up or GiveUpReason.BUG], reason),
+            on_give_up=lambda reason: shutdown.start(_WITHOUT_WORKER[pool.given_up or GiveUpReason.BUG], reason),
         )
         try:
             if settings.spawn_worker:
@@ -114,15 +114,15 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
                     if settings.draft_model:
                         draft = model_directory.locate(settings.draft_model, "--draft-model")
                         model_directory.check(settings.draft_model, draft, "--draft-model")
-                supervisor.start()
+                pool.start()
             from lineclear.scheduler.app import App
 
-            await App(settings, model, shutdown, link, supervisor, stack).serve()
+            await App(settings, model, shutdown, link, pool, stack).serve()
         finally:
             if settings.spawn_worker:
                 # Before the engine stops, which releases the worker. A forced shutdown does not wait for the worker: it
                 # ends with this process (see process/parent_death.py).
-                await shutdown.run_unless_forced(supervisor.stop(kill=shutdown.exit_code != ExitCode.OK))
+                await shutdown.run_unless_forced(pool.stop(kill=shutdown.exit_code != ExitCode.OK))
             guard.start()
     log.info("stopped", exit_code=int(shutdown.exit_code))
     return shutdown.exit_code

@@ -152,7 +152,7 @@ class Engine:
     def take_state(self) -> TakenState:
         """Return the state of the scheduler now. On the engine's thread: see `call_on_engine_thread`."""
         loop = self._loop
-        num_wanted = len(loop.supervisor.wanted())
+        num_wanted = len(loop.pool.wanted())
         return take_state(loop.core.state, loop.steps.worker_indices, loop.clock(), num_wanted)
 
     def _run(self) -> None:

@@ -1,7 +1,7 @@
 """One iteration of the engine: carries commands of other threads in, plans out, results in and events out.
 
 The core decides what runs, `WorkerRegistry` which workers may join, and `WorkerSession` when one is lost. Subscribers
-follow these changes. `WorkerLink` sends and receives, the supervisor starts and kills processes.
+follow these changes. `WorkerLink` sends and receives, the worker pool starts and kills processes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine_stats import MAX_STEP_TIMES, EngineCounters, EngineSnapshot
 from lineclear.scheduler.engine.worker_link import WorkerGone, WorkerLink
+from lineclear.scheduler.engine.worker_pool import WorkerPool
 from lineclear.scheduler.engine.worker_process import loss_by_exit
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
 from lineclear.scheduler.engine.worker_session import SessionEvent, WorkerSession, WorkerTimeouts
 from lineclear.scheduler.engine.worker_subscribers import EngineCallbacks, WorkerSubscribers
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.wire.messages import StepResult
 
@@ -63,14 +63,14 @@ class EngineLoop:
         self,
         core: Scheduler,
         link: WorkerLink,
-        supervisor: WorkerSupervisor,
+        pool: WorkerPool,
         callbacks: EngineCallbacks,
         limits: EngineLimits | None = None,
         step_history: StepHistory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limits = limits or EngineLimits()
-        self.core, self.link, self.supervisor = core, link, supervisor
+        self.core, self.link, self.pool = core, link, pool
         self.callbacks, self.clock = callbacks, clock
         self._state = core.state
         self.steps = step_history or StepHistory()
@@ -85,9 +85,9 @@ class EngineLoop:
             limits.timeouts,
             max_workers=limits.max_workers,
             text_fingerprint=limits.text_fingerprint,
-            number_of=supervisor.number_of,
+            number_of=pool.number_of,
         )
-        self.subscribers = WorkerSubscribers(core, link, self.workers, supervisor, self.steps, callbacks)
+        self.subscribers = WorkerSubscribers(core, link, self.workers, pool, self.steps, callbacks)
         self._joining = self.subscribers.adapters.joining
         self._step_seconds: deque[tuple[int, float]] = deque(maxlen=MAX_STEP_TIMES)
         self._counters = EngineCounters()
@@ -257,7 +257,7 @@ class EngineLoop:
 
     def _report_progress(self, worker: WorkerSession, now: float) -> None:
         if worker.take_progress(now) and worker.hello is not None:
-            self.supervisor.worker_progressed(worker.hello)
+            self.pool.worker_progressed(worker.hello)
 
 
 class InvariantChecks:

@@ -1,4 +1,4 @@
-"""What follows the changes of workers: core and supervisor, adapters, grammars, log levels, stops.
+"""What follows the changes of workers: core and worker pool, adapters, grammars, log levels, stops.
 
 A subscriber has a method for each change that it follows, called with the change and the time. It returns the core's
 events, if there are any. Work that has to wait stays in a container, and the subscriber is called in each iteration
@@ -21,9 +21,9 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.adapter_loads import AdapterLoads
 from lineclear.scheduler.engine.grammar_preparation import GrammarPreparation
 from lineclear.scheduler.engine.worker_link import WorkerLink
+from lineclear.scheduler.engine.worker_pool import WorkerPool
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
 from lineclear.scheduler.engine.worker_session import Change, Joined, JoinRefused, JoinRejected, Lost, Output
-from lineclear.scheduler.engine.worker_supervisor import WorkerSupervisor
 from lineclear.scheduler.observe.step_history import StepHistory
 from lineclear.wire.messages import (
     AdapterLoaded,
@@ -57,14 +57,14 @@ class EngineCallbacks:
 
 
 class WorkerSubscribers:
-    """Passes each change of a worker to core, supervisor and step history, then to its other subscribers."""
+    """Passes each change of a worker to core, worker pool and step history, then to its other subscribers."""
 
     def __init__(
         self,
         core: Scheduler,
         link: WorkerLink,
         workers: WorkerRegistry,
-        supervisor: WorkerSupervisor,
+        pool: WorkerPool,
         steps: StepHistory,
         callbacks: EngineCallbacks,
     ) -> None:
@@ -73,7 +73,7 @@ class WorkerSubscribers:
         self.log_levels = levels = LogLevels(link, workers)
         self.stopping = stopping = StoppingWorkers(core, link, workers)
         self._core, self._link, self._workers = core, link, workers
-        self._supervisor, self._steps, self._callbacks = supervisor, steps, callbacks
+        self._pool, self._steps, self._callbacks = pool, steps, callbacks
         self._subscribers: dict[type[Change], tuple[Callable[[Any, float], list[Event] | None], ...]] = {
             Joined: (self._worker_joined, adapters.worker_joined, grammars.worker_joined, levels.worker_joined),
             Lost: (self._worker_lost, adapters.worker_lost, grammars.worker_lost),
@@ -108,14 +108,14 @@ class WorkerSubscribers:
         events = self._core.worker_joined(hello, now)
         self._steps.worker_joined(hello, self._workers[hello.epoch].index)
         log_join(hello, self._core.limits)
-        self._supervisor.worker_joined(hello)
+        self._pool.worker_joined(hello)
         return events
 
     def _join_refused(self, refused: JoinRefused, now: float) -> None:
         hello = refused.hello
         hint = f"{refused.reason}; this one may join after it"
         log.warning("join_refused", epoch=hello.epoch, pid=hello.pid, hint=hint)
-        self._supervisor.worker_waits(hello)  # or its start would count as failed
+        self._pool.worker_waits(hello)  # or its start would count as failed
 
     def _step_failed(self, error: StepError, now: float) -> list[Event]:
         log.error("step_failed", step=error.step, kind=error.kind.name.lower(), summary=error.summary)
@@ -131,13 +131,13 @@ class WorkerSubscribers:
         self._steps.worker_lost(hello.epoch)
         if any(isinstance(event, Failed) and isinstance(event.error, PoisonRequest) for event in ended):
             log.error("poison_request_failed", epoch=hello.epoch)
-            self._supervisor.crashes_explained()
+            self._pool.crashes_explained()
         if loss is not WorkerLoss.CLEAN:
             self._callbacks.on_anomaly(lost.reason)
         write = log.info if is_draining else log.warning  # a server that drains stops its worker
         write("worker_lost", epoch=hello.epoch, pid=hello.pid, reason=lost.reason, num_live=self._core.num_live)
         if lost.must_kill:
-            is_being_killed = self._supervisor.worker_broken(hello, lost.reason)
+            is_being_killed = self._pool.worker_broken(hello, lost.reason)
             self._link.perform(self._workers.on_kill_answer(hello.epoch, is_being_killed, now))
         return events + ended
 

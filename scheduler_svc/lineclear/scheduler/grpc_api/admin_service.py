@@ -12,7 +12,7 @@ from lineclear.errors import InvalidRequest, TooManyWatchers, Unauthenticated
 from lineclear.scheduler.grpc_api.response_writer import ResponseWriter
 from lineclear.scheduler.observe.scheduler_state import TakenState
 from lineclear.scheduler.observe.step_feed import StepFeed
-from lineclear.scheduler.requests import scheduling
+from lineclear.scheduler.requests import scheduling_changes
 from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.requests.request_manager import RequestManager
 from lineclear.scheduler.security import identity
@@ -125,7 +125,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def GetScheduling(self, request: pb.GetSchedulingRequest, context: Context) -> pb.GetSchedulingResponse:
         """Return the scheduling settings in force."""
-        return pb.GetSchedulingResponse(scheduling=scheduling.in_force(self._services.settings))
+        return pb.GetSchedulingResponse(scheduling=scheduling_changes.in_force(self._services.settings))
 
     async def UpdateScheduling(
         self, request: pb.UpdateSchedulingRequest, context: Context
@@ -133,12 +133,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Change scheduling settings. Return those in force."""
         changes = {field.name: value for field, value in request.changes.ListFields()}
         hello = self._services.engine.worker_status.hello
-        settings = scheduling.changed(self._services.settings, changes, None if hello is None else hello.num_slots)
+        settings = scheduling_changes.changed(
+            self._services.settings, changes, None if hello is None else hello.num_slots
+        )
         _log_call("update_scheduling", context, **{name: str(value) for name, value in changes.items()})
         # No await in between: the event loop and the core follow changes in the same order.
         self._services.follow(settings)
         await self._operations.switch_scheduling(settings)
-        return pb.UpdateSchedulingResponse(scheduling=scheduling.in_force(settings))
+        return pb.UpdateSchedulingResponse(scheduling=scheduling_changes.in_force(settings))
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
         """Load an adapter on every joined worker."""
