@@ -9,7 +9,7 @@ from typing import Self
 from lineclear.errors import Cancelled, DataLoss, LineclearError
 from lineclear.v1 import inference_pb2 as pb
 
-from ..answer_assembler import AnswerProgress, AnswerSoFar
+from ..answer_resume import AnswerProgress, AnswerSoFar
 from ..call_settings import CallOptions
 from ..concurrency import AsyncEvent, async_call
 from ..results import Delta, Generation, Queued
