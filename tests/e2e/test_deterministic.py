@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,32 +105,31 @@ class Path:
         )
         return InProcess(self.runner(self.loaded, options, **parts), limits)
 
-    def differing(self, kinds: Sequence[Sampling] = KINDS) -> list[str]:
-        """Return the situations that change a bit of an answer."""
+    def differing(self, kinds: Sequence[Sampling] = KINDS) -> Iterator[str]:
+        """Yield the situations that change a bit of an answer."""
         alone, server = Answers(), self.server()
         for request in requests(kinds=kinds):
             alone |= answers(server, [replace(request, max_drafts=0)], [request])
         drafter = Drafter([x.prompt + tuple(alone[x.request_id][0]) for x in requests(kinds=kinds)])
-        return [name for name, found in self._situations(kinds, drafter) if found != alone]
+        yield from (name for name, found in self._situations(kinds, drafter) if found != alone)
 
-    def _situations(self, kinds: Sequence[Sampling], drafter: Drafter) -> list[tuple[str, Answers]]:
+    def _situations(self, kinds: Sequence[Sampling], drafter: Drafter) -> Iterator[tuple[str, Answers]]:
         own, others = requests(kinds=kinds), mates(self.num_mates, kinds)
-        found = [("batch", answers(self.server(), [*others[:4], *own, *others[4:]], own))]
+        yield "batch", answers(self.server(), [*others[:4], *own, *others[4:]], own)
         chunks = self.server(replace(LIMITS, target_batch_tokens=7, max_batch_size=5))
-        found.append(("chunks", answers(chunks, own, own)))
+        yield "chunks", answers(chunks, own, own)
         assert any(1 < row.num_tokens < 7 for plan in chunks.plans for row in plan.rows)
         preempted = self.server(replace(LIMITS, max_batch_size=8, target_batch_tokens=40), num_blocks=10)
-        found.append(("preemption", answers(preempted, [*own, *others[:5]], own)))
+        yield "preemption", answers(preempted, [*own, *others[:5]], own)
         assert preempted.counters.preemptions > 0
         cached = self.server(replace(LIMITS, prefix_cache=True, adaptive_drafts=False), drafter=drafter)
         answers(cached, [replace(x, request_id=f"first-{x.request_id}") for x in own], [])
-        found.append(("cache", answers(cached, own, own)))
+        yield "cache", answers(cached, own, own)
         assert cached.finished("4").stats.cached_tokens > 60
         assert cached.counters.spec_decode_num_accepted_tokens > 0
         lost = self.server()
-        found.append(("loss", answers(lost, own, own, lose_worker_after_steps=9)))
+        yield "loss", answers(lost, own, own, lose_worker_after_steps=9)
         assert lost.finished("3").stats.recoveries == 1
-        return found
 
 
 def answers(server: InProcess, served: list[Request], wanted: list[Request], **options: Any) -> Answers:
@@ -149,34 +148,33 @@ def fused(family: str, dtype: torch.dtype, **changes: Any) -> LoadedModel:
 @pytest.mark.parametrize(
     ("family", "dtype", "kv_dtype"),
     [
-        *((family, dtype, None) for family in sorted(FAMILIES - {"llama"}) for dtype in FORMATS),
+        *((family, FORMATS[at % 2], None) for at, family in enumerate(sorted(FAMILIES - {"llama"}))),
         *(("llama", dtype, torch.int8) for dtype in FORMATS),
     ],
 )
 def test_fused_pass(family: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     """Mistral has a window, whose keys a chunk reads from another position on than a decode."""
-    assert Path(fused(family, dtype), DeterministicRunner, kv_dtype).differing() == []
+    assert not [*Path(fused(family, dtype), DeterministicRunner, kv_dtype).differing()]
 
 
 @needs_kernels
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.bfloat16, None), (torch.float32, torch.int8)])
 def test_int8_weights(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     loaded = to_int8(wrap_model(tiny_model("mistral", dtype=dtype, **SIZES)))
-    assert Path(loaded, DeterministicRunner, kv_dtype).differing() == []
+    assert not [*Path(loaded, DeterministicRunner, kv_dtype).differing()]
 
 
 @pytest.mark.parametrize(
     ("family", "dtype", "backend"),
     [
-        ("gemma2", torch.float32, "auto"),
+        ("gemma2", torch.float16, "auto"),
         ("gpt2", torch.float32, "torch_paged"),
-        ("llama", torch.float16, "auto"),
     ],
 )
 def test_modules_of_transformers(family: str, dtype: torch.dtype, backend: str) -> None:
     loaded = wrap_model(tiny_model(family, dtype=dtype))
     assert runner_type(loaded, threads=1) is OneTokenRunner
-    assert Path(loaded, OneTokenRunner, backend=backend, num_mates=5).differing() == []
+    assert not [*Path(loaded, OneTokenRunner, backend=backend, num_mates=5).differing()]
 
 
 # --- planted errors ------------------------------------------------------------------------------------------------
@@ -186,7 +184,7 @@ def test_modules_of_transformers(family: str, dtype: torch.dtype, backend: str) 
 def test_products_of_torch_are_found() -> None:
     loaded = build_fused(wrap_model(tiny_model("llama", **SIZES)), linear.leave_unpacked, keep_weights=True)
     assert loaded is not None
-    assert Path(loaded, DeterministicRunner).differing()
+    assert next(Path(loaded, DeterministicRunner).differing(), None)
 
 
 @needs_kernels
@@ -194,8 +192,8 @@ def test_sampling_of_rows_together_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     """Which of several equal logits are reported depends on how many another row wants."""
     monkeypatch.setattr(deterministic, "SamplingTableByRow", SamplingTable)
     kinds = Sampling(logprobs=2), Sampling(logprobs=20)
-    assert Path(fused("llama", torch.bfloat16), DeterministicRunner).differing(kinds)
+    assert next(Path(fused("llama", torch.bfloat16), DeterministicRunner).differing(kinds), None)
 
 
 def test_batches_of_transformers_modules_are_found() -> None:
-    assert Path(wrap_model(tiny_model("gpt2")), DeterministicRunner).differing()
+    assert next(Path(wrap_model(tiny_model("gpt2")), DeterministicRunner).differing(), None)

@@ -44,7 +44,7 @@ def run(*command: str, code: int = 0) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_divided_models_give_the_tokens_of_whole_ones(count: int) -> None:
     answers = json.loads(run("-m", "support.divided_models", str(count), *FAMILIES[count]).splitlines()[-1])
     assert answers.keys() == set(FAMILIES[count])
@@ -107,10 +107,7 @@ def test_each_rank_has_its_own_part_of_the_machine() -> None:
 
 _ONE_DIES = """
 import os, signal, sys, time
-from lineclear.worker.model_runner import ModelRunner
-from lineclear.worker.rank_runner import LeadingRunner
 from lineclear.worker.ranks import Ranks
-from lineclear.worker.runner_interface import StepFailed
 
 ranks = Ranks.join(3, [sys.executable, "-c", sys.argv[1], *sys.argv[1:]])
 if ranks.rank == 2:
@@ -137,10 +134,7 @@ def test_worker_ends_as_its_rank_does(death: str, code: int) -> None:
 _ALL_END = """
 import os, signal, subprocess, sys
 from lineclear.process import parent_death
-from lineclear.worker.model_runner import ModelRunner
-from lineclear.worker.rank_runner import LeadingRunner
 from lineclear.worker.ranks import Ranks
-from lineclear.worker.runner_interface import StepFailed
 
 parent_death.die_with_parent()
 ranks = Ranks.join(3, [sys.executable, "-c", sys.argv[1], *sys.argv[1:]])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -40,16 +41,16 @@ def run(module: str, *arguments: str, **environment: str) -> list[dict[str, Any]
 
 
 def test_interpreted_kernels_equal_the_reference() -> None:
-    cases = run("interpret_attention", "0", "24", TRITON_INTERPRET="1")
-    assert len(cases) == 24
+    cases = run("interpret_attention", "0", "12", TRITON_INTERPRET="1")
+    assert len(cases) == 12
     assert [x for x in cases if not x["error"] <= TOLERANCE[x["dtype"]]] == []
     seen = [(bool(x["window"]), bool(x["softcap"]), x["sinks"]) for x in cases]
     assert all(any(features) for features in zip(*seen, strict=True))
 
 
 def test_interpreted_bisection_equals_torch() -> None:
-    cases = run("interpret_threshold", "0", "12", TRITON_INTERPRET="1")
-    assert len(cases) == 12
+    cases = run("interpret_threshold", "0", "6", TRITON_INTERPRET="1")
+    assert len(cases) == 6
     assert [x for x in cases if x["ours"] != x["torch"]] == []
     assert any(row[0] for x in cases for row in x["ours"])
 
@@ -73,13 +74,12 @@ def test_auto_chooses_triton_on_cuda(
     assert choose("auto", layers, 16, torch.bfloat16, torch.device("cuda"), kv_dtype) == name
 
 
-def test_auto_does_without_triton_where_no_compiler_is(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_does_without_triton_where_no_compiler_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a slim image: Triton builds the launcher of each kernel when it is first used."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr(triton_support, "log", log := Mock())
     layers = [LayerSpec(8, 2, 128, 0.1)]
     assert choose("auto", layers, 16, torch.bfloat16, torch.device("cuda")) == "torch_paged"
-    assert "triton_not_used" in "".join(capfd.readouterr())
+    assert [call.args for call in log.warning.call_args_list] == [("triton_not_used",)]
