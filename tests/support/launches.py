@@ -62,6 +62,12 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+_KERNELS = {
+    "lineclear.worker.attention.triton_paged": ("attend_kernel", "combine_kernel", "write_kernel"),
+    "lineclear.worker.triton_threshold": ("largest_reaching_kernel",),
+}
+
+
 class Kernel:
     """Stands for a Triton kernel."""
 
@@ -88,10 +94,10 @@ def _copied(value: Any) -> Any:
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Replace the Triton kernels, so that the backend of a GPU runs on any device; return what counts launches."""
     monkeypatch.syspath_prepend(FOLDER)
-    triton_paged = importlib.import_module("lineclear.worker.attention.triton_paged")
     launches = Launches()
-    for name in ("attend_kernel", "combine_kernel", "write_kernel"):
-        monkeypatch.setattr(triton_paged, name, Kernel(name, launches))
+    for module_name, names in _KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(importlib.import_module(module_name), name, Kernel(name, launches))
     for module in (logits, truncation):
         monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
     # Or a launch on a CPU reads the result instead of copying it.
