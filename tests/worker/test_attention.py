@@ -24,7 +24,7 @@ CASES = [
     *(pytest.param("native", dtype, "cpu", marks=needs_kernels) for dtype in ELEMENTS),
     *(
         pytest.param(name, dtype, device, marks=ON_GPU if device == "cuda" else [])
-        for name in sorted(set(BACKENDS) - {"native", "reference"})
+        for name in sorted(set(BACKENDS) - {"native", "reference", "flash"})
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
         for device in ("cpu", "cuda")
         if (name, device) != ("triton_paged", "cpu")

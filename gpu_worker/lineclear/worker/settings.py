@@ -20,7 +20,7 @@ from lineclear.worker.machine_share import MachineShare
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
 KvCacheDtype = Literal["auto", "int8"]
-AttentionBackendName = Literal["auto", "torch_paged", "triton_paged", "reference", "native"]
+AttentionBackendName = Literal["auto", "torch_paged", "triton_paged", "flash", "reference", "native"]
 
 MODEL = Group("Model")
 SOCKETS = Group("Sockets")

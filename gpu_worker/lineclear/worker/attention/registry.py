@@ -33,12 +33,22 @@ def _triton_paged(*args: Any) -> AttentionBackend:
     return TritonPagedAttention(*args)
 
 
+def _flash(*args: Any) -> AttentionBackend:
+    from .flash import FlashAttention  # other workers do not pay for its import
+
+    return FlashAttention(*args)
+
+
 BACKENDS: dict[str, Callable[..., AttentionBackend]] = {
+    "flash": _flash,
     "native": NativeAttention,
     "reference": ReferenceAttention,
     "torch_paged": TorchPagedAttention,
     "triton_paged": _triton_paged,
 }
+
+ON_CUDA = ("flash", "triton_paged")
+"""Backends of CUDA devices."""
 
 
 def choose(
@@ -61,8 +71,8 @@ def choose(
         if problem and kv_dtype is torch.int8:
             raise ValueError(f"8-bit keys and values need the native attention backend: {problem}")
         return "torch_paged" if problem else "native"
-    if name == "triton_paged" and device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
-        raise ValueError("the triton_paged attention backend runs on CUDA devices only")
+    if name in ON_CUDA and device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+        raise ValueError(f"the {name} attention backend runs on CUDA devices only")
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; choose from auto, {', '.join(sorted(BACKENDS))}")
     return name
