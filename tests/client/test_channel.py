@@ -15,6 +15,7 @@ from support.sources import REPOSITORY
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 
 from lineclear.client import AsyncClient, Client, grpc_channel
+from lineclear.client.target import checked_target
 from lineclear.errors import ConnectionLost
 
 TOO_HIGH = "ports are from 1 to 65535"  # gRPC takes 99999 for 34463
@@ -38,7 +39,7 @@ def test_invalid_target_is_a_value_error(kind: type[Client | AsyncClient], targe
 
 @pytest.mark.parametrize("target", ["127.0.0.1:65535", "[::1]:1", "dns:///somewhere", "dns:///a:1", "ipv6:[::1]:5"])
 def test_valid_targets_are_unchanged(target: str) -> None:
-    assert grpc_channel.checked_target(target) == target
+    assert checked_target(target) == target
 
 
 def test_default_target_and_port(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from support.serving import SMILE, SMILE_IDS, Serving, serving, until
 
 from lineclear.client import AsyncClient, Client, Generation
-from lineclear.client.grpc_channel import names_one_server
+from lineclear.client.target import names_one_server
 from lineclear.errors import (
     Cancelled,
     DeadlineExceeded,

@@ -22,7 +22,6 @@ import typer
 from lineclear.client import Client, parameters
 from lineclear.client.call_params import Params
 from lineclear.client.call_settings import DEFAULT_TIMEOUT_SECONDS
-from lineclear.client.grpc_channel import DEFAULT_TARGET
 from lineclear.client.parameters import (
     EarlyStopping,
     Parameters,
@@ -32,6 +31,7 @@ from lineclear.client.parameters import (
 )
 from lineclear.client.requests import Request, pairs
 from lineclear.client.results import Queued
+from lineclear.client.target import DEFAULT_TARGET
 from lineclear.errors import InvalidRequest
 
 from . import output

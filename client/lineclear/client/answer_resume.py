@@ -13,11 +13,11 @@ from lineclear.v1 import inference_pb2 as pb
 from .answer_assembler import AnswerAssembler, OutputAssembler
 from .call_settings import CallOptions
 from .chat_messages import ToolCall
-from .grpc_channel import names_one_server
 from .requests import arrives_whole
 from .results import Delta, Generation, Queued, queued_from_proto
 from .retry import ResumeState
 from .rpc_methods import ATTACH, GENERATE, Method
+from .target import names_one_server
 
 
 class AnswerProgress:

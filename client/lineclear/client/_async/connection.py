@@ -14,12 +14,12 @@ from .. import rpc_methods
 from ..call_params import Params
 from ..call_settings import ConfigArguments, client_config
 from ..concurrency import async_sleep
-from ..grpc_channel import default_target
 from ..message_classes import Model
 from ..parameters import UNSET, Prompt, Sampling, Unset
 from ..requests import Request
 from ..results import Generation, from_proto
 from ..rpc_methods import AsyncTransport, Options, Pairs
+from ..target import default_target
 from .answer_stream import AsyncStream
 from .transport import AsyncGrpcTransport
 

@@ -14,11 +14,12 @@ from lineclear.v1 import inference_pb2 as pb
 
 from .. import rpc_methods
 from ..call_errors import ErrorTranslator
-from ..grpc_channel import AsyncChannel, checked_target, names_one_server
+from ..grpc_channel import AsyncChannel
 from ..requests import TENANT_KEY
 from ..retry import MAX_TIMEOUT_SECONDS, log
 from ..rpc_methods import AsyncCall, Method, Options, Pairs
 from ..sigint import AsyncCanceller
+from ..target import checked_target, names_one_server
 from .session import AsyncSession
 
 Req = TypeVar("Req")
