@@ -37,6 +37,14 @@ LABEL org.opencontainers.image.title="lineclear-worker" \
     org.opencontainers.image.version="0.1.0" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.description="LLM inference over gRPC: the worker process, with torch and the model"
+# With CUDA, Triton builds the launchers of its kernels by a C compiler at their first use.
+ARG TORCH
+RUN case "$TORCH" in \
+        *+cpu*) ;; \
+        *) apt-get update \
+            && apt-get install --yes --no-install-recommends 'gcc=4:12.2.0-*' 'libc6-dev=2.36-*' \
+            && rm -rf /var/lib/apt/lists/* ;; \
+    esac
 # Packages are not installed at run time, so pip is removed.
 RUN install --directory --owner=10001 --group=10001 --mode=0700 /run/lineclear \
     && rm -rf /usr/local/bin/pip* /usr/local/lib/python3.12/site-packages/pip /usr/local/lib/python3.12/site-packages/pip-*
