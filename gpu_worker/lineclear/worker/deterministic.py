@@ -93,14 +93,15 @@ class OneTokenRunner(DeterministicRunner):
         return forward.logits(packed.sample_rows) if packed.sample_slots else None, reported
 
     def _forward(self, packed: PackedInputs) -> ModelForward:
-        first, forwards = np.zeros(1, np.int64), list[ModelForward]()
-        for token, batch in enumerate(_tokens(packed.batch)):
+        first, forwards = np.zeros(1, np.int64), dict[int, ModelForward]()
+        # By position: a row may share blocks that another row of this step fills.
+        for token, batch in sorted(enumerate(_tokens(packed.batch)), key=lambda x: int(packed.positions[x[0]])):
             one = slice(token, token + 1)
             self._backend.start_step(batch)
             if packed.adapters is not None:
                 self._adapters.start_step(packed.adapters[one])
             inputs = packed.read_indices[one], packed.positions[one]
-            forwards.append(self._loaded.forward(self._batch.flat_tokens, *inputs))
+            forwards[token] = self._loaded.forward(self._batch.flat_tokens, *inputs)
 
         def logits(rows: IntArray) -> Logits:
             return with_argmax(torch.cat([forwards[row].logits(first).values for row in rows.tolist()]))
