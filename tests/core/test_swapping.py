@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from core.harness import CoreHarness, answer, make_request
 from core.workers_harness import WorkersHarness
 
+from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.block_pool import BlockPool, Donor
+from lineclear.scheduler.core.dump import dump_core, load_core
 from lineclear.scheduler.core.placement import _uncached
+from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request, Sequence
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 from lineclear.scheduler.core.swap_space import SwapSpace
+from lineclear.scheduler.flight_recorder.recorder import to_json_types
 from lineclear.wire.messages import BlockCopy, Hello
 
 SIZES = {"worker_num_blocks": 8, "worker_num_swap_blocks": 4, "max_batch_size": 2, "prefix_cache": False}
@@ -102,6 +107,18 @@ def test_request_that_ends_while_it_waits_frees_its_host_blocks(end: str) -> Non
         assert (harness.counters.swapped_out_tokens, harness.counters.swapped_in_tokens) == (32, 16)
 
 
+def test_recording_that_starts_while_a_request_is_swapped_out_goes_on() -> None:
+    harness = measured()
+    submit_two(harness)
+    while not copies(harness):
+        harness.step()
+    state = json.dumps(to_json_types(dump_core(harness.core)))
+    loaded = Scheduler(harness.core.limits)
+    load_core(loaded, json.loads(state))
+    assert json.dumps(to_json_types(dump_core(loaded))) == state
+    invariants.check(loaded)
+
+
 def test_blocks_that_are_not_confirmed_stay() -> None:
     harness = CoreHarness(pipeline_depth=3)
     prompt = list(range(20))
@@ -147,7 +164,7 @@ def test_request_that_continues_on_another_worker_gives_up_its_host_blocks() -> 
 
 def swap_space(num_swap_blocks: int = 3) -> tuple[SwapSpace, BlockPool]:
     pool = BlockPool(8, 4)
-    return SwapSpace(pool, Hello(1, 8, 4, 8, 64, 97, (), 64, num_swap_blocks=num_swap_blocks)), pool
+    return SwapSpace(Hello(1, 8, 4, 8, 64, 97, (), 64, num_swap_blocks=num_swap_blocks)), pool
 
 
 def sequence(number: int) -> Sequence:
@@ -166,7 +183,7 @@ def test_blocks_that_others_use_are_left_out() -> None:
     blocks = pool.take(4)
     pool.release(blocks[1:])
     owner = sequence(1)
-    assert swap.swap_out(owner, blocks, Fitted()) == [
+    assert swap.swap_out(owner, blocks, pool, Fitted()) == [
         BlockCopy(block, target, 4) for block, target in zip(blocks[1:], (8, 9, 10), strict=True)
     ]
     assert swap.find(owner, 0) == [], "the first block is neither shared nor swapped"
@@ -179,12 +196,12 @@ def test_no_plan_writes_the_host_blocks_that_it_reads() -> None:
     swap, pool = swap_space()
     blocks = pool.take(3)
     pool.release(blocks)
-    assert len(swap.swap_out(sequence(1), blocks, Fitted())) == 3
+    assert len(swap.swap_out(sequence(1), blocks, pool, Fitted())) == 3
     owner = sequence(2)
-    assert swap.swap_out(owner, blocks, Fitted()) == [], "all host blocks are taken"
+    assert swap.swap_out(owner, blocks, pool, Fitted()) == [], "all host blocks are taken"
     swap, pool = swap_space()
-    swap.swap_out(owner, blocks, Fitted())
+    swap.swap_out(owner, blocks, pool, Fitted())
     swap.drop(owner)
-    assert swap.swap_out(sequence(3), blocks, Fitted()) == []
+    assert swap.swap_out(sequence(3), blocks, pool, Fitted()) == []
     swap.begin_plan()
-    assert len(swap.swap_out(sequence(3), blocks, Fitted())) == 3
+    assert len(swap.swap_out(sequence(3), blocks, pool, Fitted())) == 3

@@ -22,7 +22,7 @@ SWAP_BUGS: Bugs = {
         "blocks are swapped in one block late": off_by_one("num_shared - held.first"),
         "blocks are swapped in behind a gap": replace("held is None or num_shared < held.first", "held is None"),
         "blocks are swapped out to the places of others": replace("blocks[first:]", "blocks"),
-        "blocks that others use are swapped out": always("self._pool.is_free(block)"),
+        "blocks that others use are swapped out": always("pool.is_free(block)"),
         "more blocks are swapped out than are free": replace(
             "min(len(blocks) - first, len(self._free))", "len(blocks) - first"
         ),

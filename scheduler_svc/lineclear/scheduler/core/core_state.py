@@ -97,7 +97,7 @@ class WorkerState:
         num_slots = min(self._limits.max_batch_size, hello.num_slots)
         self.batch.reset(num_slots, hello.num_slots, hello.num_blocks, hello.block_size)
         if hello.num_swap_blocks:
-            self.batch.swap = SwapSpace(self.batch.pool, hello)
+            self.batch.swap = SwapSpace(hello)
 
     def follow(self, limits: CoreLimits) -> None:
         """Follow other limits from the next plan on. Running sequences beyond a smaller number of slots continue."""

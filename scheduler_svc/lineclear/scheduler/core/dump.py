@@ -16,7 +16,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from lineclear.scheduler.core import core_state, inflight_step, policies, running_batch, sequence
+from lineclear.scheduler.core import core_state, inflight_step, policies, running_batch, sequence, swap_space
 from lineclear.scheduler.core.block_pool import ChildBlocks, min_copied, token_bytes
 from lineclear.scheduler.core.core_state import SharedState
 from lineclear.scheduler.core.decode_batch import DecodeBatch
@@ -29,7 +29,7 @@ BLANK_TOKEN, BLANK_STOP, BLANK_EOS = 0, 1, 2
 """The tokens of a loaded core."""
 _BLANK_GRAMMAR = "blank"
 
-_MODULES = core_state, inflight_step, policies, running_batch, sequence
+_MODULES = core_state, inflight_step, policies, running_batch, sequence, swap_space
 _CLASSES = {
     name: found
     for module in _MODULES

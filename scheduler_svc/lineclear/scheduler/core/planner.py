@@ -227,7 +227,7 @@ class StepPlanner:
         swap = self._batch.swap
         blocks = [] if swap is None else self._batch.confirmed_blocks(victim)
         self.events.append(self._state.preempt(self._worker, victim))
-        if swap is not None and (copies := swap.swap_out(victim, blocks, self._worker.step_time)):
+        if swap is not None and (copies := swap.swap_out(victim, blocks, self._batch.pool, self._worker.step_time)):
             self.copies += copies
             self._state.counters.swapped_out_tokens += len(copies) * self._batch.pool.block_size
 

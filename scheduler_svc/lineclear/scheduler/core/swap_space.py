@@ -25,11 +25,11 @@ class _Held(NamedTuple):
 class SwapSpace:
     """The host blocks of one worker."""
 
-    def __init__(self, pool: BlockPool, hello: Hello) -> None:
-        self._pool = pool
+    def __init__(self, hello: Hello) -> None:
+        self._block_size = hello.block_size
         self._block_seconds = hello.swap_seconds
-        self._num_blocks = hello.num_swap_blocks
-        self._free = [*reversed(range(pool.num_blocks, pool.num_blocks + hello.num_swap_blocks))]
+        self._first, self._end = hello.num_blocks, hello.num_blocks + hello.num_swap_blocks
+        self._free = [*reversed(range(self._first, self._end))]
         # The worker swaps out before it swaps in, so a plan never writes the host blocks that it reads.
         self._dropped: list[int] = []
         self._held: dict[Sequence, _Held] = {}
@@ -39,24 +39,24 @@ class SwapSpace:
         self._free += self._dropped
         self._dropped.clear()
 
-    def swap_out(self, sequence: Sequence, blocks: list[int], model: StepTimeModel) -> list[BlockCopy]:
+    def swap_out(self, sequence: Sequence, blocks: list[int], pool: BlockPool, model: StepTimeModel) -> list[BlockCopy]:
         """Keep the leading `blocks` of a sequence that was just preempted, as many as host blocks are free.
 
         Only if it takes less time to copy them there and back than to compute them again. Those that other sequences
         use too are left out: they stay in the prefix cache.
         """
-        first = next((index for index, block in enumerate(blocks) if self._pool.is_free(block)), len(blocks))
+        first = next((index for index, block in enumerate(blocks) if pool.is_free(block)), len(blocks))
         count = min(len(blocks) - first, len(self._free))
         if not count or 2 * self._block_seconds * count >= self._recompute_seconds(first, first + count, model):
             return []
         taken = [self._free.pop() for _ in range(count)]
         self._held[sequence] = _Held(first, taken)
-        size = self._pool.block_size
+        size = self._block_size
         return [BlockCopy(source, target, size) for source, target in zip(blocks[first:], taken, strict=False)]
 
     def _recompute_seconds(self, first: int, end: int, model: StepTimeModel) -> float:
         """Return what the positions of blocks [first, end) add to steps; 0 before the model can predict."""
-        start, stop = first * self._pool.block_size, end * self._pool.block_size
+        start, stop = first * self._block_size, end * self._block_size
         _, token, kv = model.coefficients
         return (stop - start) * (token + kv * (start + stop + 1) / 2) if model.is_fitted else 0.0
 
@@ -65,7 +65,7 @@ class SwapSpace:
         held = self._held.get(sequence)
         if held is None or num_shared < held.first:
             return []
-        return [Donor(block, self._pool.block_size) for block in held.blocks[num_shared - held.first :]]
+        return [Donor(block, self._block_size) for block in held.blocks[num_shared - held.first :]]
 
     def drop(self, sequence: Sequence) -> None:
         """Free the host blocks of a sequence that starts or ends, from the next plan on."""
@@ -76,10 +76,10 @@ class SwapSpace:
     def check(self, epoch: int) -> None:
         """Check every invariant. Raises AssertionError."""
         held = [block for _, blocks in self._held.values() for block in blocks]
-        first, found = self._pool.num_blocks, sorted([*self._free, *self._dropped, *held])
-        assert found == [*range(first, first + self._num_blocks)], "a host block twice, or lost"
+        found = sorted([*self._free, *self._dropped, *held])
+        assert found == [*range(self._first, self._end)], "a host block twice, or lost"
         for sequence, (first, blocks) in self._held.items():
             assert sequence.state is State.WAITING, "a sequence that does not wait has host blocks"
             assert sequence.epoch == epoch, "a sequence has host blocks of another worker"
-            end = (first + len(blocks)) * self._pool.block_size
+            end = (first + len(blocks)) * self._block_size
             assert end <= sequence.num_skippable, "host blocks with a position that needs a row"
