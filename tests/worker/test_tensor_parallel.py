@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections import deque
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,7 +22,8 @@ from support.waiting import eventually
 from torch import nn
 
 from lineclear.wire.messages import StepErrorKind, StepPlan
-from lineclear.worker import ranks
+from lineclear.worker import rank_runner, ranks
+from lineclear.worker.drafts.verification import Drafter, PendingDrafts
 from lineclear.worker.model import division
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import wrap_model
@@ -175,6 +177,22 @@ def test_rank_0_goes_on_after_no_failed_step(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(StepFailed) as failed:
         runner.launch(StepPlan(1, 1, ()))
     assert failed.value.kind is StepErrorKind.EXCEPTION
+
+
+class _Wire:
+    """Ranks of which the others receive what rank 0 sends."""
+
+    def __init__(self) -> None:
+        self._messages = deque[bytes]()
+        self.send, self.receive = self._messages.append, self._messages.popleft
+
+
+def test_drafts_that_are_on_the_device_reach_all_ranks() -> None:
+    """Those of a draft model, which only rank 0 has."""
+    pending, wire = PendingDrafts(2, lambda: [5, 7]), cast("Ranks", _Wire())
+    drafter = cast("Drafter", SimpleNamespace(propose=lambda *_: {3: pending}, reset=None, forget=None))
+    assert rank_runner._LeadingDrafter(wire, drafter).propose((), lambda *_: []) == {3: pending}
+    assert rank_runner._FollowingDrafter(wire).propose((), lambda *_: []) == {3: [5, 7]}
 
 
 def test_worker_of_one_process_imports_none_of_it() -> None:

@@ -25,7 +25,7 @@ from .attention.registry import BACKENDS, choose
 from .drafts.verification import Drafts, PendingDrafts, ReadTokens
 from .input_batch import InputBatch
 from .model.loaded_model import Indices, LoadedModel, ModelRefused
-from .staging import Staging, to_host
+from .staging import Staging, fetch
 
 _MAX_BEHIND = 16
 """Positions that the first pass of a step computes together with the last known token."""
@@ -132,12 +132,12 @@ class DraftModelDrafter:
             passes.append(([slot for slot, _, _ in spans], self._forward(spans, tables)))
         if not passes:
             return {}
-        copied = to_host(torch.cat([tokens for _, tokens in passes]))
+        fetched = fetch(torch.cat([tokens for _, tokens in passes]))
 
         @cache
         def read() -> dict[int, list[int]]:
             found: dict[int, list[int]] = {row.slot: [] for row in rows}
-            for slot, token in zip(chain(*(slots for slots, _ in passes)), copied.tolist(), strict=True):
+            for slot, token in zip(chain(*(slots for slots, _ in passes)), fetched(), strict=True):
                 found[slot].append(token)
             return found
 

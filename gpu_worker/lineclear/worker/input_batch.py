@@ -20,7 +20,7 @@ from lineclear.wire.messages import Row, RowOutput, StepPlan
 from .attention.base import Batch, IntArray
 from .drafts.verification import NO_DRAFTS, Drafts, PendingDrafts
 from .slot_table import Capacity, SlotTable
-from .staging import Staging, to_device
+from .staging import Staging, fetch, to_device
 
 
 class OutputRow(NamedTuple):
@@ -170,18 +170,7 @@ class InputBatch:
         table = self._host_token_table
         if table is not None:
             return lambda: [table[index] for index in indices]
-        tokens = self.flat_tokens.index_select(0, to_device(np.array(indices, np.int64), self.device))
-        if self.device.type != "cuda":
-            return tokens.tolist
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(self.device))
-
-        def wait() -> list[int]:
-            copied.synchronize()
-            return [int(token) for token in host.tolist()]
-
-        return wait
+        return fetch(self.flat_tokens.index_select(0, to_device(np.array(indices, np.int64), self.device)))
 
     def write_sampled(self, packed: PackedInputs, tokens: Tensor, host_tokens: list[int] | None = None) -> None:
         """Write the step's sampled tokens, in the plan's order, to the token table. `host_tokens`: a list of them."""

@@ -151,7 +151,7 @@ class _LeadingDrafter:
 
     def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
         drafts = self._drafter.propose(rows, read_tokens)
-        self._ranks.send(json.dumps(list(drafts.items())).encode())
+        self._ranks.send(json.dumps([(slot, list(tokens)) for slot, tokens in drafts.items()]).encode())
         return drafts
 
 

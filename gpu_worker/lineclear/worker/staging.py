@@ -106,5 +106,19 @@ def to_host(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
+def fetch(tensor: Tensor) -> Callable[[], list[int]]:
+    """Queue a copy of integers [count] to the host; return a function that waits for it, and not for later work."""
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    host, copied = to_host(tensor), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def wait() -> list[int]:
+        copied.synchronize()
+        return [int(value) for value in host.tolist()]
+
+    return wait
+
+
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype

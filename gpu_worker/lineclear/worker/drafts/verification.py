@@ -17,10 +17,10 @@ Drafts = Mapping[int, Sequence[int]]
 
 
 class PendingDrafts(Sequence[int]):
-    """Drafts that the device has in the token table, and the host knows when the step is complete."""
+    """Drafts that the device has in the token table. To read them is to wait for the device."""
 
     def __init__(self, count: int, read: Callable[[], list[int]]) -> None:
-        """`read` returns the tokens of the complete step."""
+        """`read` waits for the tokens and returns them."""
         self._count, self._read = count, read
 
     def __len__(self) -> int:
