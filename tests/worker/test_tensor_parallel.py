@@ -21,6 +21,7 @@ from support.time_limits import PATIENCE_SECONDS
 from support.waiting import eventually
 from torch import nn
 
+from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.wire.messages import StepErrorKind, StepPlan
 from lineclear.worker import rank_runner, ranks
 from lineclear.worker.drafts.verification import Drafter, PendingDrafts
@@ -193,6 +194,25 @@ def test_drafts_that_are_on_the_device_reach_all_ranks() -> None:
     drafter = cast("Drafter", SimpleNamespace(propose=lambda *_: {3: pending}, reset=None, forget=None))
     assert rank_runner._LeadingDrafter(wire, drafter).propose((), lambda *_: []) == {3: pending}
     assert rank_runner._FollowingDrafter(wire).propose((), lambda *_: []) == {3: [5, 7]}
+
+
+def test_adapter_that_rank_0_alone_cannot_load_is_on_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers of the others are read, so that they are not taken for those to the next adapter."""
+    answers, unloaded, errors = iter([[b""], [b""]]), list[int](), [KeyError("lora_A")]
+
+    def load(self: ModelRunner, *_: object) -> None:
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(ModelRunner, "load_adapter", load)
+    monkeypatch.setattr(ModelRunner, "unload_adapter", lambda self, index: unloaded.append(index))
+    runner = object.__new__(LeadingRunner)
+    runner._ranks = cast("Ranks", SimpleNamespace(send=lambda message: None, answers=lambda: next(answers)))
+    with pytest.raises(AdapterFilesRefused, match="the worker cannot load it: KeyError"):
+        runner.load_adapter(1, b"key", "path")
+    assert unloaded == [1]
+    runner.load_adapter(1, b"key", "path")
+    assert next(answers, None) is None, "each load has read the answers to it"
 
 
 def test_worker_of_one_process_imports_none_of_it() -> None:

@@ -131,11 +131,14 @@ def _make_call(runner: ModelRunner, ranks: Ranks, message: Message) -> None:
 
 
 def _refusal(load: Callable[[int, bytes, str], None], index: int, key: bytes, path: str) -> str:
-    """Return why `load` refuses an adapter; empty if it does not."""
+    """Return why `load` refuses an adapter or fails, which a rank alone may do; empty if it holds it."""
     try:
         load(index, key, path)
     except AdapterFilesRefused as error:
         return str(error)
+    except Exception as error:
+        log.error("adapter_failed", **exception_fields(error))
+        return f"the worker cannot load it: {type(error).__name__}"
     return ""
 
 
