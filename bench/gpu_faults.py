@@ -30,7 +30,8 @@ from lineclear.errors import LineclearError
 MAX_TOKENS = 64
 _VOCABULARY = 1000  # of the ids in prompts
 _SPARE_BYTES = 2 << 20  # that the worker may still take
-_CHUNK_BYTES = 256 << 20
+_PIECE_BYTES, _LEAST_PIECE_BYTES, _ROUND_BYTES = 256 << 20, 10 << 20, 2 << 20
+"""torch takes memory of a card in multiples of 2 MiB, but 20 MiB for a tensor of up to 10 MiB: no piece is so small."""
 _PATIENCE_SECONDS = 20.0
 
 
@@ -85,10 +86,13 @@ def kill(load: Load, right: list[list[int]]) -> Iterator[Figure]:
 def memory_taken(device: Device, pid: int) -> Iterator[None]:
     """Leave nearly no memory for more tensors of process `pid`."""
     if device.is_cuda:
-        taken = []
-        for size in (_CHUNK_BYTES, _SPARE_BYTES):
-            while torch.cuda.mem_get_info(device.torch_device)[0] > size + _SPARE_BYTES:
+        taken, spare = [], _SPARE_BYTES
+        while (left := torch.cuda.mem_get_info(device.torch_device)[0] - spare) > _LEAST_PIECE_BYTES:
+            size = _PIECE_BYTES if left >= 2 * _PIECE_BYTES else left // _ROUND_BYTES * _ROUND_BYTES
+            try:
                 taken.append(torch.empty(size, dtype=torch.uint8, device=device.torch_device))
+            except torch.OutOfMemoryError:
+                spare += _ROUND_BYTES
         try:
             yield
         finally:

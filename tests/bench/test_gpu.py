@@ -140,10 +140,24 @@ def test_steps_on_a_card_are_replays(
     assert found["memory: most held for tensors, eager"].value == 3.0
 
 
-def test_memory_of_a_card_is_taken_and_given_back(card: Callable[[], tuple[Device, list[str]]]) -> None:
+def test_memory_of_a_card_is_taken_and_given_back(
+    card: Callable[[], tuple[Device, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch asks the driver for 20 MiB where a tensor has up to 10 MiB, and for multiples of 2 MiB otherwise."""
     device, called = card()
+    free = [(3 << 30) + (13 << 20)]
+
+    def empty(size: int, **_: object) -> object:
+        segment = 20 << 20 if size <= 10 << 20 else -(-size >> 21) << 21
+        if segment > free[0]:
+            raise torch.OutOfMemoryError
+        free[0] -= segment
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 << 30))
+    monkeypatch.setattr(torch, "empty", empty)
     with gpu_faults.memory_taken(device, pid=0):
-        assert called.count("mem_get_info") >= 2
+        assert free[0] <= 4 << 20
         assert "empty_cache" not in called
     assert called[-1] == "empty_cache"
 
