@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def _vllm(context: Context) -> list[list[str]]:
 PARTS = (
     Part("device", 40, 20, _bench("gpu_device", "--facts", "FACTS")),
     Part("models", 60, 30, _models),
-    Part("equality", 110, 40, _equality),
+    Part("equality", 150, 40, _equality),
     Part("steps", 150, 60, _bench("gpu_steps")),
     Part("served", 120, 50, _load),
     Part("faults", 90, 40, _faults),
@@ -174,14 +174,16 @@ def _run_all(commands: Sequence[Sequence[str]], environment: dict[str, str], log
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    found = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):  # a process that was killed may have written half of its last line
+            found.append(json.loads(line))
+    return found
 
 
-def run_all(parts: Sequence[Part], context: Context, environment: dict[str, str], budget: float) -> list[Outcome]:
-    """Run all parts for which there is time, in order."""
-    ends_at, found = time.monotonic() + budget, list[Outcome]()
+def run_all(parts: Sequence[Part], context: Context, environment: dict[str, str], budget: float) -> Iterator[Outcome]:
+    """Run all parts for which there is time, in order. Yields what became of each at once."""
+    ends_at = time.monotonic() + budget
     for part in parts:
         left = ends_at - time.monotonic()
         if part.package and importlib.util.find_spec(part.package) is None:
@@ -192,8 +194,7 @@ def run_all(parts: Sequence[Part], context: Context, environment: dict[str, str]
             print(f"--- {part.name}, at most {min(left, part.seconds):.0f} s", flush=True)
             outcome = run(part, context, environment, min(left, part.seconds))
         print(f"{part.name}: {outcome.state} after {outcome.seconds:.0f} s {outcome.error}".rstrip(), flush=True)
-        found.append(outcome)
-    return found
+        yield outcome
 
 
 # --- an environment without installation ---------------------------------------------------------------------------
@@ -240,7 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     o = parser.parse_args(arguments)
     is_rehearsal = o.device == "cpu"
-    began_at = time.monotonic()
+    results = o.results or REPOSITORY / ("build/bench/gpu-rehearsal" if is_rehearsal else "bench/results")
+    date, began_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), time.monotonic()
     if absent := absent_packages():
         print(
             f"These packages are not installed, and there may be no network here: {' '.join(absent)}.\n"
@@ -253,21 +255,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         context = Context(o.device, folder, sizes_of(o.device))
         environment = prepare(folder)
         parts = [part for part in PARTS if o.only is None or part.name in o.only]
-        outcomes = run_all(parts, context, environment, o.budget_seconds)
-        facts = json.loads((folder / "facts").read_text()) if (folder / "facts").exists() else {}
-    report = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "is_rehearsal": is_rehearsal,
-        "device": facts,
-        "machine": machine(),
-        "versions": versions(),
-        "budget_seconds": o.budget_seconds,
-        "seconds": round(time.monotonic() - began_at, 1),
-        "parts": [asdict(outcome) for outcome in outcomes],
-    }
-    results = o.results or REPOSITORY / ("build/bench/gpu-rehearsal" if is_rehearsal else "bench/results")
-    path = gpu_report.write(report, results)
+        outcomes = list[Outcome]()
+        for outcome in run_all(parts, context, environment, o.budget_seconds):
+            outcomes.append(outcome)
+            report = {
+                "date": date,
+                "commit": commit(),
+                "is_rehearsal": is_rehearsal,
+                "device": next(iter(_lines(folder / "facts")), {}),
+                "machine": machine(),
+                "versions": versions(),
+                "budget_seconds": o.budget_seconds,
+                "seconds": round(time.monotonic() - began_at, 1),
+                "parts": [asdict(outcome) for outcome in outcomes],
+            }
+            path = gpu_report.write(report, results)  # after each part: this process may be ended from outside
     print(f"{path} and {path.with_suffix('.md').name}, after {report['seconds']:.0f} s")
     return int(any(outcome.state == "failed" for outcome in outcomes))
 

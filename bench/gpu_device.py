@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,19 @@ def figures(device: Device) -> Iterator[Figure]:
     )
     rate = device.matmul_rate(sizes.matmul_size)
     yield Figure("device: matrix product", f"bfloat16, {sizes.matmul_size} squared", rate / 1e12, "TFLOP/s")
+
+
+def each(parts: Iterable[Iterator[Figure]]) -> Iterator[Figure]:
+    """Yield the figures of all parts. A part that fails does not end the others; its error is raised behind them."""
+    errors = []
+    for part in parts:
+        try:
+            yield from part
+        except Exception as error:
+            traceback.print_exc()
+            errors.append(error.with_traceback(None))  # which holds the memory of what failed
+    if errors:
+        raise ExceptionGroup("not measured", errors)
 
 
 def main(make: Callable[[Device, argparse.Namespace], Iterator[Figure]], parser: argparse.ArgumentParser) -> int:

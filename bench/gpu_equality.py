@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.figures import Figure, arguments
-from bench.gpu_device import Device, main
+from bench.gpu_device import Device, each, main
 from bench.gpu_sizes import FAMILIES
 from bench.models import build_family
 from bench.slots import Slots
@@ -92,22 +92,26 @@ def is_tie(answer: Answer, tokens: Sequence[int], largest: float) -> bool:
     return float((logits.max() - logits[tokens[at]]) / logits.std()) <= largest
 
 
+def compare(directory: Path, device: Device, dtype: str) -> Iterator[Figure]:
+    """Compare the answers in one number format."""
+    ours, seconds, backend = answers_of_worker(directory, device, dtype, directory.parent)
+    case = f"{directory.name}, {dtype}, {backend}"
+    yield Figure("self-test: passed, with the load before", case, seconds, "s")
+    theirs = list(answers_of_transformers(directory, device, dtype))
+    differing = [(a, b) for a, b in zip(theirs, ours, strict=True) if a.tokens != b]
+    yield Figure("equality: answers", case, len(theirs), "answers")
+    is_exact = dtype == "float32"
+    yield Figure("equality: answers that differ", case, len(differing), "answers", 0 if is_exact else None)
+    wrong = sum(not is_tie(a, b, TIE[dtype]) for a, b in differing)
+    yield Figure("equality: differences that are no ties", case, wrong, "answers", 0)
+
+
 def figures(device: Device, options: argparse.Namespace) -> Iterator[Figure]:
     """Compare one family in both number formats."""
     configure("worker", "warning")
     with tempfile.TemporaryDirectory() as folder:
         directory = build_family(options.family, Path(folder))
-        for dtype in TIE:
-            ours, seconds, backend = answers_of_worker(directory, device, dtype, Path(folder))
-            case = f"{options.family}, {dtype}, {backend}"
-            yield Figure("self-test: passed, with the load before", case, seconds, "s")
-            theirs = list(answers_of_transformers(directory, device, dtype))
-            differing = [(a, b) for a, b in zip(theirs, ours, strict=True) if a.tokens != b]
-            yield Figure("equality: answers", case, len(theirs), "answers")
-            is_exact = dtype == "float32"
-            yield Figure("equality: answers that differ", case, len(differing), "answers", 0 if is_exact else None)
-            wrong = sum(not is_tie(a, b, TIE[dtype]) for a, b in differing)
-            yield Figure("equality: differences that are no ties", case, wrong, "answers", 0)
+        yield from each(compare(directory, device, dtype) for dtype in TIE)
 
 
 def parser() -> argparse.ArgumentParser:

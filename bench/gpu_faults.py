@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from bench.figures import Figure, arguments
-from bench.gpu_device import Device, main
+from bench.gpu_device import Device, each, main
 from bench.workloads import make
 from lineclear.client import Client, LocalServer
 from lineclear.errors import LineclearError
@@ -32,7 +32,7 @@ _VOCABULARY = 1000  # of the ids in prompts
 _SPARE_BYTES = 2 << 20  # that the worker may still take
 _PIECE_BYTES, _LEAST_PIECE_BYTES, _ROUND_BYTES = 256 << 20, 10 << 20, 2 << 20
 """torch takes memory of a card in multiples of 2 MiB, but 20 MiB for a tensor of up to 10 MiB: no piece is so small."""
-_PATIENCE_SECONDS = 20.0
+_PATIENCE_SECONDS = 45.0
 
 
 class Load:
@@ -146,8 +146,7 @@ def figures(device: Device, options: argparse.Namespace) -> Iterator[Figure]:
     with LocalServer(*flags, "--", *worker_flags) as server, Client(server.target, max_attempts=1) as client:
         load = Load(server, client, device.sizes.streams)
         right = load.answers()
-        yield from out_of_memory(device, load, right)
-        yield from kill(load, right)
+        yield from each((out_of_memory(device, load, right), kill(load, right)))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -22,14 +22,15 @@ _SHARE_OF_CAPACITY = 0.6
 """Rate of the arrivals of W3, as a share of the requests a second of W1."""
 
 
-async def load_and_run(model: Path, device: Device, runs: Path) -> list[tuple[float, Result | None]]:
-    """Return the load seconds of each start, with the result of each workload, which are appended to `runs` at once."""
+async def load_and_run(model: Path, device: Device, runs: Path, loads: list[float], results: list[Result]) -> None:
+    """Append the seconds of each start and the result of each workload, also to `runs`, as soon as it is there."""
     flags = ("--max-batch-size", str(device.sizes.slots))
     worker_flags = ("--device", str(device.torch_device), "--max-batch-size", str(device.sizes.slots))
     settings = {"scheduler": list(flags), "worker": list(worker_flags), "concurrency": 0}
     async with serving(str(model), flags, worker_flags) as service:
-        found: list[tuple[float, Result | None]] = [(service.load_seconds, None)]
+        loads.append(service.load_seconds)
     async with serving(str(model), flags, worker_flags) as service:
+        loads.append(service.load_seconds)
         await warm_up(service.client)
         rate = 0.0
         for seed, kind in enumerate(("w1", "w4", "w2", "w3")):
@@ -37,19 +38,20 @@ async def load_and_run(model: Path, device: Device, runs: Path) -> list[tuple[fl
             result = await timed(service, workload, "lineclear", model.name, settings)
             write(result, runs)
             rate = rate or device.sizes.requests / result.makespan_seconds
-            found.append((service.load_seconds, result))
-    return found
+            results.append(result)
 
 
 def figures(device: Device, options: argparse.Namespace) -> Iterator[Figure]:
     """Measure starts, then the workloads."""
-    (first, _), *found = asyncio.run(load_and_run(options.model, device, options.runs))
-    yield Figure("load: first start, which compiles kernels", options.model.name, first, "s")
-    yield Figure("load: second start", options.model.name, found[0][0], "s")
-    for _, result in found:
-        assert result is not None
-        missing = result.workload["wanted_tokens"] - result.output_tokens
-        yield Figure("served: tokens missing", str(result.workload["kind"]), missing, "tokens", 0)
+    loads, results = list[float](), list[Result]()
+    try:
+        asyncio.run(load_and_run(options.model, device, options.runs, loads, results))
+    finally:
+        for which, seconds in zip(("first start, which compiles kernels", "second start"), loads, strict=False):
+            yield Figure(f"load: {which}", options.model.name, seconds, "s")
+        for result in results:
+            missing = result.workload["wanted_tokens"] - result.output_tokens
+            yield Figure("served: tokens missing", str(result.workload["kind"]), missing, "tokens", 0)
 
 
 def parser() -> argparse.ArgumentParser:

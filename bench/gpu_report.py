@@ -26,7 +26,11 @@ def write(report: dict[str, Any], folder: Path) -> Path:
     name = re.sub("[^a-z0-9]+", "-", str(report["device"].get("name", "unknown device")).lower()).strip("-")
     path = folder / f"{report['date'][:10]}-gpu-{name}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
-    path.with_suffix(".md").write_text(page(report))
+    try:
+        made = page(report)
+    except Exception as error:  # the file has all of it
+        made = f"The page cannot be made: {error!r}\n"
+    path.with_suffix(".md").write_text(made)
     return path
 
 

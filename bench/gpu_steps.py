@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from bench.figures import Figure, arguments
-from bench.gpu_device import Device, main
+from bench.gpu_device import Device, each, main
 from bench.measure import median
 from bench.models import SHAPES, random_model
 from bench.slots import Slots
@@ -55,6 +55,16 @@ class StepBench:
         )
         made = DecodeGraphs(batches, cuda_capture(self.device.torch_device)) if graphs and self.device.is_cuda else None
         return Slots(ModelRunner(self.loaded, options, graphs=made))
+
+    def steps(self, mode: str, batches: Sequence[int]) -> Iterator[Figure]:
+        """Measure prompts, with graphs, and then decodes of all batches."""
+        slots = self.slots(batches, graphs=mode == "graphs")
+        if mode == "graphs":
+            yield from self.prefill(slots, max(batches))
+        else:
+            slots.open(self.prompts(max(batches)))
+        yield from each(self.decodes(slots, count, mode) for count in batches)
+        yield Figure("memory: most held for tensors", mode, self.device.peak_bytes() / 2**30, "GiB")
 
     def prompts(self, count: int) -> list[tuple[int, ...]]:
         """Return prompts that have no token in common at the same place."""
@@ -101,15 +111,8 @@ def figures(device: Device, options: argparse.Namespace) -> Iterator[Figure]:
     configure("worker", "warning")
     bench = StepBench(device)
     yield Figure("model: weights", bench.sizes.step_shape, bench.loaded.weight_bytes / 1e9, "GB")
-    for mode, batches in (("graphs", bench.sizes.batches), ("eager", bench.sizes.eager_batches)):
-        slots = bench.slots(batches, graphs=mode == "graphs")
-        if mode == "graphs":
-            yield from bench.prefill(slots, max(batches))
-        else:
-            slots.open(bench.prompts(max(batches)))
-        for count in batches:
-            yield from bench.decodes(slots, count, mode)
-        yield Figure("memory: most held for tensors", mode, device.peak_bytes() / 2**30, "GiB")
+    modes = ("graphs", bench.sizes.batches), ("eager", bench.sizes.eager_batches)
+    yield from each(bench.steps(mode, batches) for mode, batches in modes)
 
 
 if __name__ == "__main__":

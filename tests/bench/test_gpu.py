@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,8 @@ import torch
 from support.card import NAME, Profile, pretend
 from support.launches import without_kernels
 
-from bench import gpu_device, gpu_faults, gpu_report, gpu_steps, models
+from bench import gpu, gpu_device, gpu_faults, gpu_report, gpu_steps, models
+from bench.figures import Figure
 from bench.gpu import PARTS, Context, Part, absent_packages, run_all
 from bench.gpu_device import Device, idle_share
 from bench.gpu_sizes import CARD, FAMILIES, REHEARSAL, sizes_of
@@ -44,6 +45,37 @@ def test_failed_part_keeps_its_figures_and_the_rest_goes_on(tmp_path: Path) -> N
     assert "did not end" in hung.error
     assert hung.seconds < 5
     assert broken.figures == good.figures == [json.loads(FIGURE)]
+
+
+def test_half_a_line_of_a_killed_part_is_left_out(tmp_path: Path) -> None:
+    half = FIGURE.replace("1.0", '{"of": {}')
+    writes = f"import sys; print({FIGURE!r}, {half[: half.index('}') + 1]!r}, sep=chr(10), file=open(sys.argv[1], 'w'))"
+    (found,) = run_all([part("killed", writes)], Context("cpu", tmp_path, REHEARSAL), {}, budget=60.0)
+    assert found.figures == [json.loads(FIGURE)]
+
+
+def test_file_is_written_after_each_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever runs it may end it: what was measured before is kept."""
+
+    def commands(context: Context) -> list[list[str]]:
+        (path,) = tmp_path.glob("*.json")
+        assert [x["name"] for x in json.loads(path.read_text())["parts"]] == ["first"]
+        return []
+
+    monkeypatch.setattr(gpu, "PARTS", (part("first", WRITES), Part("second", 10, 0, commands)))
+    monkeypatch.setattr(gpu, "prepare", lambda folder: {})
+    assert gpu.main(["--device", "cpu", "--results", str(tmp_path)]) == 0
+
+
+def test_measurements_that_fail_do_not_end_the_others() -> None:
+    def fails() -> Iterator[Figure]:
+        yield Figure("a", "", 1.0, "s")
+        raise KeyError("no such shape")
+
+    found = gpu_device.each([fails(), iter([Figure("b", "", 2.0, "s")])])
+    assert [next(found).name, next(found).name] == ["a", "b"]
+    with pytest.raises(ExceptionGroup, match="not measured"):
+        next(found)
 
 
 def test_part_whose_command_cannot_be_made_fails_alone(tmp_path: Path) -> None:
