@@ -172,6 +172,8 @@ def first_plan(tokens: tuple[int, ...] = (3, 4, 5)) -> StepPlan:
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
             StepErrorKind.OUT_OF_MEMORY,
         ),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), StepErrorKind.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), StepErrorKind.OUT_OF_MEMORY),
         (ZeroDivisionError("secret"), StepErrorKind.EXCEPTION),
     ],
 )

@@ -14,6 +14,7 @@ from lineclear.process.exception_location import exception_summary
 from lineclear.wire.messages import Logprobs, StepErrorKind, StepPlan, StepResult
 
 from .drafts.verification import Drafts, verified
+from .memory_budget import is_out_of_memory
 from .row_outputs import ReportedRows, to_result
 from .runner_interface import StepFailed
 from .sampler import Sampled
@@ -164,6 +165,5 @@ def step_failed(error: Exception) -> StepFailed:
     """Return the error with kind, type and source location, without its message."""
     if isinstance(error, StepFailed):
         return error
-    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
-    kind = StepErrorKind.OUT_OF_MEMORY if out_of_memory else StepErrorKind.EXCEPTION
+    kind = StepErrorKind.OUT_OF_MEMORY if is_out_of_memory(error) else StepErrorKind.EXCEPTION
     return StepFailed(kind, exception_summary(error))

@@ -26,6 +26,13 @@ def blocks_that_fit(
     return min(max_blocks, int(free_bytes(device) * share) // block_bytes)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether memory has run out, by torch's error or by the words of the driver, cuBLAS or Triton."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return any(words in str(error) for words in ("allocate memory", "out of memory", "ALLOC_FAILED"))
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that can be allocated on `device` now."""
     if device.type == "cuda":

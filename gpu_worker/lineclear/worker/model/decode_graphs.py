@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lineclear.worker.logits import Logits
+from lineclear.worker.memory_budget import is_out_of_memory
 
 log = structlog.get_logger(__name__)
 
@@ -74,9 +75,9 @@ class DecodeGraphs:
     def _captured(self, key: tuple[int, int], addresses: tuple[int, ...], run: Run) -> _Graph | None:
         try:
             graph = _Graph(addresses, *self._capture(run))
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:  # an operation that cannot be captured
+            if is_out_of_memory(error):
+                raise
             log.warning(
                 "cuda_graphs_not_used",
                 problem=(str(error).splitlines() or [type(error).__name__])[0][:200],
