@@ -70,6 +70,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def kill(load: Load, right: list[list[int]]) -> Iterator[Figure]:
     """Kill the worker when a quarter of the tokens is there."""
+    wait_until(lambda: load.client.stats().worker.pid > 0, "the join of a worker")  # a step before may have ended it
     before, worker = load.generated(), load.client.stats().worker
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(load.answers)
