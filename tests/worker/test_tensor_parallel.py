@@ -23,8 +23,9 @@ from torch import nn
 
 from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.wire.messages import StepErrorKind, StepPlan
-from lineclear.worker import rank_runner, ranks
+from lineclear.worker import rank_runner, ranks, runner_factory
 from lineclear.worker.drafts.verification import Drafter, PendingDrafts
+from lineclear.worker.machine_share import MachineShare
 from lineclear.worker.model import division
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import wrap_model
@@ -213,6 +214,18 @@ def test_adapter_that_rank_0_alone_cannot_load_is_on_no_rank(monkeypatch: pytest
     assert unloaded == [1]
     runner.load_adapter(1, b"key", "path")
     assert next(answers, None) is None, "each load has read the answers to it"
+
+
+def test_all_ranks_have_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three cores are one and two: the ranks would sum in another order, and might draw different tokens."""
+    chosen = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(runner_factory, "load", lambda *_, **__: 1 / 0)
+    other = SimpleNamespace(rank=1, count=2, connect=lambda device: None, least=lambda value: 1)
+    settings = WorkerSettings(model="m", socket_directory="d", device="cpu", threads=2)
+    with pytest.raises(ZeroDivisionError):
+        runner_factory._make_part(settings, MachineShare(), cast("Ranks", other))
+    assert chosen == [2, 1]
 
 
 def test_worker_of_one_process_imports_none_of_it() -> None:

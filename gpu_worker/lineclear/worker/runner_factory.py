@@ -108,6 +108,8 @@ def _make_part(settings: WorkerSettings, share: MachineShare, ranks: Ranks) -> M
     if device.type == "cuda" or not ranks.rank:
         _claim_device(settings.socket_directory, device, _CLAIM_SECONDS if ranks.rank else 0.0)
     ranks.connect(device)
+    # Sums over a row of logits depend on the number of threads, and all ranks have to draw the same tokens.
+    torch.set_num_threads(ranks.least(torch.get_num_threads()))
     divided = partial(load_divided, ranks)
     loaded = load(settings.model, device, _DTYPES[settings.dtype], settings.max_model_len, divided=divided)
     draft = _load_draft(settings, device, loaded) if settings.draft_model and not ranks.rank else None
