@@ -129,7 +129,7 @@ class Path:
         assert cached.counters.spec_decode_num_accepted_tokens > 0
         # Prompts of one step share blocks that another one's row of this step writes.
         same = [replace(x, request_id=f"same-{x.request_id}") for x in own]
-        found.append(("one step", answers(self.server(replace(LIMITS, prefix_cache=True)), [*same, *own], own)))
+        yield "one step", answers(self.server(replace(LIMITS, prefix_cache=True)), [*same, *own], own)
         lost = self.server()
         yield "loss", answers(lost, own, own, lose_worker_after_steps=9)
         assert lost.finished("3").stats.recoveries == 1
