@@ -10,11 +10,13 @@ ARG PIP_EXTRA_INDEX_URL=
 WORKDIR /src
 ENV PIP_CONSTRAINT=/src/pinned.txt
 COPY constraints.txt pyproject.toml deploy/requirements.py ./
+# With CUDA, accelerate lets transformers read weights straight to a GPU; on a CPU it would only take time to import.
 # TORCH replaces the pinned torch. --compile overrides a pip.conf; the root filesystem is read-only at run time. The
 # environment contains no pip.
 RUN sed '/^torch==/d' constraints.txt > pinned.txt \
     && python3 -m venv --without-pip /opt/lineclear \
     && python3 requirements.py worker > requirements.txt \
+    && case "$TORCH" in *+cpu*) ;; *) echo accelerate >> requirements.txt ;; esac \
     && python3 -m pip --python /opt/lineclear/bin/python install --no-cache-dir --compile "$TORCH" -r requirements.txt \
     && /opt/lineclear/bin/python requirements.py --link /opt/product
 

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from support.families import VOCAB_SIZE, tiny_config, tiny_model
 
 from lineclear.model_files.config_check import UNSUPPORTED
+from lineclear.worker.model import loader
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import load, wrap_model
 
@@ -84,6 +85,38 @@ def test_unverified_family_logs_a_warning() -> None:
     with capture_logs() as lines:
         assert wrap_model(from_config(tiny(tf.NemotronConfig))).family == "nemotron"
     assert [line["event"] for line in lines] == ["model_family_not_verified"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "gpt_oss", "llama", "qwen3_moe"])
+def test_weights_read_straight_to_the_device_are_the_same(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another number format; experts are merged, and embeddings are tied, as the checkpoint wants."""
+    directory = saved(tmp_path, family)
+    through_host, places = load(str(directory), CPU, torch.bfloat16).model, []
+    original = tf.AutoModelForCausalLM.from_pretrained
+
+    def on_the_cpu(*arguments: Any, device_map: Any, **others: Any) -> Any:
+        places.append(device_map)
+        return original(*arguments, device_map=CPU, **others)
+
+    monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", on_the_cpu)
+    direct = load(str(directory), torch.device("cuda"), torch.bfloat16).model
+    assert places == [torch.device("cuda")]
+    for values in ("named_parameters", "named_buffers"):
+        ours, theirs = dict(getattr(direct, values)()), dict(getattr(through_host, values)())
+        assert ours.keys() == theirs.keys(), "tied weights are listed once"
+        for name, tensor in ours.items():
+            assert tensor.dtype is theirs[name].dtype, name
+            assert torch.equal(tensor, theirs[name]), name
+    assert direct.generation_config.to_dict() == through_host.generation_config.to_dict()
+
+
+def test_weights_go_through_host_memory_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "is_accelerate_available", lambda: False)
+    with capture_logs() as lines:
+        assert [loader._can_read_directly(torch.device(name)) for name in ("cuda", "cpu")] == [False, False]
+    assert [line["event"] for line in lines] == ["weights_read_through_host_memory"]
 
 
 # --- refused for its files -----------------------------------------------------------------------------------------

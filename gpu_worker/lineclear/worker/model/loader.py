@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.import_utils import is_accelerate_available
 
 from lineclear.model_files import fingerprint, model_directory
 from lineclear.worker.attention.base import LayerSpec
@@ -41,6 +42,7 @@ from .verified_families import VERIFIED
 
 log = structlog.get_logger(__name__)
 
+_HOST = torch.device("cpu")
 _MAX_PACK_TWICE_SHARE = 1 / 8
 """Weights are packed twice if they take at most this share of the free memory."""
 _INT8_TOLERANCE = 0.5
@@ -74,9 +76,10 @@ def load(
     read = partial(_read_model, directory, "auto" if dtype is None else dtype)
 
     def wrap(model: Any) -> LoadedModel:
-        return wrap_model(model.to(device), model_id, max_model_len)
+        return wrap_model(model, model_id, max_model_len)
 
-    loaded = _with_fingerprints(wrap(read()) if divided is None else divided(read, wrap), directory)
+    loaded = wrap(read(device)) if divided is None else divided(read, lambda part: wrap(part.to(device)))
+    loaded = _with_fingerprints(loaded, directory)
     if _stamps(directory) != before:
         raise ModelFilesChanged("files of the model directory changed while it was loaded; it is loaded again")
     return loaded
@@ -199,11 +202,11 @@ def _with_fingerprints(loaded: LoadedModel, directory: Path) -> LoadedModel:
     return replace(loaded, weights_fingerprint=weights, text_fingerprint=text, directory=directory)
 
 
-def _read_model(directory: Path, dtype: str | torch.dtype) -> Any:
-    """Return the whole model with eager attention, in host memory. Raises ModelRefused."""
-    config = _read_config(directory)
+def _read_model(directory: Path, dtype: str | torch.dtype, device: torch.device = _HOST) -> Any:
+    """Return the whole model with eager attention, on `device`. Raises ModelRefused."""
+    config, is_direct = _read_config(directory), _can_read_directly(device)
     try:
-        model, report = _from_pretrained(directory, config, dtype)
+        model, report = _from_pretrained(directory, config, dtype, device if is_direct else None)
     except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelRefused(f"transformers cannot load this checkpoint: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"])
@@ -211,11 +214,28 @@ def _read_model(directory: Path, dtype: str | torch.dtype) -> Any:
         raise ModelRefused(
             f"the checkpoint lacks weights that its config.json asks for: {len(missing)}, as {missing[0]}"
         )
-    return model
+    return model if is_direct else model.to(device)
 
 
-def _from_pretrained(directory: Path, config: Any, dtype: str | torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """Return the model with eager attention, and transformers' report of missing weights."""
+def _can_read_directly(device: torch.device) -> bool:
+    """Return whether transformers may read weights to `device` one by one, converting and merging them there."""
+    if device.type != "cuda":
+        return False
+    if not is_accelerate_available():
+        log.warning(
+            "weights_read_through_host_memory", hint="pip install accelerate: weights are then read to the GPU at once"
+        )
+        return False
+    return True
+
+
+def _from_pretrained(
+    directory: Path, config: Any, dtype: str | torch.dtype, device_map: torch.device | None
+) -> tuple[Any, dict[str, Any]]:
+    """Return the model with eager attention, and transformers' report of missing weights.
+
+    Several threads read from mapped files. `device_map` None: weights in the checkpoint's format stay in the mapping.
+    """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory,
         config=config,
@@ -225,6 +245,7 @@ def _from_pretrained(directory: Path, config: Any, dtype: str | torch.dtype) -> 
         local_files_only=True,
         attn_implementation="eager",
         output_loading_info=True,
+        device_map=device_map,
     )
     return loaded[0], loaded[1]
 
