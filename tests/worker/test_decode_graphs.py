@@ -50,6 +50,7 @@ def test_each_number_of_rows_and_splits_has_a_graph() -> None:
             assert values(graphs, step, num_splits=num_splits) == step.input[:3].tolist()
     assert len(captured) == 4
     assert graphs.num_replays == 8
+    assert len({logits.data_ptr() for logits in captured}) == 1, "they share the memory of their logits"
 
 
 def test_replay_reads_what_the_inputs_hold_now() -> None:

@@ -42,7 +42,13 @@ class DecodeGraphs:
         self._batch_sizes = sorted(set(batch_sizes))
         self._capture = capture
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._values: Tensor | None = None  # where all graphs leave their logits
         self.num_replays = 0
+
+    @property
+    def max_batch_size(self) -> int:
+        """The most rows of a captured step; 0: none is captured."""
+        return max(self._batch_sizes, default=0)
 
     def padded(self, num_rows: int) -> int:
         """Return the number of rows that a decode step is padded to; 0: it runs eagerly."""
@@ -74,7 +80,7 @@ class DecodeGraphs:
 
     def _captured(self, key: tuple[int, int], addresses: tuple[int, ...], run: Run) -> _Graph | None:
         try:
-            graph = _Graph(addresses, *self._capture(run))
+            graph = _Graph(addresses, *self._capture(lambda: self._in_shared_memory(run())))
         except RuntimeError as error:  # an operation that cannot be captured
             if is_out_of_memory(error):
                 raise
@@ -88,6 +94,13 @@ class DecodeGraphs:
         self._graphs[key] = graph
         log.info("cuda_graph_captured", batch_size=key[0], num_splits=key[1], num_graphs=len(self._graphs))
         return graph
+
+    def _in_shared_memory(self, logits: Logits) -> Logits:
+        """Copy the logits to where those of all graphs are: each graph would keep memory for its own."""
+        values = logits.values
+        if self._values is None:  # the run before the first capture
+            self._values = values.new_empty(self.max_batch_size, values.shape[1])
+        return logits._replace(values=self._values[: len(values)].copy_(values))
 
 
 def cuda_capture(device: torch.device) -> Capture:
