@@ -44,6 +44,9 @@ BOUNDED = {
     "gpu_worker/lineclear/worker/self_test.py:_generate:runner.launch(plan).result()": (
         "the device, before the worker joins; start_timeout_seconds"
     ),
+    "gpu_worker/lineclear/worker/memory_profile.py:run_largest_steps:runner.launch(plan).result()": (
+        "the device, before the worker joins; start_timeout_seconds"
+    ),
     "gpu_worker/lineclear/worker/mask_threads.py:MaskThreads.wait:self._changed.wait()": (
         "the device's step before; the scheduler replaces a worker whose step takes too long"
     ),

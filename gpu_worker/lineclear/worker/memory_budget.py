@@ -1,29 +1,45 @@
-"""Free memory for the KV pool and the number of blocks that fit.
+"""Free memory, the most that steps take of it, and the number of KV blocks that fit into the rest.
 
 On a CPU, memory limits of control groups (version 1 and 2) count, of the process's group and of all groups above it.
 """
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import torch
 
 from .host_info import GROUPS, OWN_GROUPS, control_groups
 
-_DEFAULT_FRACTION = {"cuda": 0.85, "cpu": 0.5, "mps": 0.5}
+_DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.5, "mps": 0.5}
 _UNLIMITED = 1 << 62
 
 
 def blocks_that_fit(
-    block_bytes: int, max_blocks: int, fraction: float, device: torch.device, num_workers: int = 1
+    block_bytes: int, max_blocks: int, fraction: float, device: torch.device, num_workers: int = 1, reserved: int = 0
 ) -> int:
     """Return how many blocks fit in `fraction` of the free memory (0: the device's default), at most `max_blocks`.
 
-    `num_workers` workers divide that fraction: they load at the same time, and each sees the same free memory.
+    `num_workers` workers divide that fraction: they load at the same time, and each sees the same free memory. Of its
+    part, each keeps `reserved` bytes for steps.
     """
     share = (fraction or _DEFAULT_FRACTION.get(device.type, 0.5)) / num_workers
-    return min(max_blocks, int(free_bytes(device) * share) // block_bytes)
+    return min(max_blocks, max(0, int(free_bytes(device) * share) - reserved) // block_bytes)
+
+
+class PeakMemory:
+    """The most memory of a GPU that torch takes from here on, what its allocator keeps for later steps included."""
+
+    def __init__(self, device: torch.device) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        self._device, self._before = device, torch.cuda.memory_reserved(device)
+
+    def bytes(self) -> int:
+        """Return how much it was so far."""
+        return torch.cuda.max_memory_reserved(self._device) - self._before
 
 
 def is_out_of_memory(error: Exception) -> bool:

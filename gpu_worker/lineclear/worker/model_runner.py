@@ -17,6 +17,7 @@ import transformers
 
 from lineclear.model_files import fingerprint
 from lineclear.model_files.adapter_files import AdapterFilesRefused
+from lineclear.process.settings_base import ConfigurationError
 from lineclear.wire.messages import BlockCopy, Hello, SlotInit, StepPlan
 
 from .attention.base import AttentionBackend, block_bytes
@@ -43,6 +44,8 @@ from .sampling_metadata import SamplingTable
 from .slot_table import Capacity
 from .staging import Staging
 
+LESS_PER_STEP = "lower --target-batch-tokens, --max-batch-size or --max-model-len"
+"""What to do if a step takes too much memory."""
 _NUMERICS_VERSION = 1
 """Raised by a release that computes different numbers from the same files. Answers are not resumed across versions."""
 
@@ -56,6 +59,8 @@ class RunnerOptions:
     kv_cache_memory_fraction: float = 0.0
     num_workers: int = 1
     """Workers of this device, which divide that memory."""
+    step_memory_bytes: int = 0
+    """That the largest step takes of it; see memory_profile.py."""
     block_size: int = 16
     kv_prefault_tokens: int = 0
     swap_memory_bytes: int = 0
@@ -87,7 +92,7 @@ class ModelRunner:
         """Allocate the KV pools. `draft_model` or `drafter` replaces prompt lookup.
 
         `staging` None: that of the device. `graphs` None: each step launches its operations one by one.
-        Raises ModelRefused if the pools do not fit or no backend supports `kv_dtype`.
+        Raises ModelRefused or ConfigurationError if the pools do not fit or no backend supports `kv_dtype`.
         """
         self._loaded, self._graphs = loaded, graphs
         self._device_type = loaded.device.type  # torch takes 10 µs or more to return it, at every step
@@ -315,17 +320,23 @@ def _zero_from(backend: AttentionBackend, cells: Iterable[tuple[int, int]]) -> N
 def fitting_blocks(loaded: LoadedModel, options: RunnerOptions, draft: LoadedModel | None) -> int:
     """Return how many blocks fit in the free memory, at most twice as many as all slots can fill.
 
-    Each block of the model has one of the draft model beside it. Raises ModelRefused if none fits.
+    Raises ConfigurationError if none fits.
     """
-    size = block_bytes(loaded.layers, options.block_size, options.kv_dtype or loaded.dtype)
-    if draft is not None:
-        size += block_bytes(draft.layers, options.block_size, draft.dtype)
+    size, reserved = _block_bytes(loaded, options, draft), options.step_memory_bytes
     max_blocks = 2 * options.num_slots * -(-loaded.max_model_len // options.block_size)
     fraction, num_workers = options.kv_cache_memory_fraction, options.num_workers
-    count = blocks_that_fit(size, max_blocks, fraction, loaded.device, num_workers)
+    count = blocks_that_fit(size, max_blocks, fraction, loaded.device, num_workers, reserved)
     if count < 1:
-        raise ModelRefused(f"after loading, the free memory does not hold one KV block of {size} bytes")
+        advice = f"{LESS_PER_STEP}, or raise --kv-cache-memory-fraction"
+        beside = f" beside the {reserved} bytes of the largest step; {advice}" if reserved else ""
+        raise ConfigurationError(f"after loading, the free memory does not hold one KV block of {size} bytes{beside}")
     return count
+
+
+def _block_bytes(loaded: LoadedModel, options: RunnerOptions, draft: LoadedModel | None) -> int:
+    """Return the bytes of a block, with that of the draft model beside it."""
+    size = block_bytes(loaded.layers, options.block_size, options.kv_dtype or loaded.dtype)
+    return size + (0 if draft is None else block_bytes(draft.layers, options.block_size, draft.dtype))
 
 
 def _make_drafter(loaded: LoadedModel, draft: LoadedModel | None, options: RunnerOptions, batch: InputBatch) -> Drafter:

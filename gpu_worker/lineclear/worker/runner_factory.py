@@ -23,6 +23,7 @@ from .draft_model import check_vocabulary
 from .host_info import usable_cores
 from .kernels import native_library as kernels
 from .machine_share import MachineShare, bind, claim, cores_of, named_cores
+from .memory_profile import largest_step_bytes, run_largest_steps
 from .model.decode_graphs import DecodeGraphs, cuda_capture
 from .model.loaded_model import LoadedModel
 from .model.loader import build_fused, import_model_class, load, to_int8
@@ -80,10 +81,12 @@ def make_runner(settings: WorkerSettings, ranks: Ranks | None = None) -> ModelRu
     draft = _load_draft(settings, device, loaded) if settings.draft_model else None
     with probe_threads(loaded.weight_bytes):
         expected = self_test.expected_answers(loaded, _kv_dtype(settings))
-    sizes = graph_batch_sizes(settings) if device.type == "cuda" else []
-    graphs = DecodeGraphs(sizes, cuda_capture(device)) if sizes else None
     options = _options(settings, device, share)
+    options = _with_step_memory(options, loaded, _graphs(settings, device))
+    graphs = _graphs(settings, device)
     runner = _runner_type(settings, loaded)(loaded, options, draft_model=draft, graphs=graphs)
+    if graphs is not None:
+        run_largest_steps(runner, graphs.max_batch_size)  # the graphs captured later use the memory of the largest
     with probe_threads(loaded.weight_bytes):
         self_test.check(runner, expected, loaded.dtype)
     if _may_tune_threads(settings, loaded) and (set_threads := openmp_setter()):
@@ -114,7 +117,7 @@ def _make_part(settings: WorkerSettings, share: MachineShare, ranks: Ranks) -> M
     loaded = load(settings.model, device, _DTYPES[settings.dtype], settings.max_model_len, divided=divided)
     draft = _load_draft(settings, device, loaded) if settings.draft_model and not ranks.rank else None
     expected = self_test.expected_answers(loaded, _kv_dtype(settings))
-    options = _options(settings, device, share)
+    options = _with_step_memory(_options(settings, device, share), loaded, None)
     num_blocks = ranks.least(options.num_blocks or fitting_blocks(loaded, options, draft))
     options = replace(options, num_blocks=num_blocks)
     if ranks.rank:
@@ -145,6 +148,18 @@ def _options(settings: WorkerSettings, device: torch.device, share: MachineShare
         kv_dtype=_kv_dtype(settings),
         prompt_lookup_ngrams=(settings.prompt_lookup_max, settings.prompt_lookup_min),
     )
+
+
+def _with_step_memory(options: RunnerOptions, loaded: LoadedModel, graphs: DecodeGraphs | None) -> RunnerOptions:
+    """Return the options with the memory that steps need, where the number of blocks depends on it."""
+    if loaded.device.type != "cuda" or options.num_blocks:
+        return options
+    return replace(options, step_memory_bytes=largest_step_bytes(loaded, options, graphs))
+
+
+def _graphs(settings: WorkerSettings, device: torch.device) -> DecodeGraphs | None:
+    sizes = graph_batch_sizes(settings) if device.type == "cuda" else []
+    return DecodeGraphs(sizes, cuda_capture(device)) if sizes else None
 
 
 def graph_batch_sizes(settings: WorkerSettings) -> list[int]:

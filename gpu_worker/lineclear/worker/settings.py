@@ -93,7 +93,8 @@ class WorkerSettings(settings_base.ProcessSettings):
     """KV blocks; 0: as many as fit in kv_cache_memory_fraction."""
     kv_cache_memory_fraction: float = MEMORY.field(0.0, ge=0, lt=1)
     """Share of free memory for the KV cache; 0: automatic. It is a share of the memory free after loading and holds if
-    num_blocks is 0. Automatic: 0.85 on a GPU, 0.5 on a CPU, whose memory other programs use too."""
+    num_blocks is 0. On a GPU the share includes what the largest step takes, which is measured at the start. Automatic:
+    0.9 on a GPU, 0.5 on a CPU, whose memory other programs use too."""
     preallocate_kv_cache: bool = MEMORY.field(False)
     """Allocate all memory of the KV cache at start. On a CPU, no step then waits for memory. The worker does not start
     if there is too little."""
