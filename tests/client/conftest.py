@@ -193,6 +193,7 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
             gauges=pb.Gauges(num_requests_running=3, draining=True),
             request_queue_time_seconds=pb.Quantiles(p50=0.25, count=8),
             server_version="9.9",
+            workers=[pb.WorkerStats(weight_bytes=221 << 20, kv_cache_bytes=3 << 30, load_seconds=4.25)],
         )
         answer.uptime.FromMilliseconds(1500)
         return answer

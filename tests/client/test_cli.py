@@ -334,7 +334,7 @@ def test_health_can_wait(cli: Any, server: Any) -> None:
 
 def test_stats_as_table_json_and_watch(cli: Any) -> None:
     table = cli("stats").stdout
-    for figure in ("9.9", "draining", "17", "250.00"):
+    for figure in ("9.9", "draining", "17", "250.00", "221 MiB", "3072 MiB", "4.2 s"):
         assert figure in table
     found = lines(cli("stats", "--json", "--watch", "--count", "3", "--interval", "0.05").stdout)
     assert [line["counters"]["requests_finished"] for line in found] == [17, 17, 17]

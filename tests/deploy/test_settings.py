@@ -80,6 +80,7 @@ def test_every_mentioned_flag_exists(path: Path) -> None:
         *("--build", "--build-arg", "--format", "--from", "--scale"),  # docker, podman
         *("--no-cache-dir", "--no-deps", "--compile", "--prefix", "--python", "--without-pip"),  # pip, venv
         "--link",  # requirements.py
+        *("--yes", "--no-install-recommends"),  # apt-get
         *("--directory", "--owner", "--group", "--mode"),  # install
         "--from-literal",  # kubectl
         "--time",  # docker stop

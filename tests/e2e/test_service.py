@@ -76,6 +76,19 @@ def test_worker_has_no_network_sockets(service: Service) -> None:
         assert len(network_sockets(os.getpid())) >= 1
 
 
+BLOCK_BYTES = 16 * 4 * 2 * 4 * 32 * 4
+"""Positions, layers, keys and values, heads, features, and bytes of a float32."""
+
+
+def test_stats_show_memory_and_load_time(service: Service) -> None:
+    stats = service.client.stats()
+    (worker,) = stats.workers
+    assert worker.weight_bytes == sum(weight.numel() * 4 for weight in model()[0].parameters())
+    assert worker.kv_cache_bytes == worker.num_blocks * BLOCK_BYTES > 0
+    assert (worker.step_memory_bytes, worker.swap_memory_bytes) == (0, 0)
+    assert 0.01 < worker.load_seconds < stats.uptime_seconds
+
+
 def test_cancelled_streams_release_everything(service: Service) -> None:
     rng = random.Random(1)
     tasks = service.client.stats().gauges.asyncio_tasks
@@ -104,7 +117,9 @@ def test_answers_with_swapped_blocks_equal_generate() -> None:
     with running(*flags, worker=("--num-blocks", "12", "--swap-memory-bytes", "4000000")) as service:
         answers = all_at_once(service.client, **greedy(LENGTH))
         assert [a.token_ids for a in answers] == [reference(p, LENGTH) for p in PROMPTS]
-        counters = service.client.stats().counters
+        stats = service.client.stats()
+        assert stats.workers[0].swap_memory_bytes == 4_000_000 // BLOCK_BYTES * BLOCK_BYTES
+        counters = stats.counters
         assert 0 < counters.swapped_in_tokens <= counters.swapped_out_tokens
         wait_for(service.is_idle, "no block is left")
 

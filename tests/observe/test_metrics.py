@@ -67,6 +67,15 @@ def test_every_counter_and_gauge_is_a_metric() -> None:
     assert not [f.name for f in pb.Gauges.DESCRIPTOR.fields if f"lineclear_{f.name}" not in found]
 
 
+def test_memory_of_each_worker_is_a_metric() -> None:
+    figures = {"load_seconds": 12.5, "weight_bytes": 1 << 34, "kv_cache_bytes": 1 << 36, "step_memory_bytes": 3}
+    stats = pb.GetStatsResponse(workers=[pb.WorkerStats(index=n, swap_memory_bytes=n, **figures) for n in (0, 2)])
+    page = read(stats, ServerStats(0.0))
+    for name, value in figures.items():
+        assert [page[f"lineclear_worker_{name} worker={n}"] for n in (0, 2)] == [value, value]
+    assert page["lineclear_worker_swap_memory_bytes worker=2"] == 2
+
+
 def test_help_is_the_comment_of_the_field() -> None:
     texts = {family.name: family.documentation for family in families(pb.GetStatsResponse(), ServerStats(0.0))}
     assert texts["lineclear_num_requests_waiting"] == "Requests in the queue."

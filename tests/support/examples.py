@@ -53,7 +53,7 @@ EXAMPLES: tuple[wire.Message, ...] = (
     ),
     wire.Hello(
         *(3, 4096, 16, 64, 2048, 32000, (2, 3), 256, "m", "llama", "float32", "cpu", "paged", 42, "2.13.0", "5.23.0"),
-        *(2**63, "e00f4dad74647f96", "85c2f1e536bd6dd3", "m-draft", 64, 0.00025),
+        *(2**63, "e00f4dad74647f96", "85c2f1e536bd6dd3", "m-draft", 64, 0.00025, 12.5, 16 << 30, 1 << 40, 7, 0),
     ),
     wire.Heartbeat(3, 812, 1.5, (4, 5)),
     wire.StepError(3, 812, wire.StepErrorKind.OUT_OF_MEMORY, "OutOfMemoryError in attention"),

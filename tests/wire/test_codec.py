@@ -153,6 +153,8 @@ def outputs(*, bad_rows: bytes = b"", **columns: Any) -> Any:
         (HELLO, hello(num_swap_blocks=-1)),
         (HELLO, hello(swap_seconds=math.inf)),
         (HELLO, hello(swap_seconds=math.nan)),
+        (HELLO, hello(load_seconds=-1.0)),
+        (HELLO, hello(load_seconds=math.inf)),
         (EXAMPLES[4], pb.StepError()),  # no kind
         (EXAMPLES[-1], pb.SetLogLevel()),  # no level
         (EXAMPLES[-1], pb.SetLogLevel(level=5)),  # type: ignore[arg-type]  # none that is known

@@ -190,7 +190,7 @@ def _head(stats: Stats) -> Text:
 
 
 def _now(stats: Stats) -> Table:
-    gauges = stats.gauges
+    gauges, workers = stats.gauges, stats.workers
     return _pairs(
         "now",
         ("workers", _worker_counts(gauges)),
@@ -202,6 +202,9 @@ def _now(stats: Stats) -> Table:
         ("blocks cached", gauges.blocks_cached),
         ("prefix cache hits", f"{stats.prefix_cache_hit_ratio:.1%}"),
         ("mean batch size", f"{stats.mean_batch_size:.2f}"),
+        ("weights", ", ".join(_mib(worker.weight_bytes) for worker in workers)),
+        ("KV cache", ", ".join(_mib(worker.kv_cache_bytes) for worker in workers)),
+        ("ready after", ", ".join(f"{worker.load_seconds:.1f} s" for worker in workers)),
     )
 
 
@@ -231,6 +234,10 @@ def _times(stats: Stats) -> Table:
     }
     columns = ("milliseconds", "mean", "p50", "p90", "p99", "max", "count")
     return _table(columns, ((name, *_milliseconds(quantiles)) for name, quantiles in times.items()))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"
 
 
 def _worker_counts(gauges: Gauges) -> str:

@@ -355,6 +355,8 @@ def _check_hello(hello: Hello) -> None:
         raise ValueError("a capacity is not positive")
     if hello.num_swap_blocks < 0 or not 0 <= hello.swap_seconds < inf:
         raise ValueError("host blocks or the time to copy one out of range")
+    if not 0 <= hello.load_seconds < inf:
+        raise ValueError("a worker that was ready before it started")
 
 
 def _check_index(message: LoadAdapter | UnloadAdapter | AdapterLoaded) -> None:

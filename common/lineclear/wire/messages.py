@@ -270,6 +270,14 @@ class Hello:
     draft_model: str = ""
     num_swap_blocks: int = 0
     swap_seconds: float = 0.0
+    load_seconds: float = 0.0
+    """From the start of the process until it was ready."""
+    weight_bytes: int = 0
+    """Of one rank, like the next three."""
+    kv_cache_bytes: int = 0
+    step_memory_bytes: int = 0
+    """That the largest step takes, as measured before the pools were made; 0: not measured."""
+    swap_memory_bytes: int = 0
     protocol: int = PROTOCOL
 
     def step_tokens(self, target: int) -> int:

@@ -54,13 +54,14 @@ def serve(argv: Sequence[str], supervised: bool, standby: Standby | None = None)
 
 
 def _serve(settings: WorkerSettings, argv: Sequence[str], supervised: bool) -> int:
+    started_at = time.monotonic()
     try:  # before torch is imported, which takes seconds
         _check_models(settings)
     except NotServable as error:
         log.error("model_refused", reason=settings.named(str(error)))
         return ExitCode.CONFIGURATION
     if settings.tensor_parallel_size == 1:
-        return _run(settings, supervised)
+        return _run(settings, supervised, started_at)
     from .ranks import Ranks, part_of  # here, so that other workers do not pay for it
 
     command = [sys.executable, "-P", "-m", "lineclear.worker.main", *argv]
@@ -68,12 +69,12 @@ def _serve(settings: WorkerSettings, argv: Sequence[str], supervised: bool) -> i
     if ranks.rank:
         logging_setup.set_level("error")  # rank 0 reports for all
     try:
-        return _run(part_of(settings, ranks.rank, ranks.count), supervised, ranks)
+        return _run(part_of(settings, ranks.rank, ranks.count), supervised, started_at, ranks)
     finally:
         ranks.close()
 
 
-def _run(settings: WorkerSettings, supervised: bool, ranks: Ranks | None = None) -> int:
+def _run(settings: WorkerSettings, supervised: bool, started_at: float, ranks: Ranks | None = None) -> int:
     with _importing():
         from .model.loaded_model import ModelFilesChanged, ModelRefused
         from .runner_factory import make_runner
@@ -81,7 +82,6 @@ def _run(settings: WorkerSettings, supervised: bool, ranks: Ranks | None = None)
 
     is_console = logging_setup.chosen(settings.log_format) == "console"
     log.info("worker_starting", **settings.model_dump(mode="json", exclude_defaults=is_console))
-    started_at = time.monotonic()
     try:
         runner = make_runner(settings, ranks)
     except (ModelRefused, ConfigurationError) as error:
@@ -97,7 +97,8 @@ def _run(settings: WorkerSettings, supervised: bool, ranks: Ranks | None = None)
         from .rank_runner import follow
 
         return follow(runner, ranks)
-    _log_loaded(runner.hello(0), time.monotonic() - started_at)
+    runner.load_seconds = time.monotonic() - started_at
+    _log_loaded(runner.hello(0))
     # Objects made while loading stay. Frozen, the garbage collector does not scan them again during steps.
     gc.collect()
     gc.freeze()
@@ -109,12 +110,12 @@ def _run(settings: WorkerSettings, supervised: bool, ranks: Ranks | None = None)
         return ExitCode.CONFIGURATION
 
 
-def _log_loaded(hello: Hello, seconds: float) -> None:
+def _log_loaded(hello: Hello) -> None:
     from .kernels.native_library import NONE, library_name
 
     log.info(
         "model_loaded",
-        seconds=round(seconds, 3),
+        seconds=round(hello.load_seconds, 3),
         model_id=hello.model_id,
         model_fingerprint=hello.model_fingerprint,
         family=hello.family,
@@ -125,6 +126,9 @@ def _log_loaded(hello: Hello, seconds: float) -> None:
         num_blocks=hello.num_blocks,
         block_size=hello.block_size,
         max_model_len=hello.max_model_len,
+        weight_bytes=hello.weight_bytes,
+        kv_cache_bytes=hello.kv_cache_bytes,
+        step_memory_bytes=hello.step_memory_bytes,
     )
     cores, allocator, huge_pages = host_info.usable_cores(), host_info.allocator(), host_info.huge_pages()
     log.info("host_info", cores=cores, allocator=allocator, huge_pages=huge_pages)

@@ -78,6 +78,8 @@ class ModelRunner:
     """A `Runner` for a transformers model."""
 
     _sample: Callable[..., Sampled] = staticmethod(sample)
+    load_seconds = 0.0
+    """From the start of the process until this runner was ready."""
 
     def __init__(
         self,
@@ -121,6 +123,7 @@ class ModelRunner:
         self._draft_model_id = draft_model.model_id if draft_model else ""
         self._drafter = drafter or _make_drafter(loaded, draft_model, options, self._batch)
         self._drafting = set[int]()  # slots that the drafter may know
+        self._memory = _memory_figures(loaded, options, draft_model, self.capacity)
         self.thread_tuner: ThreadTuner | None = None
         """Sets the number of compute threads of each step, on CPUs."""
 
@@ -148,6 +151,8 @@ class ModelRunner:
             draft_model=self._draft_model_id,
             num_swap_blocks=c.num_swap_blocks,
             swap_seconds=self._swap_seconds,
+            load_seconds=self.load_seconds,
+            **self._memory,
         )
 
     def reset(self) -> None:
@@ -331,6 +336,18 @@ def fitting_blocks(loaded: LoadedModel, options: RunnerOptions, draft: LoadedMod
         beside = f" beside the {reserved} bytes of the largest step; {advice}" if reserved else ""
         raise ConfigurationError(f"after loading, the free memory does not hold one KV block of {size} bytes{beside}")
     return count
+
+
+def _memory_figures(
+    loaded: LoadedModel, options: RunnerOptions, draft: LoadedModel | None, capacity: Capacity
+) -> dict[str, int]:
+    """Return the bytes of weights, pools, steps and host blocks, by field of Hello."""
+    return {
+        "weight_bytes": loaded.weight_bytes + (0 if draft is None else draft.weight_bytes),
+        "kv_cache_bytes": capacity.num_blocks * _block_bytes(loaded, options, draft),
+        "step_memory_bytes": options.step_memory_bytes,
+        "swap_memory_bytes": capacity.num_swap_blocks * _block_bytes(loaded, options, None),
+    }
 
 
 def _block_bytes(loaded: LoadedModel, options: RunnerOptions, draft: LoadedModel | None) -> int:

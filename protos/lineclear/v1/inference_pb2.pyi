@@ -2624,6 +2624,11 @@ class WorkerStats(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCKS_USED_FIELD_NUMBER: _builtins.int
     BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
+    LOAD_SECONDS_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    STEP_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    SWAP_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Number of the worker, as worker in the log. If another program starts the
     workers: the smallest that no other serving worker has, absent until the
@@ -2661,6 +2666,26 @@ class WorkerStats(_message.Message):
     """KV blocks of running requests."""
     blocks_cached: _builtins.int
     """Free KV blocks that keep a prefix."""
+    load_seconds: _builtins.float
+    """Seconds from the start of the process, or from its promotion as a standby,
+    until it was ready: mostly imports and loading the model.
+    """
+    weight_bytes: _builtins.int
+    """Bytes of the weights of the model and of the draft model, as loaded: before
+    int8 quantization and packing. With tensor parallelism: of one rank.
+    """
+    kv_cache_bytes: _builtins.int
+    """Bytes of all KV blocks, those of the draft model included. On a CPU, memory
+    of blocks that were never used is not taken yet. With tensor parallelism:
+    of one rank.
+    """
+    step_memory_bytes: _builtins.int
+    """Bytes that the largest possible step takes on a GPU besides weights and KV
+    blocks, as measured at the start. 0 on a CPU, and with --num-blocks. With
+    tensor parallelism: of one rank.
+    """
+    swap_memory_bytes: _builtins.int
+    """Bytes of host memory for KV blocks of preempted requests."""
     def __init__(
         self,
         *,
@@ -2679,10 +2704,15 @@ class WorkerStats(_message.Message):
         num_blocks: _builtins.int = ...,
         blocks_used: _builtins.int = ...,
         blocks_cached: _builtins.int = ...,
+        load_seconds: _builtins.float = ...,
+        weight_bytes: _builtins.int = ...,
+        kv_cache_bytes: _builtins.int = ...,
+        step_memory_bytes: _builtins.int = ...,
+        swap_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "index", b"index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "device", b"device", "epoch", b"epoch", "generation_tokens_per_second", b"generation_tokens_per_second", "index", b"index", "joins", b"joins", "num_blocks", b"num_blocks", "num_requests_running", b"num_requests_running", "num_slots", b"num_slots", "pid", b"pid", "state", b"state", "step_seconds", b"step_seconds", "steps", b"steps", "steps_in_flight", b"steps_in_flight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "device", b"device", "epoch", b"epoch", "generation_tokens_per_second", b"generation_tokens_per_second", "index", b"index", "joins", b"joins", "kv_cache_bytes", b"kv_cache_bytes", "load_seconds", b"load_seconds", "num_blocks", b"num_blocks", "num_requests_running", b"num_requests_running", "num_slots", b"num_slots", "pid", b"pid", "state", b"state", "step_memory_bytes", b"step_memory_bytes", "step_seconds", b"step_seconds", "steps", b"steps", "steps_in_flight", b"steps_in_flight", "swap_memory_bytes", b"swap_memory_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
     _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015

@@ -30,7 +30,7 @@ from lineclear.scheduler.http_listener import HttpListener
 from lineclear.scheduler.requests.adapters import AdapterUse
 from lineclear.scheduler.requests.request_manager import RequestManager
 from lineclear.scheduler.requests.request_metrics import BOUNDS_SECONDS, ServerStats
-from lineclear.scheduler.requests.status_messages import SERVING
+from lineclear.scheduler.requests.status_messages import SERVING, WORKER_MEMORY
 from lineclear.scheduler.security.tls import ServerCertificates
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1.stats_help import HELP
@@ -127,7 +127,7 @@ def _families(
 _WORKER_COUNTERS = ("joins", "steps")
 _WORKER_GAUGES = (
     *("num_slots", "num_requests_running", "steps_in_flight", "step_seconds", "generation_tokens_per_second"),
-    *("num_blocks", "blocks_used", "blocks_cached"),
+    *("num_blocks", "blocks_used", "blocks_cached", "load_seconds", *WORKER_MEMORY),
 )
 
 

@@ -384,6 +384,11 @@ class Hello(_message.Message):
     DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     NUM_SWAP_BLOCKS_FIELD_NUMBER: _builtins.int
     SWAP_SECONDS_FIELD_NUMBER: _builtins.int
+    LOAD_SECONDS_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    STEP_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    SWAP_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
@@ -415,6 +420,16 @@ class Hello(_message.Message):
     one of them or back.
     """
     swap_seconds: _builtins.float
+    load_seconds: _builtins.float
+    """From the start of the process until the worker was ready."""
+    weight_bytes: _builtins.int
+    """Bytes of the weights and of the KV pools, those that the largest step
+    takes, 0 if they were not measured, and those of the host blocks. With
+    several ranks: of one of them.
+    """
+    kv_cache_bytes: _builtins.int
+    step_memory_bytes: _builtins.int
+    swap_memory_bytes: _builtins.int
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -442,10 +457,15 @@ class Hello(_message.Message):
         draft_model: _builtins.str = ...,
         num_swap_blocks: _builtins.int = ...,
         swap_seconds: _builtins.float = ...,
+        load_seconds: _builtins.float = ...,
+        weight_bytes: _builtins.int = ...,
+        kv_cache_bytes: _builtins.int = ...,
+        step_memory_bytes: _builtins.int = ...,
+        swap_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "draft_model", b"draft_model", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "instance", b"instance", "max_model_len", b"max_model_len", "max_step_tokens", b"max_step_tokens", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "num_swap_blocks", b"num_swap_blocks", "pid", b"pid", "protocol", b"protocol", "swap_seconds", b"swap_seconds", "text_fingerprint", b"text_fingerprint", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "draft_model", b"draft_model", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "instance", b"instance", "kv_cache_bytes", b"kv_cache_bytes", "load_seconds", b"load_seconds", "max_model_len", b"max_model_len", "max_step_tokens", b"max_step_tokens", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "num_swap_blocks", b"num_swap_blocks", "pid", b"pid", "protocol", b"protocol", "step_memory_bytes", b"step_memory_bytes", "swap_memory_bytes", b"swap_memory_bytes", "swap_seconds", b"swap_seconds", "text_fingerprint", b"text_fingerprint", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,6 +25,7 @@ _LIMITS = (
     "max_outputs",
 )
 _MODEL_FIELDS = ("family", "vocab_size", "eos_token_ids", "dtype", "device", "attention_backend", "model_fingerprint")
+WORKER_MEMORY = ("weight_bytes", "kv_cache_bytes", "step_memory_bytes", "swap_memory_bytes")
 _GAUGES = (
     *("num_tokens_waiting", "steps_in_flight", "num_blocks", "blocks_used", "blocks_cached", "draining"),
     *("last_step_tokens", "last_step_positions"),
@@ -172,6 +173,8 @@ def _worker_stats(figures: WorkerFigures, core: WorkerSnapshot | None, snapshot:
         generation_tokens_per_second=figures.tokens_per_second,
         num_slots=hello.num_slots,
         num_blocks=hello.num_blocks,
+        load_seconds=hello.load_seconds,
+        **{name: getattr(hello, name) for name in WORKER_MEMORY},
     )
     if core is not None:
         stats.num_slots = core.num_slots
