@@ -54,7 +54,7 @@ def _lines(matrix: dict[str, Any]) -> Iterator[str]:
     yield _PROMISE
     rows = [row for section in matrix["sections"] for row in section["rows"]]
     without = [row for row in rows if "tests" not in row]
-    yield f"{len(rows)} faults; {len(rows) - len(without)} have tests, {len(without)} do not."
+    yield f"{len(rows)} faults, {len(without)} of them without tests."
     for section in matrix["sections"]:
         yield from (
             "",

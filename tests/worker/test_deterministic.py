@@ -59,7 +59,7 @@ def test_combinations_are_refused(tmp_path: Path, flags: dict[str, object], sent
 
 
 def test_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_factory, "_take_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(runner_factory, "_take_device", lambda settings, share: (torch.device("cuda"), share))
     with pytest.raises(ConfigurationError, match=r"products on cuda .*set --device cpu"):
         runner_with(tmp_path, deterministic=True)
 

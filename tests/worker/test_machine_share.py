@@ -74,9 +74,11 @@ def test_a_share_that_is_none(text: str) -> None:
 def test_names_of_devices() -> None:
     assert split_devices("cuda:0,cuda:1") == ["cuda:0", "cuda:1"]
     assert split_devices("cpu:0-3,8,cpu:4-7") == ["cpu:0-3,8", "cpu:4-7"]
+    uuids = ["cuda:GPU-89999999-1111-4106-c12f-20bd9faed9f6", "cuda:MIG-GPU-8932f937-d72c/1/2"]
+    assert split_devices(",".join(uuids)) == uuids
     assert named_cores("cpu:0-3,8") == {0, 1, 2, 3, 8}
     assert named_cores("cpu") == named_cores("cuda:1") == frozenset()
-    for bad in ("gpu", "cuda:", "cpu:a", "cuda:0;cuda:1", "3,cpu"):
+    for bad in ("gpu", "cuda:", "cuda:GPU-", "GPU-89999999", "cpu:a", "cuda:0;cuda:1", "3,cpu"):
         with pytest.raises(ValueError, match="no device"):
             split_devices(bad)
 
@@ -85,9 +87,10 @@ def test_each_share_takes_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     found = [choose_device("auto", MachineShare(index, 3)) for index in range(3)]
-    assert found == [torch.device("cuda", index) for index in (0, 1, 0)]
-    assert choose_device("cuda:1", MachineShare(0, 2)) == torch.device("cuda", 1)
-    assert choose_device("auto") == torch.device("cuda")
+    assert [device for device, _ in found] == [torch.device("cuda", index) for index in (0, 1, 0)]
+    assert [share for _, share in found] == [MachineShare(0, 2), MachineShare(0, 1), MachineShare(1, 2)]
+    assert choose_device("cuda:1", MachineShare(0, 2)) == (torch.device("cuda", 1), MachineShare(0, 2))
+    assert choose_device("auto") == (torch.device("cuda"), MachineShare())
     with pytest.raises(ConfigurationError, match="2 GPUs"):
         choose_device("cuda:2")
 
@@ -117,11 +120,14 @@ assert found == [{core}] and os.sched_getaffinity(0) == {core}, found
 """
 
 
-def claimed(directory: Path, cores: list[int], gpu: int | None = None) -> subprocess.Popen[str]:
+WHOLE, HALF = MachineShare(), MachineShare(0, 2)
+
+
+def claimed(directory: Path, cores: list[int], gpu: str = "", share: MachineShare = WHOLE) -> subprocess.Popen[str]:
     """Start a process that claims the places and then waits for its end."""
     code = (
-        "import sys; from pathlib import Path; from lineclear.worker.machine_share import claim\n"
-        f"print(claim(Path({str(directory)!r}), {cores}, {gpu}), flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from lineclear.worker.machine_share import MachineShare, claim\n"
+        f"print(claim(Path({str(directory)!r}), {cores}, {gpu!r}, {share}), flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
@@ -132,12 +138,15 @@ def claimed(directory: Path, cores: list[int], gpu: int | None = None) -> subpro
 
 
 def test_workers_on_the_same_cores_or_gpu_are_noticed(tmp_path: Path) -> None:
-    others = [claimed(tmp_path, [0, 1, 2]), claimed(tmp_path, [], gpu=1)]
+    others = [claimed(tmp_path, [0, 1, 2]), claimed(tmp_path, [], "GPU-b"), claimed(tmp_path, [], "GPU-c", HALF)]
     try:
         assert claim(tmp_path, [3, 4]) == []
         assert claim(tmp_path, [1, 2, 5]) == ["core 1", "core 2"]
-        assert claim(tmp_path, gpu=0) == []
-        assert claim(tmp_path, gpu=1) == ["GPU 1"]
+        assert claim(tmp_path, gpu="GPU-a") == []
+        assert claim(tmp_path, gpu="GPU-b") == ["GPU-b"]
+        assert claim(tmp_path, gpu="GPU-c", share=MachineShare(1, 2)) == []
+        for overlapping in (HALF, MachineShare(), MachineShare(1, 3)):
+            assert claim(tmp_path, gpu="GPU-c", share=overlapping) == ["GPU-c"]
         assert claim(tmp_path / "none", [0]) == []
     finally:
         for other in others:

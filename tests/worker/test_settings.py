@@ -11,7 +11,7 @@ from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker.attention.registry import BACKENDS
 from lineclear.worker.machine_share import MachineShare
 from lineclear.worker.memory_budget import _cgroup_bytes, blocks_that_fit
-from lineclear.worker.runner_factory import _num_sharing, choose_device, graph_batch_sizes
+from lineclear.worker.runner_factory import choose_device, graph_batch_sizes
 from lineclear.worker.settings import WorkerSettings, load
 
 REQUIRED = ["--model", "a-model", "--socket-directory", "/run/sockets"]
@@ -68,19 +68,20 @@ def test_attention_backends_match_the_registry() -> None:
 def test_missing_device_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert choose_device("auto").type == "cpu"
+    assert choose_device("auto")[0].type == "cpu"
     with pytest.raises(ConfigurationError, match="no cuda device"):
         choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose_device("auto").type == "cuda"
+    assert choose_device("auto")[0].type == "cuda"
 
 
 @pytest.mark.parametrize(("num_devices", "most"), [(1, 4), (2, 2), (3, 2), (4, 1), (8, 1)])
 def test_workers_of_a_gpu_divide_its_memory(num_devices: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
     share = MachineShare.parse("0/4")
-    assert _num_sharing(torch.device("cuda"), share) == most
-    assert _num_sharing(torch.device("cpu"), share) == 4
+    assert choose_device("cuda", share)[1].count == most
+    assert choose_device("cpu", share)[1].count == 4
 
 
 def test_num_blocks_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

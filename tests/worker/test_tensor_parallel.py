@@ -103,7 +103,7 @@ def test_each_rank_has_its_own_part_of_the_machine() -> None:
         return [(part.device, part.machine_share) for part in parts]
 
     assert places("cuda", "1/2") == [("cuda", "2/4"), ("cuda", "3/4")]
-    assert places("cuda:2") == [("cuda:2", "0/2"), ("cuda:3", "1/2")]
+    assert places("cuda:2", "1/2") == [("cuda:2", "1/2"), ("cuda:3", "1/2")]
     assert places("cpu") == [("cpu", "0/2"), ("cpu", "1/2")]
     cores = [{*part.removeprefix("cpu:").split(",")} for part, _ in places("cpu:0,1")]
     assert cores == [{"0"}, {"1"}]
@@ -235,7 +235,14 @@ def test_worker_of_one_process_imports_none_of_it() -> None:
 
 
 def test_size_is_refused_with_settings_that_it_excludes() -> None:
-    for more, reason in (({"quantization": "int8"}, "--quantization int8"), ({"device": "mps"}, "GPUs of NVIDIA")):
+    for more, reason in (
+        ({"quantization": "int8"}, "--quantization int8"),
+        ({"device": "mps"}, "GPUs of NVIDIA"),
+        (
+            {"device": "cuda:MIG-4f1c"},
+            "needs several GPUs, --device cuda:MIG-4f1c is one; give the number of the first",
+        ),
+    ):
         fixed: dict[str, Any] = {"model": "m", "socket_directory": "d", "tensor_parallel_size": 2}
         with pytest.raises(ValueError, match=reason):
             WorkerSettings(**fixed | more)

@@ -11,15 +11,18 @@ import contextlib
 import fcntl
 import os
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from lineclear.process.settings_base import ConfigurationError
 
 _NODES = Path("sys/devices/system/node")
 _CPUS = Path("sys/devices/system/cpu")
-_FIRST_GPU = 1 << 20
+_FIRST_GPU = _GPU_BYTES = 1 << 20
+"""Of the file with the marks: each GPU has a range of bytes, of which a worker locks its share."""
 _SHARE = re.compile(r"(\d{1,3})/([1-9]\d{0,2})")
 
 
@@ -37,6 +40,10 @@ class MachineShare:
         if found is None or int(found[1]) >= int(found[2]):
             raise ValueError("give INDEX/COUNT with INDEX from 0 to COUNT - 1, such as 0/2")
         return cls(int(found[1]), int(found[2]))
+
+    def of_one(self, num_devices: int) -> MachineShare:
+        """Return which part of a device its worker takes if the shares take the devices in turn."""
+        return MachineShare(self.index // num_devices, len(range(self.index % num_devices, self.count, num_devices)))
 
 
 def named_cores(device: str) -> frozenset[int]:
@@ -75,24 +82,38 @@ def bind(cores: frozenset[int]) -> None:
             os.sched_setaffinity(int(thread), cores)
 
 
-def claim(directory: Path, cores: Iterable[int] = (), gpu: int | None = None) -> list[str]:
-    """Mark cores or a GPU as used by this process until its end; return those that another worker has marked.
+def claim(
+    directory: Path,
+    cores: Iterable[int] = (),
+    gpu: str = "",
+    share: MachineShare = MachineShare(),
+) -> list[str]:
+    """Mark cores, or a share of a GPU, as used by this process until its end; return those that another one has marked.
 
     The marks are locks on bytes of a file in the directory of the sockets: workers of one scheduler see each other's.
     """
-    places = {core: f"core {core}" for core in cores} if gpu is None else {_FIRST_GPU + gpu: f"GPU {gpu}"}
+    places = {core: (f"core {core}", 1) for core in cores}
+    if gpu:
+        first = _FIRST_GPU + zlib.crc32(gpu.encode()) * _GPU_BYTES
+        start, end = (first + index * _GPU_BYTES // share.count for index in (share.index, share.index + 1))
+        places = {start: (gpu, end - start)}
     try:
-        # Never closed: that would drop the locks.
-        file = os.open(directory / "devices.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = _locks(directory)
     except OSError:  # the directory is made later, or refused with a reason
         return []
     taken = []
-    for place in sorted(places):
+    for start, (name, length) in sorted(places.items()):
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
         except OSError:
-            taken.append(places[place])
+            taken.append(name)
     return taken
+
+
+@cache
+def _locks(directory: Path) -> int:
+    """Return the descriptor of the file with the marks. It is never closed: that would drop them."""
+    return os.open(directory / "devices.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def _nodes(root: Path) -> list[frozenset[int]]:

@@ -6,14 +6,21 @@ On a CPU, memory limits of control groups (version 1 and 2) count, of the proces
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 
+import structlog
 import torch
 
 from .host_info import GROUPS, OWN_GROUPS, control_groups
 
 _DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.5, "mps": 0.5}
 _UNLIMITED = 1 << 62
+_CONTEXT_BYTES = 1 << 30  # more than CUDA takes for a process, and less than a model
+_NOISE_BYTES = 64 << 20
+_SETTLE_SECONDS, _QUIET_SECONDS = 30.0, 0.5
+
+log = structlog.get_logger(__name__)
 
 
 def blocks_that_fit(
@@ -50,13 +57,29 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that can be allocated on `device` now."""
+    """Return the bytes that can be allocated on `device` now; on a GPU, once they have stopped rising."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # returns memory that torch's allocator kept after loading
-        return int(torch.cuda.mem_get_info(device)[0])
+        return _settled_bytes(device)
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return min(_available_bytes(), _cgroup_bytes())
+
+
+def _settled_bytes(device: torch.device) -> int:
+    """Return the free bytes of a GPU, once they no longer rise: the driver frees those of a killed process late."""
+    first, total = torch.cuda.mem_get_info(device)
+    if total - first - torch.cuda.memory_reserved(device) < _CONTEXT_BYTES:
+        return int(first)  # no other process uses it
+    free, started_at, is_rising = first, time.monotonic(), True
+    while is_rising and time.monotonic() - started_at < _SETTLE_SECONDS:
+        time.sleep(_QUIET_SECONDS)
+        before, free = free, torch.cuda.mem_get_info(device)[0]
+        is_rising = free > before + _NOISE_BYTES
+    if free > first + _NOISE_BYTES or is_rising:
+        seconds = round(time.monotonic() - started_at, 1)
+        log.warning("device_memory_awaited", freed_bytes=free - first, seconds=seconds, is_rising=is_rising)
+    return int(free)
 
 
 def _available_bytes() -> int:

@@ -26,6 +26,7 @@ from .cpu.thread_tuner import ThreadTuner
 from .draft_model import DraftModelDrafter, max_catch_up
 from .drafts.prompt_lookup import PromptLookupDrafter
 from .drafts.verification import NO_DRAFTS, Drafter, Drafts
+from .gpus import device_name
 from .grammar_compiler import GrammarCompiler
 from .grammar_constraints import ConstraintTable
 from .host_blocks import HostBlocks
@@ -142,7 +143,7 @@ class ModelRunner:
             model_id=loaded.model_id,
             family=loaded.family,
             dtype=loaded.weights or str(loaded.dtype).removeprefix("torch."),
-            device=_device_name(loaded.device),
+            device=device_name(loaded.device),
             attention_backend=self.backend_name + (", int8 KV" if self._kv_dtype is torch.int8 else ""),
             torch_version=torch.__version__,
             transformers_version=transformers.__version__,
@@ -172,12 +173,14 @@ class ModelRunner:
         self._grammars.prepare(grammar, done)
 
     def load_adapter(self, index: int, key: bytes, path: str) -> None:
-        """Hold the adapter in directory `path` as `index`. Raises AdapterFilesRefused."""
+        """Hold the adapter in directory `path` as `index`. Raises AdapterFilesRefused, or StepFailed by the device."""
         try:
             with torch.inference_mode():
                 self._adapters.load(index, key, Path(path))
         except (torch.OutOfMemoryError, MemoryError):
             raise AdapterFilesRefused("the worker has too little memory for it") from None
+        except torch.AcceleratorError as error:  # of a step before, as a rule
+            raise step_failed(error) from error
 
     def unload_adapter(self, index: int) -> None:
         """Drop an adapter."""
@@ -399,7 +402,3 @@ def _fingerprint(loaded: LoadedModel, kv_dtype: torch.dtype) -> str:
         return ""
     formats = (str(_NUMERICS_VERSION), str(loaded.dtype), loaded.weights, str(kv_dtype))
     return fingerprint.combined((loaded.weights_fingerprint, loaded.text_fingerprint, *formats))
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -240,9 +240,9 @@ def _exit_as(code: int) -> None:
 def part_of(settings: WorkerSettings, rank: int, count: int) -> WorkerSettings:
     """Return the settings with the device, or the part of the machine, of one rank."""
     share, (kind, _, place) = MachineShare.parse(settings.machine_share), settings.device.partition(":")
-    if kind == "cuda" and place:
-        place = str(int(place) + rank)
-    elif place:
+    if kind == "cuda" and place:  # the share is one of each GPU
+        return settings.model_copy(update={"device": f"{kind}:{int(place) + rank}"})
+    if place:
         place = core_list(cores_of(MachineShare(rank, count), named_cores(settings.device)))
     part = f"{share.index * count + rank}/{share.count * count}"
     return settings.model_copy(update={"device": f"{kind}:{place}" if place else kind, "machine_share": part})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,15 +13,18 @@ import structlog
 import torch
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from lineclear.process.private_dir import PathError, private_socket_dir
 from lineclear.process.settings_base import ConfigurationError
 
 from . import host_info, self_test
 from .cpu.linear import pack_by_row
 from .cpu.thread_tuner import ThreadTuner, openmp_setter, probe_threads
 from .draft_model import check_vocabulary
+from .gpus import choose_gpu, claim_gpu, keep_instance, visible_instances
 from .host_info import usable_cores
 from .kernels import native_library as kernels
 from .machine_share import MachineShare, bind, claim, cores_of, named_cores
+from .memory_budget import free_bytes
 from .memory_profile import largest_step_bytes, run_largest_steps
 from .model.decode_graphs import DecodeGraphs, cuda_capture
 from .model.loaded_model import LoadedModel
@@ -41,7 +43,6 @@ _PREFAULT_TOKENS = 16384  # of KV memory, while idle: several long requests, and
 # With more threads oneDNN splits the sum of a float32 row, so its last bits depend on the number of threads.
 _MAX_TUNED_FLOAT32_CORES = 4
 _MAX_GRAPH_BATCH_SIZE = 256  # larger steps take so long that the launches do not matter
-_CLAIM_SECONDS, _CLAIM_PAUSE_SECONDS = 10.0, 0.25  # until a killed rank has freed its GPU
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -71,12 +72,12 @@ def make_runner(settings: WorkerSettings, ranks: Ranks | None = None) -> ModelRu
         except Exception:
             ranks.end_if_lost()
             raise
-    device = _take_device(settings, share)
+    device, share = _take_device(settings, share)
     if settings.deterministic and device.type != "cpu":
         raise ConfigurationError(
             f"--deterministic: matrix products on {device.type} depend on the number of rows; set --device cpu"
         )
-    _claim_device(settings.socket_directory, device)
+    _claim_device(settings, device, share)
     loaded = _load(settings, device)
     draft = _load_draft(settings, device, loaded) if settings.draft_model else None
     with probe_threads(loaded.weight_bytes):
@@ -105,11 +106,12 @@ def _make_part(settings: WorkerSettings, share: MachineShare, ranks: Ranks) -> M
         raise ConfigurationError(
             "--deterministic: sums over several ranks have another order; leave out one of the two"
         )
-    device = _take_device(settings, share)
+    device, share = _take_device(settings, share)
     if device.type == "cuda" and ranks.count > (num_gpus := torch.cuda.device_count()):
-        raise ConfigurationError(f"--tensor-parallel-size {ranks.count}: this machine has {num_gpus} GPUs")
+        has = "MIG instances, which cannot exchange data" if visible_instances() else f"{num_gpus} GPUs"
+        raise ConfigurationError(f"--tensor-parallel-size {ranks.count} needs whole GPUs; this machine has {has}")
     if device.type == "cuda" or not ranks.rank:
-        _claim_device(settings.socket_directory, device, _CLAIM_SECONDS if ranks.rank else 0.0)
+        _claim_device(settings, device, share)
     ranks.connect(device)
     # Sums over a row of logits depend on the number of threads, and all ranks have to draw the same tokens.
     torch.set_num_threads(ranks.least(torch.get_num_threads()))
@@ -138,7 +140,7 @@ def _options(settings: WorkerSettings, device: torch.device, share: MachineShare
     return RunnerOptions(
         num_blocks=settings.num_blocks,
         kv_cache_memory_fraction=settings.kv_cache_memory_fraction,
-        num_workers=_num_sharing(device, share),
+        num_workers=share.count,
         block_size=settings.block_size,
         kv_prefault_tokens=_PREFAULT_TOKENS,
         swap_memory_bytes=settings.swap_memory_bytes,
@@ -172,19 +174,17 @@ def graph_batch_sizes(settings: WorkerSettings) -> list[int]:
     return [int(size) for size in settings.cuda_graph_batch_sizes.split(",")]
 
 
-def _take_device(settings: WorkerSettings, share: MachineShare) -> torch.device:
-    """Return the device, with its cores or GPU, threads and kernels chosen for this process."""
-    device = choose_device(settings.device, share)
+def _take_device(settings: WorkerSettings, share: MachineShare) -> tuple[torch.device, MachineShare]:
+    """Return the device and this worker's part of it, with cores, threads and kernels chosen for this process."""
+    device, share = choose_device(settings.device, share)
     if device.type == "cpu":
         _take_cores(settings.device, share)
-    elif device.index is not None:
-        torch.cuda.set_device(device)
     torch.set_num_threads(settings.threads or usable_cores())
     try:
         kernels.choose(settings.cpu_kernels)
     except ValueError as error:
         raise ConfigurationError(f"--cpu-kernels: {error}") from None
-    return device
+    return device, share
 
 
 def _runner_type(settings: WorkerSettings, loaded: LoadedModel) -> type[ModelRunner]:
@@ -240,15 +240,20 @@ def _take_cores(device: str, share: MachineShare) -> None:
         bind(cores_of(share, os.sched_getaffinity(0)))
 
 
-def _claim_device(socket_directory: str, device: torch.device, patience_seconds: float = 0.0) -> None:
-    """Log which cores, or which GPU, another worker of the same scheduler uses too: each would slow the other.
+def _claim_device(settings: WorkerSettings, device: torch.device, share: MachineShare) -> None:
+    """Wait until no other worker of the same scheduler holds this worker's part of a GPU, nor the memory of one.
 
-    A rank of the worker before may still exit: its memory is waited for, for `patience_seconds`.
+    Of a CPU, log which cores another worker uses too: each slows the other.
     """
-    gpu, ends_at = None if device.type == "cpu" else device.index or 0, time.monotonic() + patience_seconds
-    while (taken := claim(Path(socket_directory), os.sched_getaffinity(0), gpu)) and time.monotonic() < ends_at:
-        time.sleep(_CLAIM_PAUSE_SECONDS)
-    if taken:
+    directory = Path(settings.socket_directory)
+    if device.type == "cuda":
+        with contextlib.suppress(PathError):  # reported when the sockets are made
+            private_socket_dir(directory)
+        claim_gpu(directory, device, share)
+        if device.index is not None:
+            torch.cuda.set_device(device)
+        free_bytes(device)  # for the weights
+    elif taken := claim(directory, os.sched_getaffinity(0)):
         log.warning(
             "device_is_shared",
             shared=taken,
@@ -256,26 +261,19 @@ def _claim_device(socket_directory: str, device: torch.device, patience_seconds:
         )
 
 
-def _num_sharing(device: torch.device, share: MachineShare) -> int:
-    """Return how many workers take the memory of this device."""
-    num_devices = torch.cuda.device_count() if device.type == "cuda" else 1
-    return -(-share.count // max(1, num_devices))
-
-
-def choose_device(name: str, share: MachineShare = MachineShare()) -> torch.device:  # noqa: B008 (it is frozen)
-    """Return the device for a setting; of several GPUs, that of the share.
+def choose_device(
+    name: str,
+    share: MachineShare = MachineShare(),  # noqa: B008 (it is frozen)
+) -> tuple[torch.device, MachineShare]:
+    """Return the device for a setting, of several GPUs that of the share, and which part of it this worker takes.
 
     Raises ConfigurationError if this machine lacks it.
     """
-    name, _, place = name.partition(":")
+    kind, _, place = name.partition(":")
+    of_gpu = keep_instance(place, share) if kind in ("auto", "cuda") else (place, share)
     devices = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        name = next(kind for kind, available in devices.items() if available)
-    if not devices[name]:
-        raise ConfigurationError(f"--device {name}: this machine has no {name} device that torch can use")
-    if name != "cuda" or not (place or share.count > 1):
-        return torch.device(name)
-    num_gpus = torch.cuda.device_count()
-    if place and int(place) >= num_gpus:
-        raise ConfigurationError(f"--device cuda:{place}: this machine has {num_gpus} GPUs, counted from 0")
-    return torch.device("cuda", int(place) if place else share.index % num_gpus)
+    if kind == "auto":
+        kind = next(kind for kind, available in devices.items() if available)
+    if not devices[kind]:
+        raise ConfigurationError(f"--device {name}: this machine has no {kind} device that torch can use")
+    return choose_gpu(*of_gpu) if kind == "cuda" else (torch.device(kind), share)

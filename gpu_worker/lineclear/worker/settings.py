@@ -45,11 +45,12 @@ class WorkerSettings(settings_base.ProcessSettings):
     # --- computation ---
     device: str = COMPUTATION.field("auto")
     """Device of the model: auto, cpu, cuda or mps. auto: cuda if available, else mps, else cpu. cuda:1 is the second
-    GPU. cpu:0-3 runs on these cores only, and its memory then lies on their NUMA node."""
+    GPU or MIG instance of CUDA_VISIBLE_DEVICES; cuda:GPU-... and cuda:MIG-... are UUIDs of nvidia-smi -L. cpu:0-3 runs
+    on these cores only, and its memory then lies on their NUMA node."""
     machine_share: str = COMPUTATION.field("0/1")
     """Part of the machine that this worker uses, as INDEX/COUNT. Without a GPU or cores in device, worker 1/2 takes
-    the second GPU, or the second half of the NUMA nodes or cores; its KV cache takes half of the memory that it would
-    take alone. The scheduler sets it for the workers that it starts."""
+    the second GPU, or the second half of the NUMA nodes or cores. Workers of one device divide its memory: with a GPU
+    in device, 1/2 is half of that one. The scheduler sets it for the workers that it starts."""
     tensor_parallel_size: int = COMPUTATION.field(1, ge=1, le=64)
     """Devices that a model is divided over. Each has a process and a part of every layer, on consecutive GPUs, or on
     equal parts of the cores; the exit of one is the exit of the worker."""
@@ -139,6 +140,11 @@ class WorkerSettings(settings_base.ProcessSettings):
             raise ValueError("--quantization int8 is not possible with --tensor-parallel-size: give one of them")
         if self.tensor_parallel_size > 1 and self.device == "mps":
             raise ValueError("--tensor-parallel-size above 1 needs GPUs of NVIDIA, or --device cpu")
+        if self.tensor_parallel_size > 1 and self.device.startswith(("cuda:GPU-", "cuda:MIG-")):
+            raise ValueError(
+                f"--tensor-parallel-size {self.tensor_parallel_size} needs several GPUs, --device {self.device} is one;"
+                " give the number of the first as cuda:0, or list whole GPUs in CUDA_VISIBLE_DEVICES"
+            )
         return self
 
     @field_validator("cuda_graph_batch_sizes")

@@ -213,12 +213,15 @@ def _worker_command(
 
 
 def _placements(settings: SchedulerSettings) -> list[list[str]]:
-    """Return the flags that place each worker: its device, and its part of the machine. A single one takes it all."""
+    """Return the flags that place each worker: its device, and its part of the machine, or of the GPU that it names."""
     count, devices = settings.worker_count, split_devices(settings.worker_devices)
-    shares = [[f"--machine-share={index}/{count}"] if count > 1 else [] for index in range(count)]
-    return [
-        [*share, *(f"--device={device}" for device in devices[index : index + 1])] for index, share in enumerate(shares)
-    ]
+    flags = []
+    for number in range(count):
+        device, share = [f"--device={name}" for name in devices[number : number + 1]], (number, count)
+        if devices and devices[number].startswith("cuda:"):
+            share = devices[:number].count(devices[number]), devices.count(devices[number])
+        flags.append([*([f"--machine-share={share[0]}/{share[1]}"] if share[1] > 1 else []), *device])
+    return flags
 
 
 if __name__ == "__main__":
