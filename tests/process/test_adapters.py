@@ -87,6 +87,18 @@ def right(directory: Path | None, max_tokens: int = 8, **sampling: Any) -> list[
     return answer(PROMPT, max_tokens, model=toy_model(directory), **sampling)
 
 
+def test_device_that_fails_while_an_adapter_is_loaded(tmp_path: Path) -> None:
+    """An earlier step may have failed it. The next worker loads the adapter, and the operator notices nothing."""
+    once = tmp_path / "once"
+    with served(tmp_path, "--lora-dir", str(tmp_path / "adapters"), fault="adapter", fault_once=str(once)) as server:
+        before = server.operator.stats().worker.pid
+        directory = write_adapter(server.folder / "a", 1)
+        server.admin.load_adapter("a", "a")
+        assert server.tokens("a") == right(directory)
+        assert server.operator.stats().worker.pid != before
+        assert once.exists()
+
+
 def test_adapters_are_loaded_used_listed_and_unloaded(s: Served) -> None:
     first, second = (write_adapter(s.folder / name, n) for n, name in enumerate("ab"))
     assert s.admin.adapters() == ()

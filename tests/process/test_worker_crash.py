@@ -169,10 +169,32 @@ def test_condemned_worker_exits_by_itself() -> None:
         assert (len(harness.broken), len(harness.joins), len(harness.losses)) == (1, 2, 2)
 
 
+def test_failed_worker_exits_by_itself() -> None:
+    """As in a container of its own: its device may have failed, so it begins no other epoch."""
+    with EngineHarness() as harness:
+        worker = harness.start_worker(ToyOptions(fault="exception", fault_step=5))
+        streams = [harness.submit(request(i)) for i in range(8)]
+        assert worker.wait(PATIENCE_SECONDS) == 70
+        assert len(harness.joins) == 1
+        harness.start_worker()
+        harness.check(streams)
+
+
 def test_out_of_memory_ends_the_epoch_and_not_the_process() -> None:
     options = ToyOptions(fault="memory", fault_step=5)
     with EngineHarness() as harness:
         worker = harness.start_worker(replace(options, fault_once=str(harness.root / "once")))
+        harness.check([harness.submit(request(i)) for i in range(8)])
+        assert len(harness.joins) == 2
+        assert worker.poll() is None
+        assert harness.broken == []
+
+
+def test_no_plan_is_launched_behind_one_that_failed_to() -> None:
+    """Its slots are undefined: on a GPU such a plan may read memory of no tensor, which would end the process."""
+    slow = ToyOptions(fault="launch", fault_step=9, min_step_seconds=0.1, max_step_seconds=0.1)
+    with EngineHarness(core=CoreLimits(pipeline_depth=4)) as harness:
+        worker = harness.start_worker(replace(slow, fault_once=str(harness.root / "once")))
         harness.check([harness.submit(request(i)) for i in range(8)])
         assert len(harness.joins) == 2
         assert worker.poll() is None

@@ -60,11 +60,19 @@ class FaultyRunner(ToyRunner):
         if options.max_rows and len(plan.rows) > options.max_rows:
             fault = "memory"
         assert fault != "assertion", "the toy's own"
+        if fault == "launch":
+            raise StepFailed(StepErrorKind.OUT_OF_MEMORY, "ToyOutOfMemory at faulty_runner.py")
         seconds = self._random.uniform(options.min_step_seconds, options.max_step_seconds)
         flight = super().launch(plan)
         if any(self.slots[row.slot].tokens[0] == options.poison_token for row in plan.rows):
             fault = "exit"
         return _FaultyStep(flight, seconds, fault)
+
+    def load_adapter(self, index: int, key: bytes, path: str = "") -> None:
+        """Hold an adapter, unless the device fails."""
+        if self._options.fault == "adapter" and self._may_fail():
+            raise StepFailed(StepErrorKind.EXCEPTION, "ToyFailure at faulty_runner.py")
+        super().load_adapter(index, key, path)
 
     def _may_fail(self) -> bool:
         if not self._options.fault_once:

@@ -32,8 +32,9 @@ class ToyOptions:
     load_seconds: float = 0.0
     """Time between the start of the process and its first Hello."""
     fault: str = ""
-    """What goes wrong in step `fault_step`: "exception", "assertion", "memory", "hang", "exit", "tokens": a result
-    that cannot be, or "none": nothing, but for the file of `fault_once`."""
+    """What goes wrong in step `fault_step`: "exception", "assertion", "memory", "launch": memory before the step runs,
+    "hang", "exit", "tokens": a result that cannot be, or "none": nothing, but for the file of `fault_once`. "adapter":
+    the device fails while an adapter is loaded."""
     fault_step: int = 0
     fault_once: str = ""
     """A file that the first fault creates; while it exists no further fault happens, in later processes too."""

@@ -176,6 +176,7 @@ def first_plan(tokens: tuple[int, ...] = (3, 4, 5)) -> StepPlan:
         (RuntimeError("Triton Error [CUDA]: out of memory"), StepErrorKind.OUT_OF_MEMORY),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), StepErrorKind.OUT_OF_MEMORY),
         (ZeroDivisionError("secret"), StepErrorKind.EXCEPTION),
+        (torch.AcceleratorError("CUDA error: secret device-side assert"), StepErrorKind.EXCEPTION),
     ],
 )
 def test_step_error_has_kind_and_location(error: Exception, kind: StepErrorKind) -> None:

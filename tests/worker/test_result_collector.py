@@ -90,6 +90,15 @@ def test_immediate_failure_ends_the_epoch(socket: Socket, tested: ResultCollecto
     assert [type(message).__name__ for message in socket.sent] == ["Hello", "StepError"]
 
 
+def test_exception_behind_a_lack_of_memory_ends_the_process(socket: Socket, tested: ResultCollector) -> None:
+    slow = StubStep(1, is_complete=False, error=StepFailed(StepErrorKind.OUT_OF_MEMORY, "full"))
+    tested.collect(1, slow)
+    tested.collect(2, StubStep(2, is_complete=True, error=RuntimeError("CUDA error: device-side assert triggered")))
+    slow.finished.set()
+    assert tested.wait_idle() is StepErrorKind.EXCEPTION
+    assert [type(message).__name__ for message in socket.sent] == ["Hello", "StepError"]
+
+
 def test_stuck_step_raises_once_overdue() -> None:
     """Also where the queue behind it is full."""
     anything: Any = Socket()

@@ -150,6 +150,8 @@ class ResultCollector:
 
     def _fail(self, step: int, kind: StepErrorKind, summary: str, error: Exception) -> None:
         if self.failure is not None:
+            if kind is StepErrorKind.EXCEPTION:  # the process must not go on, as it may after a lack of memory
+                self.failure = kind
             return
         log.error("step_failed", step=step, kind=kind.name.lower(), summary=summary, **exception_fields(error))
         if not self._discards:

@@ -60,7 +60,8 @@ class Runner(Protocol):
     def load_adapter(self, index: int, key: bytes, path: str) -> None:
         """Hold the adapter in directory `path` as `index`, in place of another one, for later plans.
 
-        Raises AdapterFilesRefused if its files cannot be used, or have another digest than `key`.
+        Raises AdapterFilesRefused if its files cannot be used, or have another digest than `key`, and StepFailed if the
+        device has failed, in a step before as a rule.
         """
         ...
 

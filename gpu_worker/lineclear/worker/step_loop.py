@@ -236,30 +236,34 @@ class _Loop:
             if isinstance(message, SetLogLevel):
                 logging_setup.set_level(message.level.name.lower())
             elif isinstance(message, LoadAdapter):
-                self._load_adapter(message)
+                if not self._load_adapter(message):
+                    return _EpochEnd.BROKEN
             elif isinstance(message, UnloadAdapter):
                 self._runner.unload_adapter(message.index)
             elif isinstance(message, PrepareGrammar):
                 done = partial(self._progress.on_prepared, message.epoch, message.number)
                 self._runner.prepare(message.grammar, done)
             elif message is not None:
-                self._launch(message, last_step)
-                last_step, timeout_seconds = message.step, self._limits.idle_seconds
+                last_step, timeout_seconds = self._launch(message, last_step), self._limits.idle_seconds
             else:  # idle work runs in slices of milliseconds, so that the next message hardly waits
                 timeout_seconds = 0.0 if self._runner.idle_work() else None
 
-    def _load_adapter(self, message: LoadAdapter) -> None:
-        """Load an adapter between two steps, and answer."""
+    def _load_adapter(self, message: LoadAdapter) -> bool:
+        """Load an adapter between two steps, and answer. Return False if the device has failed: the worker must end."""
         problem = ""
         try:
             self._runner.load_adapter(message.index, message.key, message.path)
         except AdapterFilesRefused as error:
             problem = str(error)
+        except StepFailed as failed:
+            log.error("step_failed", kind=failed.kind.name.lower(), summary=failed.summary, **exception_fields(failed))
+            return False
         except Exception as error:
             log.error("adapter_failed", **exception_fields(error))
             problem = f"the worker cannot load it: {type(error).__name__}"
         log.info("adapter_loaded", index=message.index, key=message.key.hex()[:16], problem=problem)
         self._collector.send(AdapterLoaded(message.epoch, message.index, message.key, problem))
+        return True
 
     def _wait_for_rejoin(self, plans: PlanSocket) -> _EpochEnd:
         """Stay connected until Rejoin, until the scheduler disconnects, or for `standby_seconds`."""
@@ -289,7 +293,8 @@ class _Loop:
         remaining = max(0.0, self._drain_ends_at - time.monotonic())
         return remaining if timeout_seconds is None else min(timeout_seconds, remaining)
 
-    def _launch(self, plan: StepPlan, last_step: int) -> None:
+    def _launch(self, plan: StepPlan, last_step: int) -> int:
+        """Launch a plan; return the last step that was launched. No plan behind one that failed can be."""
         self._progress.on_launch(plan.step)
         inflight: InflightStep
         if plan.step != last_step + 1:
@@ -297,10 +302,11 @@ class _Loop:
             inflight = _FailedStep(StepFailed(StepErrorKind.PROTOCOL, f"plan {plan.step} came after plan {last_step}"))
         else:
             try:
-                inflight = self._runner.launch(plan)
+                inflight, last_step = self._runner.launch(plan), plan.step
             except Exception as error:  # the collector reports it behind the previous steps
                 inflight = _FailedStep(error)
         self._collector.collect(plan.step, inflight)
+        return last_step
 
 
 class _FailedStep:

@@ -1,0 +1,32 @@
+"""A device that fails under the real scheduler and worker, with the demo model: its faults are stubs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from support.demo import PROMPTS, all_at_once, greedy, reference
+from support.service import running, wait_for
+
+LENGTH = 60
+
+
+def test_answers_survive_faults_of_the_device(tmp_path: Path) -> None:
+    """It runs out of memory, and asserts while blocks of preempted requests are in host memory."""
+    noted = tmp_path / "noted"
+    flags = ("--max-batch-size", "6", "--target-batch-tokens", "16", "--no-prefix-cache")
+    command = ("--worker-command", f"{sys.executable} -P -m support.faulty_device {noted}")
+    with running(*flags, *command, worker=("--num-blocks", "14", "--swap-memory-bytes", "4000000")) as service:
+        first = service.worker_pid
+        answers = all_at_once(service.client, **greedy(LENGTH))
+        assert [a.token_ids for a in answers] == [reference(p, LENGTH) for p in PROMPTS]
+        faults = noted.read_text().splitlines()
+        assert faults[:2] == ["out of memory", "assert"]
+        assert {*faults[2:]} <= {"assert"}, "the process went on with a failed device"
+        stats = service.client.stats()
+        assert (stats.worker.joins, stats.worker.pid != first) == (3, True), (
+            "after a lack of memory the process goes on"
+        )
+        assert stats.counters.swapped_out_tokens > stats.counters.swapped_in_tokens > 0
+        assert stats.counters.requests_failed == 0
+        wait_for(service.is_idle, "no block is left")
