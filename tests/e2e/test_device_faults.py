@@ -27,6 +27,6 @@ def test_answers_survive_faults_of_the_device(tmp_path: Path) -> None:
         assert (stats.worker.joins, stats.worker.pid != first) == (3, True), (
             "after a lack of memory the process goes on"
         )
-        assert stats.counters.swapped_out_tokens > stats.counters.swapped_in_tokens > 0
+        assert stats.counters.swapped_out_tokens > stats.counters.swapped_in_tokens
         assert stats.counters.requests_failed == 0
         wait_for(service.is_idle, "no block is left")
