@@ -17,8 +17,8 @@ from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Logprobs, Row, Sampling
 from lineclear.worker import deterministic
 from lineclear.worker.cpu import linear
-from lineclear.worker.cpu.fused_decoder import FAMILIES
 from lineclear.worker.cpu.linear import pack_by_row
+from lineclear.worker.decoder_layers import FAMILIES
 from lineclear.worker.deterministic import DeterministicRunner, OneTokenRunner, runner_type
 from lineclear.worker.drafts.verification import Drafts, ReadTokens
 from lineclear.worker.model.loaded_model import LoadedModel

@@ -13,7 +13,7 @@ from support.kernel_variants import needs_kernels
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
-from lineclear.worker.cpu.fused_decoder import FAMILIES
+from lineclear.worker.decoder_layers import FAMILIES
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import to_int8, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions

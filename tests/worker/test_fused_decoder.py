@@ -17,7 +17,7 @@ from worker.settings_runner import runner_with
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
-from lineclear.worker.cpu.fused_decoder import FAMILIES
+from lineclear.worker.decoder_layers import FAMILIES
 from lineclear.worker.kernels.native_library import NONE
 from lineclear.worker.model import loader
 from lineclear.worker.model.loaded_model import LoadedModel

@@ -1,4 +1,4 @@
-"""A fused forward pass on the CPU for models built like Llama, made from a loaded transformers model.
+"""A fused forward pass on the CPU for models built like Llama (decoder_layers.py).
 
 A layer is four matrix products, attention and four row operations, where transformers' modules take about fifty
 operations. The calls are captured once, on buffers that stay, and replayed at every step (kernels/call_graph.py).
@@ -9,53 +9,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lineclear.worker.attention.base import AttentionBackend, IntArray
+from lineclear.worker.decoder_layers import DecoderLayer, DecoderModel, Norm, Part
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, CallGraph, DynamicInt, DynamicPointer, address, pointer
 from lineclear.worker.kernels.native_library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
 from lineclear.worker.logits import Logits
 from lineclear.worker.lora.adapter_set import AdapterSet
-from lineclear.worker.lora.fused_lora import AdapterCalls, Part
+from lineclear.worker.lora.fused_lora import AdapterCalls
 
 from .linear import Linear, Packer
 from .rotary_cache import RotaryCache
-from .row_kernels import ACTIVATIONS, Heads, Norm, RowKernels
-
-FAMILIES = frozenset({"granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
-"""Model types whose decoder layer is `_Layer`: attention, a gated MLP, RMS norms, rotary positions."""
+from .row_kernels import Heads, RowKernels
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Layer:
-    """Weights of a decoder layer. OLMo 2 norms the outputs of attention and MLP, other families the inputs."""
+class _Packed(NamedTuple):
+    """The matrix products of a layer."""
 
-    norm_before_attention: Norm | None
-    norm_after_attention: Norm | None
-    norm_before_mlp: Norm | None
-    norm_after_mlp: Norm | None
     qkv: Linear
-    q_norm: Norm | None
-    k_norm: Norm | None
     attention_output: Linear
     gate_up: Linear
     down: Linear
-    rotates: bool
-
-
-class _Parts(NamedTuple):
-    """The modules of a layer in each of its matrix products, for adapters."""
-
-    qkv: list[Part]
-    attention_output: list[Part]
-    gate_up: list[Part]
-    down: list[Part]
 
 
 class _Activations(NamedTuple):
@@ -92,25 +72,13 @@ class _HeadActivations(NamedTuple):
 class FusedDecoder:
     """Computes logits of packed tokens over a paged attention backend. Holds its own packed weights."""
 
-    def __init__(
-        self, model: Any, num_heads: int, num_kv_heads: int, head_dim: int, max_positions: int, packer: Packer
-    ) -> None:
-        config = model.config
-        self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
-        self._hidden, self._intermediate = int(config.hidden_size), int(config.intermediate_size)
-        self._vocab_size = int(model.lm_head.out_features)
-        self._dtype = model.dtype
-        self._embedding: Tensor = model.model.embed_tokens.weight
-        self._rotary = RotaryCache(model.model.rotary_emb, model.dtype, max_positions)
+    def __init__(self, model: DecoderModel, max_positions: int, packer: Packer) -> None:
+        self._model, self._layers = model, model.layers
+        self._rotary = RotaryCache(model.rotary, model.dtype, max_positions)
         arena = HugePageArena()
-        self._layers = [_fused_layer(module, packer, arena) for module in model.model.layers]
-        self._parts = [_parts(f"model.layers.{i}", module) for i, module in enumerate(model.model.layers)]
-        self._final = _norm(model.model.norm)
-        self._lm_head = packer([model.lm_head], arena)
-        self._activation = ACTIVATIONS[config.hidden_act]
-        self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
-        self._logits_scale = 1.0 / float(getattr(config, "logits_scaling", 1.0))
-        self._kernels = RowKernels(model.dtype, float(getattr(config, "residual_multiplier", 1.0)))
+        self._packed = [_packed_layer(layer, packer, arena) for layer in model.layers]
+        self._lm_head = packer([model.output_layer], arena)
+        self._kernels = RowKernels(model.dtype, model.residual_scale)
         self._backend: AttentionBackend | None = None
         self._tokens, self._samples = DynamicInt(0), DynamicInt(0)
         self._table, self._read_indices = DynamicPointer(), DynamicPointer()
@@ -190,12 +158,13 @@ class FusedDecoder:
     def _grow_tokens(self, tokens: int) -> _Activations:
         if self._activations is None or tokens > self._capacity:
             capacity = self._capacity = max(tokens, 0 if self._activations is None else 2 * self._capacity)
-            query, key = (self._heads, self._head_dim), (self._kv_heads, self._head_dim)
-            shapes: list[tuple[int, ...]] = [(self._hidden,)] * 4
-            shapes += [((self._heads + 2 * self._kv_heads) * self._head_dim,), *[(self._rotary.width,)] * 2]
-            shapes += [query, key, key, query, (2 * self._intermediate,), (self._intermediate,), ()]
+            model = self._model
+            query, key = (model.num_heads, model.head_dim), (model.num_kv_heads, model.head_dim)
+            shapes: list[tuple[int, ...]] = [(model.hidden_size,)] * 4
+            shapes += [((query[0] + 2 * key[0]) * model.head_dim,), *[(self._rotary.width,)] * 2]
+            shapes += [query, key, key, query, (2 * model.intermediate_size,), (model.intermediate_size,), ()]
             others = {"cosine": torch.float32, "sine": torch.float32, "input_ids": torch.int64}
-            dtypes = dict.fromkeys(_Activations._fields, self._dtype) | others
+            dtypes = dict.fromkeys(_Activations._fields, model.dtype) | others
             tensors = (torch.empty(capacity, *x, dtype=t) for x, t in zip(shapes, dtypes.values(), strict=True))
             self._activations = _Activations(*tensors)
             self._layers_graph, self._adapted_graph = CallGraph(self._capture(self._activations)), None
@@ -205,8 +174,9 @@ class FusedDecoder:
     def _grow_samples(self, samples: int, act: _Activations) -> _HeadActivations:
         if self._head_activations is None or samples > self._head_capacity:
             self._head_capacity = samples
-            shapes = [(self._hidden,)] * 3 + [(self._vocab_size,), (), ()]
-            dtypes = [self._dtype] * 4 + [torch.float32, torch.int64]
+            model = self._model
+            shapes = [(model.hidden_size,)] * 3 + [(model.output_layer.out_features,), (), ()]
+            dtypes = [model.dtype] * 4 + [torch.float32, torch.int64]
             tensors = (torch.empty(samples, *x, dtype=t) for x, t in zip(shapes, dtypes, strict=True))
             head = self._head_activations = _HeadActivations(*tensors)
             self._set_num_samples(head, samples)
@@ -215,12 +185,12 @@ class FusedDecoder:
             calls = [
                 self._kernels.gather(self._samples, pointer(act.residual), self._sample_rows, head.residual),
                 self._kernels.gather(self._samples, pointer(output), self._sample_rows, head.output),
-                self._kernels.add_norm(self._samples, head.residual, head.output, self._final, head.normed),
+                self._kernels.add_norm(self._samples, head.residual, head.output, model.norm, head.normed),
             ]
             self._norm_graph = CallGraph(list(calls))
             calls.append(self._lm_head.bind(self._samples, head.normed, head.logits))
-            if self._logits_scale != 1.0:
-                calls.append((lambda: head.logits[: self._samples.value].mul_(self._logits_scale), ()))
+            if model.logits_scale != 1.0:
+                calls.append((lambda: head.logits[: self._samples.value].mul_(model.logits_scale), ()))
             self._head_graph = CallGraph(
                 [*calls, self._kernels.argmax(self._samples, head.logits, head.max_values, head.ids)]
             )
@@ -243,17 +213,17 @@ class FusedDecoder:
 
     def _capture(self, act: _Activations, adapters: AdapterCalls | None = None) -> list[Call]:
         """Return the calls from token ids through all layers, on the first `_tokens` rows of `act`."""
-        count, kernels, width = self._tokens, self._kernels, self._rotary.width
+        count, kernels, width, scale = self._tokens, self._kernels, self._rotary.width, self._model.embedding_scale
         identity_rotary = (torch.ones(len(act.cosine), width), torch.zeros(len(act.sine), width))
         self._identity_rotary = identity_rotary  # kept alive: the calls hold its addresses
         calls = [
             kernels.gather(count, self._table, self._read_indices, act.input_ids),
-            kernels.gather(count, pointer(self._embedding), pointer(act.input_ids), act.residual),
+            kernels.gather(count, pointer(self._model.embedding), pointer(act.input_ids), act.residual),
             kernels.gather(count, pointer(self._rotary.cosine), self._positions, act.cosine),
             kernels.gather(count, pointer(self._rotary.sine), self._positions, act.sine),
         ]
-        if self._embedding_scale != 1.0:
-            calls.append((lambda: act.residual[: count.value].mul_(self._embedding_scale), ()))
+        if scale != 1.0:
+            calls.append((lambda: act.residual[: count.value].mul_(scale), ()))
         pending: Tensor | None = None  # output of attention or MLP, not yet added to the residual
         for index, layer in enumerate(self._layers):
             x = act.residual
@@ -273,29 +243,29 @@ class FusedDecoder:
         self, index: int, x: Tensor, rotary: tuple[Tensor, Tensor], act: _Activations, adapters: AdapterCalls | None
     ) -> list[Call]:
         """Return the calls from the input `x` of a layer to its attention's `act.output`."""
-        backend, count, layer, parts = self._backend, self._tokens, self._layers[index], self._parts[index]
+        backend, count, layer, packed = self._backend, self._tokens, self._layers[index], self._packed[index]
         assert backend is not None
         attended = act.attended.view(len(act.attended), -1)
         heads = Heads(act.qkv, *rotary, act.query, act.key, act.value)
         return [
-            layer.qkv.bind(count, x, act.qkv),
-            *_products(adapters, parts.qkv, x, act.qkv),
+            packed.qkv.bind(count, x, act.qkv),
+            *_products(adapters, layer.qkv, x, act.qkv),
             self._kernels.split_heads(count, layer.q_norm, layer.k_norm, heads),
             backend.bind(index, count, act.query, act.key, act.value, act.attended),
-            layer.attention_output.bind(count, attended, act.output),
-            *_products(adapters, parts.attention_output, attended, act.output),
+            packed.attention_output.bind(count, attended, act.output),
+            *_products(adapters, layer.attention_output, attended, act.output),
             *_norms_of_output(self._kernels, count, layer.norm_after_attention, act),
         ]
 
     def _mlp_calls(self, index: int, x: Tensor, act: _Activations, adapters: AdapterCalls | None) -> list[Call]:
         """Return the calls from the input `x` of a layer's MLP to its `act.output`."""
-        count, layer, parts = self._tokens, self._layers[index], self._parts[index]
+        count, layer, packed = self._tokens, self._layers[index], self._packed[index]
         return [
-            layer.gate_up.bind(count, x, act.gate_up),
-            *_products(adapters, parts.gate_up, x, act.gate_up),
-            self._kernels.gate(count, self._activation, act.gate_up, act.gated),
-            layer.down.bind(count, act.gated, act.output),
-            *_products(adapters, parts.down, act.gated, act.output),
+            packed.gate_up.bind(count, x, act.gate_up),
+            *_products(adapters, layer.gate_up, x, act.gate_up),
+            self._kernels.gate(count, self._model.activation, act.gate_up, act.gated),
+            packed.down.bind(count, act.gated, act.output),
+            *_products(adapters, layer.down, act.gated, act.output),
             *_norms_of_output(self._kernels, count, layer.norm_after_mlp, act),
         ]
 
@@ -308,64 +278,16 @@ def _products(adapters: AdapterCalls | None, parts: Sequence[Part], x: Tensor, o
     return [] if adapters is None else adapters.calls(parts, x, out)
 
 
-def can_build(model: Any, family: str, shape: tuple[int, int, int]) -> bool:
-    """Return whether FusedDecoder can compute this model here. `shape`: num_heads, num_kv_heads, head_dim."""
-    config, head_dim = model.config, shape[2]
+def can_build(model: DecoderModel) -> bool:
+    """Return whether FusedDecoder can compute this model here."""
     return (
-        family in FAMILIES
-        and next(model.parameters()).device.type == "cpu"
+        model.embedding.device.type == "cpu"
         and model.dtype in ELEMENTS
         and selected_library() is not None
-        and config.hidden_act in ACTIVATIONS
-        and math.gcd(head_dim, config.hidden_size, config.intermediate_size) % LANES == 0
-        and head_dim <= MAX_HEAD_DIM
+        and math.gcd(model.head_dim, model.hidden_size, model.intermediate_size) % LANES == 0
+        and model.head_dim <= MAX_HEAD_DIM
     )
 
 
-def _fused_layer(module: Any, packer: Packer, arena: HugePageArena) -> _Layer:
-    attention, mlp = module.self_attn, module.mlp
-    fused = hasattr(attention, "qkv_proj")
-    after = getattr(module, "post_feedforward_layernorm", None)
-    # In OLMo 2 this norms the attention's output, in other families the MLP's input.
-    between = module.post_attention_layernorm
-    use_rope = bool(getattr(attention, "use_rope", True))
-    return _Layer(
-        norm_before_attention=_optional_norm(getattr(module, "input_layernorm", None)),
-        norm_after_attention=None if after is None else _norm(between),
-        norm_before_mlp=_norm(between) if after is None else None,
-        norm_after_mlp=_optional_norm(after),
-        qkv=packer([attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj], arena),
-        q_norm=_optional_norm(getattr(attention, "q_norm", None)),
-        k_norm=_optional_norm(getattr(attention, "k_norm", None)),
-        attention_output=packer([attention.o_proj], arena),
-        gate_up=packer([mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj], arena),
-        down=packer([mlp.down_proj], arena),
-        rotates=use_rope,
-    )
-
-
-def _parts(path: str, module: Any) -> _Parts:
-    """Return the modules in the order in which `_fused_layer` packs them."""
-    fused_qkv, fused_gate = hasattr(module.self_attn, "qkv_proj"), hasattr(module.mlp, "gate_up_proj")
-
-    def named(owner: str, *names: str) -> list[Part]:
-        owned = getattr(module, owner)
-        return [Part(f"{path}.{owner}.{name}", getattr(owned, name).out_features) for name in names]
-
-    return _Parts(
-        named("self_attn", *(["qkv_proj"] if fused_qkv else ["q_proj", "k_proj", "v_proj"])),
-        named("self_attn", "o_proj"),
-        named("mlp", *(["gate_up_proj"] if fused_gate else ["gate_proj", "up_proj"])),
-        named("mlp", "down_proj"),
-    )
-
-
-def _norm(module: nn.Module) -> Norm:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    eps: Any = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-    return Norm(weight.detach().contiguous(), float(eps))
-
-
-def _optional_norm(module: nn.Module | None) -> Norm | None:
-    return None if module is None else _norm(module)
+def _packed_layer(layer: DecoderLayer, packer: Packer, arena: HugePageArena) -> _Packed:
+    return _Packed(*(packer([part.linear for part in parts], arena) for parts in layer.products))

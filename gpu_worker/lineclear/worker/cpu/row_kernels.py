@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lineclear.worker.decoder_layers import Norm
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, DynamicPointer, Kernel, pointer
 from lineclear.worker.kernels.native_library import ELEMENTS, selected_library
-
-ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
-"""Of gated MLPs, by their name in a model's configuration."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Norm:
-    """RMS norm: x / rms(x) * weight."""
-
-    weight: Tensor
-    eps: float
 
 
 class Heads(NamedTuple):

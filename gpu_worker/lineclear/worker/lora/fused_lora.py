@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lineclear.worker.decoder_layers import Part
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, DynamicPointer, Kernel, pointer
 from lineclear.worker.kernels.native_library import ELEMENTS
 
 from .adapter_set import AdapterSet
-
-
-class Part(NamedTuple):
-    """A module of the model in a fused layer: its path, and the width of its part of the output."""
-
-    module: str
-    outputs: int
 
 
 class _Part(ctypes.Structure):

@@ -20,11 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.import_utils import is_accelerate_available
 
 from lineclear.model_files import fingerprint, model_directory
-from lineclear.worker.attention.base import LayerSpec
 from lineclear.worker.cpu.fused_decoder import FusedDecoder, can_build
 from lineclear.worker.cpu.int8_linear import pack_int8
 from lineclear.worker.cpu.linear import Packer, free_after_packing, leave_unpacked, pack, pack_twice
 from lineclear.worker.cpu.thread_tuner import probe_threads
+from lineclear.worker.decoder_layers import DecoderModel, describe, is_described
 from lineclear.worker.kernels.native_library import prefers_bf16_gemm_for_few_rows
 from lineclear.worker.memory_budget import free_bytes
 
@@ -107,12 +107,13 @@ def build_fused(loaded: LoadedModel, packer: Packer | None = None, *, keep_weigh
     `packer` None: the fastest one whose weights fit into memory. Unless `keep_weights`, each matrix of the transformers
     model is freed as soon as it is packed, and that model cannot be used afterwards.
     """
-    shapes = {_shape(spec) for spec in loaded.layers}
-    if len(shapes) != 1 or not can_build(loaded.model, loaded.family, shapes.pop()):
+    described = _described(loaded)
+    if described is None or not can_build(described):
         return loaded
     assert loaded.probe_logits is not None
     packer = packer or _fastest(loaded)
-    fused, error = _with_decoder(loaded, packer if keep_weights else free_after_packing(packer), loaded.probe_logits)
+    packer = packer if keep_weights else free_after_packing(packer)
+    fused, error = _with_decoder(loaded, described, packer, loaded.probe_logits)
     if not error <= TOLERANCE[loaded.dtype]:
         log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
         return None
@@ -139,7 +140,10 @@ def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
         )
     with torch.inference_mode(), probe_threads(loaded.weight_bytes):
         expected = paged_logits(exact)
-    quantised, error = _with_decoder(loaded, pack_int8 if keep_weights else free_after_packing(pack_int8), expected)
+    described = _described(loaded)
+    assert described is not None
+    packer = pack_int8 if keep_weights else free_after_packing(pack_int8)
+    quantised, error = _with_decoder(loaded, described, packer, expected)
     if not error <= _INT8_TOLERANCE:
         raise ModelRefused(
             f"int8 weights change its logits too much (relative error {error:.2g}): leave --quantization at none"
@@ -148,18 +152,23 @@ def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
     return replace(quantised, weights="int8")
 
 
-def _with_decoder(loaded: LoadedModel, packer: Packer, expected: Tensor) -> tuple[LoadedModel, float]:
+def _described(loaded: LoadedModel) -> DecoderModel | None:
+    """Return what the fused forward passes need; None for a model unlike Llama."""
+    shapes = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in loaded.layers}
+    if len(shapes) != 1 or not is_described(loaded.model, loaded.family):
+        return None
+    return describe(loaded.model, *shapes.pop())
+
+
+def _with_decoder(
+    loaded: LoadedModel, described: DecoderModel, packer: Packer, expected: Tensor
+) -> tuple[LoadedModel, float]:
     """Return the model with packed matrices, and the relative error of its probe logits to `expected`."""
     num_positions = max(loaded.max_model_len, NUM_TOKENS)  # the largest position ever computed
     with torch.inference_mode():
-        decoder = FusedDecoder(loaded.model, *_shape(loaded.layers[0]), num_positions, packer)
-        fused = replace(loaded, decoder=decoder)
+        fused = replace(loaded, decoder=FusedDecoder(described, num_positions, packer))
         with probe_threads(loaded.weight_bytes):
             return fused, relative_error(paged_logits(fused), expected)
-
-
-def _shape(spec: LayerSpec) -> tuple[int, int, int]:
-    return spec.num_heads, spec.num_kv_heads, spec.head_dim
 
 
 def import_model_class(source: str) -> None:
