@@ -21,7 +21,7 @@ from bench.slots import Slots
 from lineclear.process.logging_setup import configure
 from lineclear.worker.attention.base import block_bytes
 from lineclear.worker.model.decode_graphs import DecodeGraphs, cuda_capture
-from lineclear.worker.model.loader import wrap_model
+from lineclear.worker.model.loader import build_cuda, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
 BLOCK_SIZE = 16
@@ -39,7 +39,8 @@ class StepBench:
 
     def __init__(self, device: Device) -> None:
         self.device, self.sizes = device, device.sizes
-        self.loaded = wrap_model(random_model(SHAPES[self.sizes.step_shape], str(device.torch_device)))
+        loaded = wrap_model(random_model(SHAPES[self.sizes.step_shape], str(device.torch_device)))
+        self.loaded = build_cuda(loaded) if device.is_cuda else loaded
         self.copy_rate = device.copy_rate(self.sizes.copy_bytes)
         self.matmul_rate = device.matmul_rate(self.sizes.matmul_size)
         self.position_bytes = block_bytes(self.loaded.layers, BLOCK_SIZE, self.loaded.dtype) / BLOCK_SIZE

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit, StepPlan
 from lineclear.worker import launched_step, logits, truncation
+from lineclear.worker.decoder_layers import describe
 from lineclear.worker.launched_step import StepTimer
 from lineclear.worker.logits import Logits
 from lineclear.worker.model.decode_graphs import DecodeGraphs
@@ -64,6 +66,7 @@ class Launches(TorchDispatchMode):
 
 _KERNELS = {
     "lineclear.worker.attention.triton_paged": ("attend_kernel", "combine_kernel", "write_kernel"),
+    "lineclear.worker.cuda.layer_kernels": ("add_norm_kernel", "rotate_kernel", "gate_kernel"),
     "lineclear.worker.triton_threshold": ("largest_reaching_kernel",),
 }
 
@@ -105,6 +108,15 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(launched_step, "to_host", _copied)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # or the backend refuses a CPU
     return launches
+
+
+def fused_on_cuda(loaded: LoadedModel) -> LoadedModel:
+    """Return the model with the fused forward pass of a GPU. Its logits are not compared: kernels compute nothing."""
+    fused_decoder = importlib.import_module("lineclear.worker.cuda.fused_decoder")
+    spec = loaded.layers[0]
+    described = describe(loaded.model, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    with torch.inference_mode():
+        return replace(loaded, decoder=fused_decoder.CudaFusedDecoder(described, loaded.max_model_len))
 
 
 def steps(

@@ -7,6 +7,7 @@ needed. With a PyTorch for CPUs they are tensors on `meta`, which takes every pa
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import torch
 from support.card import Event
 from support.families import tiny_model
 from support.graphs import recorded
-from support.launches import steps, without_kernels
+from support.launches import fused_on_cuda, steps, without_kernels
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
@@ -41,6 +42,7 @@ from lineclear.worker.runner_interface import StepFailed
 from lineclear.worker.staging import Staging
 
 FAMILIES = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss")
+FUSED = "fused "
 IS_CUDA = torch.backends.cuda.is_built()
 DEVICE = torch.device("cuda" if IS_CUDA else "meta")
 GREEDY = Sampling()
@@ -77,8 +79,10 @@ class DryMachine:
         options = RunnerOptions(
             num_blocks=64, block_size=16, num_slots=num_slots, max_step_tokens=128, attention_backend="triton_paged"
         )
-        loaded = self.without_values(wrap_model(tiny_model(family, dtype=torch.bfloat16)))
+        name = family.removeprefix(FUSED)
+        loaded = self.without_values(wrap_model(tiny_model(name, dtype=torch.bfloat16)))
         with self.active():
+            loaded = fused_on_cuda(loaded) if name != family else loaded
             return ModelRunner(loaded, options, graphs=DecodeGraphs([1, 4], recorded) if graphs else None)
 
 
@@ -104,8 +108,7 @@ def make_machine(monkeypatch: pytest.MonkeyPatch) -> DryMachine:
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), [*itertools.product(FAMILIES, sorted(KINDS)), (f"{FUSED}llama", "greedy")])
 def test_steps_read_no_value(family: str, kind: str, graphs: bool, machine: DryMachine) -> None:
     runner = machine.runner(family, graphs=graphs)
     runner.reset()
@@ -131,7 +134,7 @@ def mixed_plans() -> Iterator[StepPlan]:
     yield StepPlan(1, 3, (rest, score, pool), (init[2], init[3]), decodes=Decodes((0,), (41,)), copy_blocks=copy)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, f"{FUSED}llama"])
 def test_mixed_steps_read_no_value(family: str, machine: DryMachine) -> None:
     runner = machine.runner(family, graphs=True)
     runner.reset()

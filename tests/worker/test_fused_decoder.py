@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,14 +15,17 @@ from e2e.transformers_answers import generated
 from support.families import WIDE, tiny_model
 from support.inprocess import InProcess
 from support.kernel_variants import needs_kernels
+from support.launches import without_kernels
 from worker.settings_runner import runner_with
 
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
+from lineclear.worker import triton_support
 from lineclear.worker.decoder_layers import FAMILIES
 from lineclear.worker.kernels.native_library import NONE
 from lineclear.worker.model import loader
+from lineclear.worker.model.compatibility_probe import paged_logits
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
@@ -56,6 +62,36 @@ def test_wrong_fused_logits_are_not_used() -> None:
     model = tiny_model("llama", **WIDE)
     model.model.layers[0].mlp.act_fn = torch.nn.ReLU()  # the configuration still says silu
     assert build_fused(wrap_model(model)) is None
+
+
+@pytest.mark.parametrize("problem", ["computes nothing", "cannot be compiled"])
+def test_wrong_kernels_of_a_gpu_leave_the_modules(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernels(monkeypatch)
+    if problem == "cannot be compiled":
+        kernels = importlib.import_module("lineclear.worker.cuda.layer_kernels")
+        monkeypatch.setattr(kernels, "gate_kernel", {})
+    loaded = wrap_model(tiny_model("qwen2"))
+    assert loader.build_cuda(loaded) is loaded
+    assert loaded.probe_logits is not None
+    assert torch.equal(paged_logits(loaded), loaded.probe_logits)
+
+
+def test_gpu_without_room_for_a_copy_runs_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernels(monkeypatch)
+    monkeypatch.setattr(loader, "free_bytes", lambda device: 100)
+    monkeypatch.setattr(loader, "log", log := Mock())
+    on_gpu = replace(wrap_model(tiny_model("llama")), device=torch.device("cuda"))
+    assert loader.build_cuda(on_gpu) is on_gpu
+    assert "MemoryError: 100 bytes are free" in log.warning.call_args.kwargs["problem"]
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_model_on_a_gpu_is_fused_with_triton(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = replace(wrap_model(tiny_model("llama")), device=torch.device("cuda"))
+    fused = replace(on_gpu)
+    monkeypatch.setattr(loader, "build_cuda", lambda loaded: fused)
+    monkeypatch.setattr(triton_support, "is_usable", lambda: has_triton)
+    assert build_fused(on_gpu) is (fused if has_triton else on_gpu)
 
 
 @needs_kernels

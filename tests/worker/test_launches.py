@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.adapters import save_adapter
 from support.families import tiny_model
-from support.launches import WAITS, Launches, counted, last_step, runner_of, steps, without_kernels
+from support.launches import WAITS, Launches, counted, fused_on_cuda, last_step, runner_of, steps, without_kernels
 
 from lineclear.model_files.adapter_files import read as read_adapter
 from lineclear.wire.messages import Row, RowOutput, Sampling, StepPlan
 from lineclear.worker import draft_model
 from lineclear.worker.drafts.verification import Drafts, ReadTokens
+from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import wrap_model
 from lineclear.worker.model_runner import ModelRunner
 
@@ -44,6 +45,28 @@ def test_attention_of_an_eager_layer_is_two_kernels(family: str, launches: Launc
     assert counts["combine_kernel"] == 0, "a context of one split"
     assert num_copies == 1
     assert not WAITS.intersection(counts), counts
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "olmo2", "phi3", "qwen3"])
+def test_fused_layer_is_ten_launches(family: str, launches: Launches) -> None:
+    """Four products, two norms with the sum before them, heads, write of keys and values, attention, gate."""
+
+    def launched(num_layers: int, make: Callable[[LoadedModel], LoadedModel]) -> int:
+        changes = {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
+        loaded = make(wrap_model(tiny_model(family, **changes)))
+        return counted(loaded, 32, launches, Sampling(), graphs=False)[0].total()
+
+    assert launched(3, lambda loaded: loaded) - launched(2, lambda loaded: loaded) >= 39, "of transformers' modules"
+    assert launched(3, fused_on_cuda) - launched(2, fused_on_cuda) == 10
+
+
+@pytest.mark.parametrize("batch_size", [1, 256])
+def test_fused_step_is_one_replay_and_few_operations(batch_size: int, launches: Launches) -> None:
+    loaded = fused_on_cuda(wrap_model(tiny_model("llama")))
+    counts, num_copies = counted(loaded, batch_size, launches, Sampling(), graphs=True)
+    assert counts.pop("replay") == num_copies == 1
+    assert counts.total() <= 6, counts
+    assert not WAITS.intersection(counts)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +118,12 @@ def test_draft_model_copies_once_a_pass_and_waits_for_nothing(
     assert not WAITS.intersection(counts), counts
 
 
-def test_step_with_adapters_copies_once_and_waits_for_nothing(launches: Launches, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [lambda loaded: loaded, fused_on_cuda], ids=["modules", "fused"])
+def test_step_with_adapters_copies_once_and_waits_for_nothing(
+    make: Callable[[LoadedModel], LoadedModel], launches: Launches, tmp_path: Path
+) -> None:
     """Each adapter adds five operations to a layer that it adapts."""
-    runner = runner_of(wrap_model(tiny_model("llama")), 32, launches, graphs=False)
+    runner = runner_of(make(wrap_model(tiny_model("llama"))), 32, launches, graphs=False)
     for index in (1, 2):
         directory = save_adapter(tiny_model("llama"), tmp_path / str(index), seed=index)
         runner.load_adapter(index, read_adapter(directory, 8).key, str(directory))

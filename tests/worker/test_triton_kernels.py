@@ -21,6 +21,11 @@ from lineclear.worker.attention.registry import choose
 
 TESTS = Path(__file__).parents[1]
 TOLERANCE = {"torch.float32": 2e-5, "torch.float16": 8e-3}
+OF_VALUE = {"torch.float32": 1e-6, "torch.float16": 6e-4}
+"""Half a unit in the last place, and the difference of sums in another order."""
+OF_LOGITS = {"torch.float32": 2e-6, "torch.float16": 5e-3}
+FUSED = ("phi3", "llama", "qwen3", "olmo2", "granite", "smollm3")
+"""The first one in float16."""
 LEAST_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that a program can have: A100, H100, B200."""
 
@@ -55,11 +60,32 @@ def test_interpreted_bisection_equals_torch() -> None:
     assert any(row[0] for x in cases for row in x["ours"])
 
 
+@pytest.fixture(scope="module", name="layers")
+def interpret_layers() -> list[dict[str, Any]]:
+    return run("interpret_layers", "0", "6", *FUSED, TRITON_INTERPRET="1")
+
+
+def test_interpreted_kernels_of_a_layer_equal_torch(layers: list[dict[str, Any]]) -> None:
+    cases = [x for x in layers if "kernel" in x]
+    assert len(cases) == 3 * 6
+    assert [x for x in cases if not x["error"] <= OF_VALUE[x["dtype"]]] == []
+
+
+def test_interpreted_fused_models_equal_transformers(layers: list[dict[str, Any]]) -> None:
+    found = {x["family"]: x for x in layers if "family" in x}
+    assert tuple(found) == FUSED
+    assert [x for x in found.values() if not x["is_used"] or not x["error"] <= OF_LOGITS[x["dtype"]]] == []
+    assert {(x["error_of_modules"], x["extra_bytes"]) for x in found.values()} == {(0.0, 0)}, "they share the weights"
+    adapted = [x for x in found.values() if x["error_of_adapter"] is not None]
+    assert [x["error_of_adapter"] <= OF_LOGITS[x["dtype"]] < x["change_by_adapter"] for x in adapted] == [True]
+
+
 @pytest.mark.parametrize("architecture", sorted(LEAST_SHARED))
 def test_kernels_compile_without_spills(architecture: int, tmp_path: Path) -> None:
     kernels = run("compile_kernels", str(architecture), TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION="1")
     assert {x["kernel"] for x in kernels} == {
-        *("attend_kernel", "combine_kernel", "write_kernel", "largest_reaching_kernel")
+        *("attend_kernel", "combine_kernel", "write_kernel", "largest_reaching_kernel"),
+        *("add_norm_kernel", "rotate_kernel", "gate_kernel"),
     }
     assert [x for x in kernels if x["stack"] or x["shared"] > LEAST_SHARED[architecture]] == []
 

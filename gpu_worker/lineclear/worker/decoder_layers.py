@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,13 +89,8 @@ class DecoderModel:
     logits_scale: float
 
 
-def is_described(model: Any, family: str) -> bool:
-    """Return whether `describe` knows models of this family and activation."""
-    return family in FAMILIES and model.config.hidden_act in ACTIVATIONS
-
-
 def describe(model: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> DecoderModel:
-    """Return the decoder of a transformers model. Holds its modules; the weights of linear layers are read later."""
+    """Return the decoder of a transformers model of `FAMILIES` with one of `ACTIVATIONS`. Holds its modules."""
     config = model.config
     return DecoderModel(
         num_heads=num_heads,
@@ -113,6 +109,13 @@ def describe(model: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> De
         output_layer=model.lm_head,
         logits_scale=1.0 / float(getattr(config, "logits_scaling", 1.0)),
     )
+
+
+def fused_weights(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Concatenate the layers: weight [sum of out_features, in_features], and bias or None."""
+    weight = torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
+    biased = any(layer.bias is not None for layer in layers)
+    return weight, torch.cat([_bias(layer) for layer in layers]) if biased else None
 
 
 def _layer(path: str, module: Any) -> DecoderLayer:
@@ -150,3 +153,7 @@ def _norm(module: nn.Module) -> Norm:
 
 def _optional_norm(module: nn.Module | None) -> Norm | None:
     return None if module is None else _norm(module)
+
+
+def _bias(layer: nn.Linear) -> Tensor:
+    return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()

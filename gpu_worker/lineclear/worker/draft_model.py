@@ -20,11 +20,11 @@ from torch import Tensor
 
 from lineclear.wire.messages import Row
 
-from .attention.base import Chunk, IntArray, pack_chunks
+from .attention.base import Chunk, Indices, IntArray, pack_chunks
 from .attention.registry import BACKENDS, choose
 from .drafts.verification import Drafts, PendingDrafts, ReadTokens
 from .input_batch import InputBatch
-from .model.loaded_model import Indices, LoadedModel, ModelRefused
+from .model.loaded_model import LoadedModel, ModelRefused
 from .staging import Staging, fetch
 
 _MAX_BEHIND = 16

@@ -198,9 +198,9 @@ def _runner_type(settings: WorkerSettings, loaded: LoadedModel) -> type[ModelRun
 def _may_tune_threads(settings: WorkerSettings, loaded: LoadedModel) -> bool:
     """Return whether results do not depend on the number of threads, and no setting fixes it.
 
-    True for the kernels of the fused forward pass.
+    True for the kernels of the fused forward pass on CPUs.
     """
-    if settings.threads or loaded.decoder is None:
+    if settings.threads or loaded.decoder is None or loaded.device.type != "cpu":
         return False
     has_kernels = settings.deterministic or loaded.dtype is not torch.float32 or loaded.weights == "int8"
     return has_kernels or usable_cores() <= _MAX_TUNED_FLOAT32_CORES

@@ -26,6 +26,8 @@ from lineclear.worker.kernels.call_graph import Call, DynamicInt
 from lineclear.worker.staging import Put, to_device
 
 IntArray = npt.NDArray[np.int64]
+Indices = IntArray | Tensor
+"""int64, on the host or on the model's device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

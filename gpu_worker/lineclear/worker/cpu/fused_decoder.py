@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lineclear.worker.attention.base import AttentionBackend, IntArray
+from lineclear.worker.attention.base import AttentionBackend, Indices, IntArray
 from lineclear.worker.decoder_layers import DecoderLayer, DecoderModel, Norm, Part
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, CallGraph, DynamicInt, DynamicPointer, address, pointer
@@ -107,18 +107,21 @@ class FusedDecoder:
         """Add the products of `adapters` in steps in which a row has one."""
         self._adapters, self._adapted_graph = adapters, None
 
-    def logits(self, tokens: Tensor, read_indices: IntArray, positions: IntArray, sample_rows: IntArray) -> Logits:
+    def logits(self, tokens: Tensor, read_indices: Indices, positions: Indices, sample_rows: Indices) -> Logits:
         """Return the logits of the packed tokens `sample_rows`; the packed tokens are `tokens[read_indices]`.
 
-        All arguments are int64. Call `start_step` of the backend first. Token ids and positions are not checked again.
-        The logits are valid until the next call.
+        All arguments are int64, indices are arrays. Call `start_step` of the backend first. Token ids and positions are
+        not checked again. The logits are valid until the next call.
         """
+        assert isinstance(sample_rows, np.ndarray)
         assert sample_rows.dtype == np.int64
         self.forward(tokens, read_indices, positions)
         return self.head(sample_rows)
 
-    def forward(self, tokens: Tensor, read_indices: IntArray, positions: IntArray) -> None:
+    def forward(self, tokens: Tensor, read_indices: Indices, positions: Indices) -> None:
         """Run the layers over the packed tokens; `head` and `hidden` continue from there for any of them."""
+        assert isinstance(read_indices, np.ndarray)
+        assert isinstance(positions, np.ndarray)
         assert read_indices.dtype == positions.dtype == np.int64
         self._grow_tokens(len(read_indices))
         if (end := max(positions.tolist()) + 1) > self._rotary.num_filled:

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineclear.worker.decoder_layers import fused_weights
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer, pointer_to
 from lineclear.worker.kernels.native_library import ELEMENTS, selected_library
 
-from .linear import Linear, fused_weights
+from .linear import Linear
 
 _LARGEST = 127
 _CHANNELS = 64  # output channels of a block in the kernel's layout

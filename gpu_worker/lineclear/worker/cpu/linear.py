@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineclear.worker.decoder_layers import fused_weights
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer
 from lineclear.worker.kernels.native_library import ELEMENTS, LANES, onednn_packs, prefers_bf16_gemm, selected_library
@@ -87,13 +88,6 @@ def free_after_packing(packer: Packer) -> Packer:
     return pack_and_free
 
 
-def fused_weights(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Concatenate the layers: weight [sum of out_features, in_features], and bias or None."""
-    weight = torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
-    biased = any(layer.bias is not None for layer in layers)
-    return weight, torch.cat([_bias(layer) for layer in layers]) if biased else None
-
-
 class KernelLinear(Linear):
     """Multiplies float32 or bfloat16 with kernels/gemm.cpp, in fp32 products. Needs a selected library.
 
@@ -158,7 +152,3 @@ def onednn(weight: Tensor, bias: Tensor | None) -> Linear:
 
 def _fits_bf16_gemm(weight: Tensor) -> bool:
     return weight.dtype is torch.bfloat16 and weight.shape[1] % LANES == 0 and selected_library() is not None
-
-
-def _bias(layer: nn.Linear) -> Tensor:
-    return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()

@@ -1,8 +1,8 @@
 """The adapters (LoRA) that a worker holds, and the rows of a step that use them.
 
-A step names an adapter for each row. The fused forward pass reads the factors through `parts`; transformers' modules
-get a hook each, which adds the product to their output. Factors have the model's number format, sums are in fp32 in the
-fused pass and as in torch's products elsewhere.
+A step names an adapter for each row. The fused forward pass on CPUs reads the factors, the one on CUDA calls
+`add_product`; transformers' modules get a hook each, which does so for their output. Factors have the model's number
+format, sums are in fp32 in the fused pass on CPUs and as in torch's products elsewhere.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class AdapterSet:
         self._dtype, self._device = dtype, device
         self._modules = _adaptable(model)
         self._has_hooks = has_hooks
+        self.has_groups = has_hooks
+        """`start_step` brings the rows of each adapter to the device, for `add_product`."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._adapters: dict[int, _Adapter] = {}
         self._groups: list[tuple[int, Tensor]] = []
@@ -100,9 +102,16 @@ class AdapterSet:
     def start_step(self, rows: npt.NDArray[np.int32] | None) -> None:
         """Use these adapters until the next call; see `rows`."""
         self.rows = rows
-        if rows is not None and self._has_hooks:
+        if rows is not None and self.has_groups:
             indices = [int(index) for index in np.unique(rows) if index]
             self._groups = [(i, self.put(np.flatnonzero(rows == i))) for i in indices]
+
+    def add_product(self, module: str, x: Tensor, out: Tensor) -> None:
+        """Add the products of the step's adapters to the output of a module: x [num_tokens, inputs] to `out`."""
+        for index, rows in self._groups:
+            if (factors := self.factors(index, module)) is not None:
+                product = (x[rows] @ factors.a.t()) @ factors.b * factors.scale
+                out.index_add_(0, rows, product)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -141,13 +150,8 @@ class AdapterSet:
 
     def _hook(self, name: str) -> Any:
         def add_product(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if self.rows is None:
-                return
-            x, out = inputs[0][0], output[0]  # [1, tokens, features]
-            for index, rows in self._groups:
-                if (factors := self.factors(index, name)) is not None:
-                    product = (x[rows] @ factors.a.t()) @ factors.b * factors.scale
-                    out.index_add_(0, rows, product)
+            if self.rows is not None:
+                self.add_product(name, inputs[0][0], output[0])  # [1, tokens, features]
 
         return add_product
 

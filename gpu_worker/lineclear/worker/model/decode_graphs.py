@@ -3,8 +3,8 @@
 A graph replays the kernels of one step on the same addresses, so it holds for one number of rows: a batch size from a
 list, to which steps are padded with rows that write to a block of their own. It also holds for one number of splits of
 the longest context (see attention/triton_paged.py), rounded up to a power of two. Graphs are captured when a step needs
-them first. They wrap transformers' own modules; a model that waits for the device in its forward pass cannot be
-captured, and then all steps run eagerly.
+them first. They wrap any forward pass; one that waits for the device cannot be captured, and then all steps run
+eagerly.
 """
 
 from __future__ import annotations

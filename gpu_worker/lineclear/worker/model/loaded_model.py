@@ -9,20 +9,21 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lineclear.worker.attention.base import AttentionBackend, IntArray, LayerSpec
+from lineclear.worker.attention.base import AttentionBackend, Indices, IntArray, LayerSpec
 from lineclear.worker.cpu.fused_decoder import FusedDecoder
 from lineclear.worker.logits import Logits, with_argmax
 from lineclear.worker.staging import to_device
 
+if TYPE_CHECKING:
+    from lineclear.worker.cuda.fused_decoder import CudaFusedDecoder  # imports triton
+
 _PAGED = "lineclear"
-Indices = IntArray | Tensor
-"""int64, on the host or on the model's device."""
 
 
 class ModelRefused(Exception):
@@ -54,7 +55,7 @@ class LoadedModel:
     """Bytes of all weights as loaded."""
     weights: str = ""
     """Format of quantized matrices; empty: `dtype`."""
-    decoder: FusedDecoder | None = None
+    decoder: FusedDecoder | CudaFusedDecoder | None = None
     """Computes the logits instead of `model`, if set."""
     probe_logits: Tensor | None = None
     """Logits of the compatibility probe, computed by `model` with paged attention."""
@@ -74,11 +75,11 @@ class LoadedModel:
     def logits(self, tokens: Tensor, read_indices: Indices, positions: Indices, sample_rows: Indices) -> Logits:
         """Return the logits of the packed tokens `sample_rows`; the packed tokens are `tokens[read_indices]`.
 
-        A fused forward pass takes arrays only.
+        A fused forward pass on a CPU takes arrays only.
         Call `start_step` of the backend first.
         """
         if self.decoder is not None:
-            return self.decoder.logits(tokens, *map(_array, (read_indices, positions, sample_rows)))
+            return self.decoder.logits(tokens, read_indices, positions, sample_rows)
         return self._forward(tokens, *map(self._tensor, (read_indices, positions, sample_rows)))
 
     def forward(self, tokens: Tensor, read_indices: Indices, positions: Indices) -> ModelForward:
@@ -87,7 +88,7 @@ class LoadedModel:
         Call `start_step` of the backend first.
         """
         if self.decoder is not None:
-            self.decoder.forward(tokens, _array(read_indices), _array(positions))
+            self.decoder.forward(tokens, read_indices, positions)
             return ModelForward(self.decoder.head, self.decoder.hidden)
         output = self._layers(tokens, self._tensor(read_indices), self._tensor(positions))
 
@@ -156,11 +157,6 @@ def forward(model: Any, ids: Tensor, positions: Tensor, **arguments: Any) -> Ten
     logits = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **arguments).logits
     assert isinstance(logits, Tensor)
     return logits[0]
-
-
-def _array(indices: Indices) -> IntArray:
-    assert not isinstance(indices, Tensor)
-    return indices
 
 
 def use_paged_attention(model: Any) -> None:

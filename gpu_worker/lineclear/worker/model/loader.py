@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -20,11 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.import_utils import is_accelerate_available
 
 from lineclear.model_files import fingerprint, model_directory
+from lineclear.worker import triton_support
 from lineclear.worker.cpu.fused_decoder import FusedDecoder, can_build
 from lineclear.worker.cpu.int8_linear import pack_int8
 from lineclear.worker.cpu.linear import Packer, free_after_packing, leave_unpacked, pack, pack_twice
 from lineclear.worker.cpu.thread_tuner import probe_threads
-from lineclear.worker.decoder_layers import DecoderModel, describe, is_described
+from lineclear.worker.decoder_layers import ACTIVATIONS, FAMILIES, DecoderModel, describe
 from lineclear.worker.kernels.native_library import prefers_bf16_gemm_for_few_rows
 from lineclear.worker.memory_budget import free_bytes
 
@@ -39,6 +40,9 @@ from .compatibility_probe import (
 )
 from .loaded_model import LoadedModel, ModelFilesChanged, ModelRefused
 from .verified_families import VERIFIED
+
+if TYPE_CHECKING:
+    from lineclear.worker.cuda.fused_decoder import CudaFusedDecoder
 
 log = structlog.get_logger(__name__)
 
@@ -107,17 +111,53 @@ def build_fused(loaded: LoadedModel, packer: Packer | None = None, *, keep_weigh
     `packer` None: the fastest one whose weights fit into memory. Unless `keep_weights`, each matrix of the transformers
     model is freed as soon as it is packed, and that model cannot be used afterwards.
     """
+    if loaded.device.type == "cuda":
+        return build_cuda(loaded) if triton_support.is_usable() else loaded
     described = _described(loaded)
     if described is None or not can_build(described):
         return loaded
-    assert loaded.probe_logits is not None
     packer = packer or _fastest(loaded)
     packer = packer if keep_weights else free_after_packing(packer)
-    fused, error = _with_decoder(loaded, described, packer, loaded.probe_logits)
+    fused, error = _with_decoder(loaded, partial(FusedDecoder, described, packer=packer), loaded.probe_logits)
     if not error <= TOLERANCE[loaded.dtype]:
         log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
         return None
     return fused
+
+
+def build_cuda(loaded: LoadedModel) -> LoadedModel:
+    """Return the model with the fused forward pass of CUDA, which shares the weights of its modules.
+
+    Unchanged if it cannot have one, its logits differ too much, or a kernel cannot run here.
+    """
+    described = _described(loaded)
+    if described is None:
+        return loaded
+    from lineclear.worker.cuda.fused_decoder import CudaFusedDecoder  # imports triton
+
+    try:
+        if loaded.device.type == "cuda":
+            _take_own_memory(loaded)
+        fused, error = _with_decoder(loaded, partial(CudaFusedDecoder, described), loaded.probe_logits)
+        if error <= TOLERANCE[loaded.dtype]:
+            return fused
+        problem = f"the relative error of its logits is {error:.2g}"
+    except Exception as failure:  # of Triton, whose errors have no common class
+        problem = f"{type(failure).__name__}: {_first_line(failure)[:200]}"
+    log.warning("fused_forward_not_used", family=loaded.family, problem=problem)
+    return loaded
+
+
+def _take_own_memory(loaded: LoadedModel) -> None:
+    """Give each weight memory of its own: what is fused leaves holes in the one piece that transformers reads into.
+
+    Raises MemoryError if there is no room for a second copy, which is needed for a moment.
+    """
+    if (free := free_bytes(loaded.device)) < loaded.weight_bytes:
+        raise MemoryError(f"{free} bytes are free, and it needs {loaded.weight_bytes} while it is built")
+    for parameter in loaded.model.parameters():
+        parameter.data = parameter.data.clone()
+    torch.cuda.empty_cache()
 
 
 def _fastest(loaded: LoadedModel) -> Packer:
@@ -131,8 +171,10 @@ def _fastest(loaded: LoadedModel) -> Packer:
 
 def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
     """Return the model with a fused forward pass over int8 weights. Raises ModelRefused if it cannot have one."""
-    exact = build_fused(loaded, leave_unpacked, keep_weights=True)
-    if exact is None or exact.decoder is None:
+    described = _described(loaded)
+    has_kernels = described is not None and can_build(described)
+    exact = build_fused(loaded, leave_unpacked, keep_weights=True) if has_kernels else None
+    if described is None or exact is None:
         raise ModelRefused(
             "int8 weights need a model built like Llama on a CPU with native kernels;"
             f" this is {loaded.family} in {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}:"
@@ -140,10 +182,8 @@ def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
         )
     with torch.inference_mode(), probe_threads(loaded.weight_bytes):
         expected = paged_logits(exact)
-    described = _described(loaded)
-    assert described is not None
     packer = pack_int8 if keep_weights else free_after_packing(pack_int8)
-    quantised, error = _with_decoder(loaded, described, packer, expected)
+    quantised, error = _with_decoder(loaded, partial(FusedDecoder, described, packer=packer), expected)
     if not error <= _INT8_TOLERANCE:
         raise ModelRefused(
             f"int8 weights change its logits too much (relative error {error:.2g}): leave --quantization at none"
@@ -155,18 +195,22 @@ def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
 def _described(loaded: LoadedModel) -> DecoderModel | None:
     """Return what the fused forward passes need; None for a model unlike Llama."""
     shapes = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in loaded.layers}
-    if len(shapes) != 1 or not is_described(loaded.model, loaded.family):
+    if len(shapes) != 1 or loaded.family not in FAMILIES or loaded.model.config.hidden_act not in ACTIVATIONS:
         return None
     return describe(loaded.model, *shapes.pop())
 
 
 def _with_decoder(
-    loaded: LoadedModel, described: DecoderModel, packer: Packer, expected: Tensor
+    loaded: LoadedModel, build: Callable[[int], FusedDecoder | CudaFusedDecoder], expected: Tensor | None
 ) -> tuple[LoadedModel, float]:
-    """Return the model with packed matrices, and the relative error of its probe logits to `expected`."""
+    """Return the model with a decoder, and the relative error of its probe logits to `expected`.
+
+    `build` takes the number of positions.
+    """
+    assert expected is not None
     num_positions = max(loaded.max_model_len, NUM_TOKENS)  # the largest position ever computed
     with torch.inference_mode():
-        fused = replace(loaded, decoder=FusedDecoder(described, num_positions, packer))
+        fused = replace(loaded, decoder=build(num_positions))
         with probe_threads(loaded.weight_bytes):
             return fused, relative_error(paged_logits(fused), expected)
 

@@ -1,0 +1,1 @@
+"""Computation on NVIDIA GPUs: a fused forward pass and its Triton kernels."""

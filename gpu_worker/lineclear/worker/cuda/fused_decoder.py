@@ -1,0 +1,187 @@
+"""A fused forward pass on CUDA for models built like Llama (decoder_layers.py): ten launches a layer instead of forty.
+
+Matrix products with a common input are one product of torch, over one weight that the modules' weights are views of.
+Triton does the rest (layer_kernels.py). Nothing waits for the device, so that steps can be captured as CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineclear.worker.attention.base import AttentionBackend, Indices, IntArray
+from lineclear.worker.decoder_layers import DecoderLayer, DecoderModel, Norm, Part, fused_weights
+from lineclear.worker.logits import Logits, with_argmax
+from lineclear.worker.lora.adapter_set import AdapterSet
+from lineclear.worker.staging import to_device
+
+from .layer_kernels import add_norm, gate, rotate
+
+_POSITIONS_AT_ONCE = 1 << 15
+
+
+class _Product(NamedTuple):
+    """A matrix product over the weights of its parts."""
+
+    weight: Tensor
+    bias: Tensor | None
+    parts: tuple[Part, ...]
+
+
+class _Layer(NamedTuple):
+    """The weights of a layer in their places for the kernels."""
+
+    qkv: _Product
+    attention_output: _Product
+    gate_up: _Product
+    down: _Product
+    head_norm: Norm | None
+    """Of queries and keys: weights of each of their heads."""
+    is_whole: bool
+    """The norm is over all heads."""
+
+
+class _States(NamedTuple):
+    """Rows between two layers [num_tokens, hidden size]."""
+
+    residual: Tensor
+    add: Tensor | None
+    """Output of attention or MLP, not yet added."""
+    norm: Norm | None
+    """Of `add`, before it is added."""
+
+
+class CudaFusedDecoder:
+    """Computes logits of packed tokens over a paged attention backend. Shares its weights with the modules."""
+
+    def __init__(self, model: DecoderModel, max_positions: int) -> None:
+        self._model = model
+        self._layers = [_layer(layer, model) for layer in model.layers]
+        self._rotary = _rotary_table(model, max_positions)
+        self._adapters: AdapterSet | None = None
+        self._backend: AttentionBackend | None = None
+        self._states: _States | None = None
+
+    def attach(self, backend: AttentionBackend) -> None:
+        """Use `backend` for attention from now on."""
+        self._backend = backend
+
+    def use_adapters(self, adapters: AdapterSet) -> None:
+        """Add the products of `adapters` in steps in which a row has one."""
+        self._adapters, adapters.has_groups = adapters, True
+
+    @torch.inference_mode()
+    def logits(self, tokens: Tensor, read_indices: Indices, positions: Indices, sample_rows: Indices) -> Logits:
+        """Return the logits of the packed tokens `sample_rows`; the packed tokens are `tokens[read_indices]`.
+
+        Call `start_step` of the backend first. Token ids and positions are not checked again.
+        """
+        states = self._run(tokens, self._tensor(read_indices), self._tensor(positions))
+        return self._logits(self._hidden(states, sample_rows))
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, read_indices: Indices, positions: Indices) -> None:
+        """Run the layers over the packed tokens; `head` and `hidden` continue from there for any of them."""
+        self._states = self._run(tokens, self._tensor(read_indices), self._tensor(positions))
+
+    @torch.inference_mode()
+    def head(self, rows: IntArray) -> Logits:
+        """Return the logits of the packed tokens `rows`."""
+        return self._logits(self.hidden(rows))
+
+    @torch.inference_mode()
+    def hidden(self, rows: IntArray) -> Tensor:
+        """Return the hidden states of the packed tokens `rows` behind the last norm."""
+        assert self._states is not None
+        return self._hidden(self._states, rows)
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _tensor(self, indices: Indices) -> Tensor:
+        return indices if isinstance(indices, Tensor) else to_device(indices, self._rotary.device)
+
+    def _run(self, tokens: Tensor, read_indices: Tensor, positions: Tensor) -> _States:
+        residual = F.embedding(tokens.index_select(0, read_indices), self._model.embedding)
+        if self._model.embedding_scale != 1.0:
+            residual = residual * self._model.embedding_scale
+        states = _States(residual, None, None)
+        for index, layer in enumerate(self._model.layers):
+            residual, x = self._next(states, layer.norm_before_attention)
+            states = _States(residual, self._attention(index, x, positions), layer.norm_after_attention)
+            residual, x = self._next(states, layer.norm_before_mlp)
+            states = _States(residual, self._mlp(index, x), layer.norm_after_mlp)
+        return states
+
+    def _next(self, states: _States, norm: Norm | None, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the residual with what is to be added, and its norm."""
+        return add_norm(states.residual, states.add, states.norm, norm, self._model.residual_scale, rows)
+
+    def _attention(self, index: int, x: Tensor, positions: Tensor) -> Tensor:
+        model, layer, backend = self._model, self._layers[index], self._backend
+        assert backend is not None
+        num_heads = model.num_heads, model.num_kv_heads
+        heads = self._product(layer.qkv, x).view(len(x), -1, model.head_dim)
+        query_key, value = heads[:, : sum(num_heads)], heads[:, sum(num_heads) :]
+        rotary = self._rotary if model.layers[index].rotates else None
+        if rotary is not None or layer.head_norm is not None:
+            query_key = rotate(heads, num_heads, positions, rotary, layer.head_norm, layer.is_whole)
+        attended = backend.attend(index, query_key[:, : num_heads[0]], query_key[:, num_heads[0] :], value)
+        return self._product(layer.attention_output, attended.reshape(len(x), -1))
+
+    def _mlp(self, index: int, x: Tensor) -> Tensor:
+        layer = self._layers[index]
+        return self._product(layer.down, gate(self._product(layer.gate_up, x), self._model.activation))
+
+    def _product(self, product: _Product, x: Tensor) -> Tensor:
+        out, end = F.linear(x, product.weight, product.bias), 0
+        if self._adapters is not None and self._adapters.rows is not None:
+            for part in product.parts:
+                start, end = end, end + part.outputs
+                self._adapters.add_product(part.module, x, out[:, start:end])
+        return out
+
+    def _hidden(self, states: _States, rows: Indices) -> Tensor:
+        return self._next(states, self._model.norm, self._tensor(rows))[1]
+
+    def _logits(self, hidden: Tensor) -> Logits:
+        logits = F.linear(hidden, self._model.output_layer.weight, self._model.output_layer.bias)
+        return with_argmax(logits if self._model.logits_scale == 1.0 else logits * self._model.logits_scale)
+
+
+def _layer(layer: DecoderLayer, model: DecoderModel) -> _Layer:
+    products = [_Product(*_shared([part.linear for part in parts]), parts) for parts in layer.products]
+    norm, is_whole = None, False
+    if layer.q_norm is not None and layer.k_norm is not None:
+        sizes = (layer.q_norm.weight, model.num_heads), (layer.k_norm.weight, model.num_kv_heads)
+        weights = [weight.repeat(heads * model.head_dim // len(weight)) for weight, heads in sizes]
+        norm, is_whole = Norm(torch.cat(weights), layer.q_norm.eps), len(layer.q_norm.weight) != model.head_dim
+    return _Layer(products[0], products[1], products[2], products[3], norm, is_whole)
+
+
+def _shared(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Concatenate the layers, whose weights become views of the result: weight [outputs, inputs], and bias or None."""
+    weight, bias = fused_weights(layers)
+    start = 0
+    for layer in layers if len(layers) > 1 else ():
+        rows = slice(start, start := start + layer.out_features)
+        layer.weight = nn.Parameter(weight[rows], requires_grad=False)
+        if layer.bias is not None and bias is not None:
+            layer.bias = nn.Parameter(bias[rows], requires_grad=False)
+    return weight, bias
+
+
+def _rotary_table(model: DecoderModel, max_positions: int) -> Tensor:
+    """Return [max_positions, width]: cosines of the first half of the values that rotate, then sines.
+
+    The second half has the same. A position never has other values, see cpu/rotary_cache.py.
+    """
+    device, parts = model.embedding.device, []
+    for start in range(0, max_positions, _POSITIONS_AT_ONCE):
+        positions = torch.arange(start, min(start + _POSITIONS_AT_ONCE, max_positions), device=device)
+        both = model.rotary(torch.empty(0, dtype=model.dtype, device=device), positions[None])
+        parts.append(torch.cat([x[0, :, : x.shape[-1] // 2] for x in both], dim=-1))
+    return torch.cat(parts)
