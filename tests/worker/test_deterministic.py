@@ -34,8 +34,8 @@ def test_runner_and_fingerprint_follow_the_setting(tmp_path: Path) -> None:
     runners = [
         runner_with(tmp_path),
         runner_with(tmp_path, deterministic=True, threads=0),
-        runner_with(tmp_path, deterministic=True, fused_cpu_forward=False),
-        runner_with(tmp_path, deterministic=True, fused_cpu_forward=False, threads=2),
+        runner_with(tmp_path, deterministic=True, fused_forward=False),
+        runner_with(tmp_path, deterministic=True, fused_forward=False, threads=2),
         runner_with(tmp_path, deterministic=True, cpu_kernels=NONE),
     ]
     kinds = [ModelRunner, DeterministicRunner, OneTokenRunner, OneTokenRunner, OneTokenRunner]
@@ -49,7 +49,7 @@ def test_runner_and_fingerprint_follow_the_setting(tmp_path: Path) -> None:
     [
         ({"attention_backend": "torch_paged"}, r"torch_paged.*--attention-backend native"),
         ({"block_size": 8}, r"torch_paged.*multiple of 16"),
-        ({"fused_cpu_forward": False, "threads": 0}, r"llama in float32.*set --threads"),
+        ({"fused_forward": False, "threads": 0}, r"llama in float32.*set --threads"),
     ],
 )
 def test_combinations_are_refused(tmp_path: Path, flags: dict[str, object], sentence: str) -> None:

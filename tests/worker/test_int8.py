@@ -122,7 +122,7 @@ def test_settings_reach_hello(tmp_path: Path) -> None:
     assert runner_with(tmp_path, quantization="int8").hello(1).dtype == "int8"
     hello = runner_with(tmp_path, kv_cache_dtype="int8").hello(1)
     assert (hello.dtype, hello.attention_backend) == ("float32", "native, int8 KV")
-    with pytest.raises(ConfigurationError, match="remove --no-fused-cpu-forward"):
-        runner_with(tmp_path, quantization="int8", fused_cpu_forward=False)
+    with pytest.raises(ConfigurationError, match="remove --no-fused-forward"):
+        runner_with(tmp_path, quantization="int8", fused_forward=False)
     with pytest.raises(ModelRefused, match=r"torch_paged.*own number format"):
         runner_with(tmp_path, kv_cache_dtype="int8", attention_backend="torch_paged")

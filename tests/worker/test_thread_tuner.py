@@ -138,7 +138,7 @@ def test_fixed_number_of_threads_stays(tmp_path: Path, threads: int, tuned: bool
     [
         (2**28, {1}, {}),
         (2**28, {1}, {"quantization": "int8"}),
-        (2**28, {1}, {"fused_cpu_forward": False}),
+        (2**28, {1}, {"fused_forward": False}),
         (1, {2}, {}),
     ],
     ids=["small", "int8", "plain", "large"],

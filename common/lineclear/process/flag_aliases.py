@@ -1,4 +1,4 @@
-"""Names that other inference servers have for the settings of lineclear."""
+"""Further names of the settings of lineclear: those of other inference servers, and former ones."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "num_blocks": ("num_gpu_blocks_override",),  # vLLM
     "max_model_len": ("context_length", "max_total_tokens"),  # SGLang, TGI
     "quantization": ("quantize",),  # TGI
+    "fused_forward": ("fused_cpu_forward",),  # before GPUs had one
     "tensor_parallel_size": ("tp_size", "tp", "num_shard"),  # SGLang, TGI
 }
 """Further names of a setting in flags, environment variables and the configuration file."""
@@ -117,13 +118,13 @@ WORKER_SETTINGS: Final = (
     *("max_model_len", "swap_memory_bytes"),
 )
 """Settings of the worker alone; the scheduler names them when they are given to it."""
-WORKER_SWITCHES: Final = ("deterministic", "fused_cpu_forward", "preallocate_kv_cache")
+WORKER_SWITCHES: Final = ("deterministic", "fused_forward", "preallocate_kv_cache")
 
 
 def flags_of_worker() -> dict[str, str]:
     """Return the flags of the worker alone, each with a sentence for a scheduler that was given it."""
     names = [name for setting in (*WORKER_SETTINGS, *WORKER_SWITCHES) for name in names_of(setting)]
-    names += [f"no_{name}" for name in WORKER_SWITCHES]
+    names += [f"no_{name}" for setting in WORKER_SWITCHES for name in names_of(setting)]
     return dict.fromkeys(map(flag_of, names), "it is a flag of the worker, which come after a lone `--`: -- {}")
 
 

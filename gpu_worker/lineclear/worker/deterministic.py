@@ -45,7 +45,7 @@ class DeterministicRunner(ModelRunner):
         if loaded.decoder is not None and self.backend_name != _NATIVE:
             raise ConfigurationError(
                 f"--deterministic: the sums of {self.backend_name} attention depend on the batch; set"
-                " --attention-backend native and a --block-size that is a multiple of 16, or --no-fused-cpu-forward"
+                " --attention-backend native and a --block-size that is a multiple of 16, or --no-fused-forward"
                 " to compute one token at a time"
             )
         put = self._batch.staging.put

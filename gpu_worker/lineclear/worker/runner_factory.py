@@ -63,8 +63,8 @@ def make_runner(settings: WorkerSettings, ranks: Ranks | None = None) -> ModelRu
     # Standard error carries log lines only.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     set_verbosity_error()  # type: ignore[no-untyped-call]
-    if settings.quantization == "int8" and not settings.fused_cpu_forward:
-        raise ConfigurationError("--quantization int8 needs the fused forward pass; remove --no-fused-cpu-forward")
+    if settings.quantization == "int8" and not settings.fused_forward:
+        raise ConfigurationError("--quantization int8 needs the fused forward pass; remove --no-fused-forward")
     share = MachineShare.parse(settings.machine_share)
     if ranks is not None:
         try:
@@ -212,7 +212,7 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedModel:
 
     if settings.quantization == "int8":
         return to_int8(load_once())
-    if not settings.fused_cpu_forward:
+    if not settings.fused_forward:
         return load_once()
     packer = pack_by_row if settings.deterministic else None
     return build_fused(load_once(), packer) or load_once()  # a failed comparison leaves a model without matrices
@@ -226,7 +226,7 @@ def _load_draft(settings: WorkerSettings, device: torch.device, served: LoadedMo
 
     draft = load_once()
     check_vocabulary(served, draft)
-    if not settings.fused_cpu_forward:
+    if not settings.fused_forward:
         return draft
     return build_fused(draft) or load_once()
 

@@ -71,8 +71,9 @@ class WorkerSettings(settings_base.ProcessSettings):
     kv_cache_dtype: KvCacheDtype = COMPUTATION.field("auto")
     """Number format of the KV cache. auto: dtype. int8: with a scale for each token and head, almost twice the blocks
     in the same memory. On a CPU with the native attention backend only."""
-    fused_cpu_forward: bool = COMPUTATION.field(True)
-    """Use the fused forward pass on CPUs. It runs models of the Llama architecture in few operations."""
+    fused_forward: bool = COMPUTATION.field(True)
+    """Use the fused forward pass. It runs models of the Llama architecture in few operations, on CPUs with kernels and
+    on GPUs with Triton."""
     cpu_kernels: str = COMPUTATION.field("auto")
     """C++ kernels for CPUs: auto, none or a name. auto: the fastest that were built and that this processor runs. none:
     torch, slower. A name as x86_64_avx2 is in the log line model_loaded."""
