@@ -22,7 +22,7 @@ from lineclear.worker.logits import Logits, with_argmax
 from lineclear.worker.model.loaded_model import LoadedModel, ModelForward
 from lineclear.worker.model.loader import build_fused, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.row_outputs import PIECE, RowOutputs
+from lineclear.worker.scores_and_vectors import PIECE, RowOutputs
 
 NUM_TOP = 3
 LAST, MEAN = PoolingKind

@@ -23,7 +23,7 @@ from lineclear.worker.kernels.native_library import NONE
 from lineclear.worker.logits import Logits, with_argmax
 from lineclear.worker.model.loaded_model import ModelForward
 from lineclear.worker.model_runner import ModelRunner
-from lineclear.worker.row_outputs import ReportedRows, RowOutputs, RowOutputsByRow
+from lineclear.worker.scores_and_vectors import ReportedRows, RowOutputs, RowOutputsByRow
 
 CPU = torch.device("cpu")
 

@@ -27,9 +27,9 @@ from .kernels.native_library import library_name
 from .logits import Logits, with_argmax
 from .model.loaded_model import LoadedModel, ModelForward
 from .model_runner import ModelRunner
-from .row_outputs import ReportedRows, RowOutputsByRow
 from .sampler import Sampled, sample
 from .sampling_metadata import SamplingMetadata, SamplingTableByRow
+from .scores_and_vectors import ReportedRows, RowOutputsByRow
 
 log = structlog.get_logger(__name__)
 

@@ -15,10 +15,10 @@ from lineclear.wire.messages import Logprobs, StepErrorKind, StepPlan, StepResul
 
 from .drafts.verification import Drafts, verified
 from .memory_budget import is_out_of_memory
-from .row_outputs import ReportedRows, to_result
 from .runner_interface import StepFailed
 from .sampler import Sampled
 from .sampling_metadata import SamplingMetadata
+from .scores_and_vectors import ReportedRows, to_result
 from .staging import to_host
 
 

@@ -38,10 +38,10 @@ from .lora.adapter_set import AdapterSet
 from .memory_budget import blocks_that_fit, free_bytes
 from .model.decode_graphs import DecodeGraphs
 from .model.loaded_model import LoadedModel, ModelRefused
-from .row_outputs import ReportedRows, RowOutputs
 from .runner_interface import InflightStep
 from .sampler import Sampled, sample
 from .sampling_metadata import SamplingTable
+from .scores_and_vectors import ReportedRows, RowOutputs
 from .slot_table import Capacity
 from .staging import Staging
 
