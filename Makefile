@@ -40,7 +40,7 @@ demo: ready ## Serve the demo model, stream prompts, and compare with static bat
 # Bytecode is written also where the environment says otherwise, as in many containers: the tests start hundreds of
 # processes, and each would compile its modules again.
 TEST_ENVIRONMENT := export OMP_NUM_THREADS=1; unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX
-PYTEST := python -m pytest -q -n $(JOBS) --dist loadfile
+PYTEST := python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: ready ## Run ruff, import-linter, mypy, and pytest without the slow tests
 	@start=$$(date +%s); failed=; $(TEST_ENVIRONMENT); \

@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,13 @@ settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests in SLOW."""
+    """Mark the tests in SLOW, and put files of few tests first.
+
+    Those are the ones that start processes. Behind all others, a single long file would run while the other test
+    processes have nothing left.
+    """
+    num_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: num_tests[item.path])
     for item in items:
         path = item.path.relative_to(TESTS)
         names = {str(path), *map(str, path.parents), f"{path}::{getattr(item, 'originalname', item.name)}"}
