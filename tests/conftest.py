@@ -9,13 +9,25 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 from hypothesis import settings
 from support.slow_tests import SLOW, TESTS
 
 # The tests are those of the client for threads that belongs to the sources.
 runpy.run_path(str(Path(__file__).parents[1] / "client/generate_sources.py"))["main"]()
+
+_configure_logging = structlog.configure
+
+
+def _configure_without_cache(**options: Any) -> None:
+    """Keep no logger as it was at its first use: a test that reads log lines would miss those of such a logger."""
+    _configure_logging(**options | {"cache_logger_on_first_use": False})
+
+
+structlog.configure = _configure_without_cache
 
 # How long an example takes says nothing on a machine that does other things too.
 settings.register_profile("untimed", deadline=None)
