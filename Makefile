@@ -77,7 +77,7 @@ bench-gpu: ## All that is measured on a GPU, in nine minutes without a network, 
 
 CUDA_TORCH := build/cuda-torch
 
-gpu-dry-run: ready ## Run the worker's steps on fake CUDA tensors, without a GPU; installs torch for CUDA, 3 GB, into build/
+gpu-dry-run: ready ## Run the worker's steps on fake CUDA tensors, without a GPU; installs torch for CUDA, 4.5 GB, into build/
 	@test -e $(CUDA_TORCH)/torch || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile \
 		--target $(CUDA_TORCH) "torch===$$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt)"
 	@export PYTHONPATH=$(CUDA_TORCH) OMP_NUM_THREADS=1; \
