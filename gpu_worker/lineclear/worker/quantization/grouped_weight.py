@@ -1,0 +1,93 @@
+"""The one form of a quantized matrix: small integers, with a scale and a minimum for each group of inputs.
+
+It holds without loss what is multiplied of GPTQ, AWQ, compressed-tensors, MXFP4 and the formats of GGUF, whose codes,
+zero points and tables differ only in how they are stored. Kernels pack it; `dequantized` is what they are held to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedWeight:
+    """A matrix [outputs, inputs] whose element is `value * scale - minimum` of its row and group.
+
+    A group is `inputs / number of groups` consecutive inputs.
+    """
+
+    codes: Tensor
+    """8 bits: int8 [outputs, inputs], the values. 4 bits: uint8 [outputs, inputs / 2], values of 0 to 15 or places in
+    `table`; an input with an even number lies in the low half of its byte, and the next one in the high half."""
+    bits: int
+    """4 or 8."""
+    scale: Tensor
+    """float32 [outputs, groups]."""
+    minimum: Tensor | None = None
+    """float32 [outputs, groups]; None: 0."""
+    table: Tensor | None = None
+    """uint8 [16]: the value of each 4-bit code, at most 31; None: the code itself."""
+    input_order: Tensor | None = None
+    """int64 [inputs]: column j multiplies input `input_order[j]` (GPTQ's act-order); None: input j."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (outputs, inputs)."""
+        outputs, columns = self.codes.shape
+        return outputs, columns * 8 // self.bits
+
+    @property
+    def group_size(self) -> int:
+        """Return the number of inputs of a group."""
+        return self.shape[1] // self.scale.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory that it takes."""
+        parts = (self.codes, self.scale, self.minimum, self.table, self.input_order)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def values(self) -> Tensor:
+        """Return the values, int8 [outputs, inputs]."""
+        if self.bits == 8:
+            return self.codes
+        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
+        values = codes if self.table is None else self.table[codes.int()]
+        return values.to(torch.int8)
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the matrix in the order of the inputs, computed in float32 and rounded once to `dtype`."""
+        outputs, inputs = self.shape
+        wide = self.values().view(outputs, -1, self.group_size) * self.scale[:, :, None]
+        if self.minimum is not None:
+            wide -= self.minimum[:, :, None]
+        matrix = wide.view(outputs, inputs)
+        if self.input_order is not None:
+            matrix = torch.empty_like(matrix).index_copy_(1, self.input_order, matrix)
+        return matrix.to(dtype)
+
+
+def quantize(weight: Tensor, bits: int, group_size: int) -> GroupedWeight:
+    """Quantize a matrix [outputs, inputs] by the largest magnitude (8 bits) or the range (4 bits) of each group.
+
+    Raises ValueError if `inputs` is no multiple of `group_size`.
+    """
+    outputs, inputs = weight.shape
+    if inputs % group_size:
+        raise ValueError(f"{inputs} inputs cannot be divided into groups of {group_size}")
+    groups = weight.float().view(outputs, -1, group_size)
+    if bits == 8:
+        scale = groups.abs().amax(dim=2) / 127
+        values = (groups / _divisor(scale)).round_().to(torch.int8)
+        return GroupedWeight(values.view(outputs, inputs), 8, scale)
+    low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)  # so that 0 lies in the range
+    scale = (high - low) / 15
+    codes = ((groups - low[:, :, None]) / _divisor(scale)).round_().to(torch.uint8).view(outputs, -1, 2)
+    return GroupedWeight(codes[:, :, 0] | codes[:, :, 1] << 4, 4, scale, -low)
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, 1.0)[:, :, None]  # a group of zeros has scale 0

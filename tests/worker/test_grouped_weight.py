@@ -1,0 +1,45 @@
+"""The one form of quantized matrices: what an element is, and the error of quantizing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lineclear.worker.quantization.grouped_weight import GroupedWeight, quantize
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(4, 15), (8, 254)])
+def test_quantization_error_is_at_most_half_a_step(bits: int, levels: int) -> None:
+    torch.manual_seed(bits)
+    weight = torch.randn(6, 64) * torch.tensor([1.0, 100.0, 1e-4, 0.0, 1.0, 1.0])[:, None]
+    weight[4] += 3  # no value is near 0
+    weight[5, 32:] *= 1000  # a group has its own scale
+    quantized = quantize(weight, bits, 32)
+    groups = weight.view(6, 2, 32)
+    spread = 2 * groups.abs().amax(2) if bits == 8 else groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)
+    error = (quantized.dequantized() - weight).view(6, 2, 32).abs()
+    assert (error <= (spread / levels * 0.501)[:, :, None]).all()
+    assert error[0].max() > 0
+
+
+def test_elements_are_those_of_the_definition() -> None:
+    codes = torch.tensor([[0x10, 0xF2]], dtype=torch.uint8)  # 0, 1, 2, 15
+    scale, minimum = torch.tensor([[2.0, 0.5]]), torch.tensor([[1.0, 0.25]])
+    assert GroupedWeight(codes, 4, scale, minimum).dequantized().tolist() == [[-1.0, 1.0, 0.75, 7.25]]
+    table = torch.arange(31, 15, -1, dtype=torch.uint8)
+    assert GroupedWeight(codes, 4, scale, minimum, table).dequantized().tolist() == [[61.0, 59.0, 14.25, 7.75]]
+    order = torch.tensor([2, 0, 3, 1])  # column 0 multiplies input 2
+    ordered = GroupedWeight(codes, 4, scale, minimum, None, order)
+    assert ordered.dequantized().tolist() == [[1.0, 7.25, -1.0, 0.75]]
+    values = torch.tensor([[-128, 0, 127, 1]], dtype=torch.int8)
+    assert GroupedWeight(values, 8, scale).dequantized(torch.bfloat16).tolist() == [[-256.0, 0.0, 63.5, 0.5]]
+
+
+def test_groups_must_fit() -> None:
+    with pytest.raises(ValueError, match="48 inputs cannot be divided into groups of 32"):
+        quantize(torch.ones(2, 48), 4, 32)
+
+
+def test_reports_shape_group_and_memory() -> None:
+    weight = quantize(torch.ones(3, 64), 4, 16)
+    assert (weight.shape, weight.group_size, weight.num_bytes) == ((3, 64), 16, 3 * 32 + 2 * 3 * 4 * 4)
