@@ -15,7 +15,8 @@ from e2e.transformers_answers import generated
 from support.families import WIDE, tiny_model
 from support.inprocess import InProcess
 from support.kernel_variants import needs_kernels
-from support.launches import without_kernels
+from support.launches import fused_on_cuda, without_kernels
+from support.segments import Card
 from worker.settings_runner import runner_with
 
 from lineclear.scheduler.core.limits import CoreLimits
@@ -82,7 +83,29 @@ def test_gpu_without_room_for_a_copy_runs_the_modules(monkeypatch: pytest.Monkey
     monkeypatch.setattr(loader, "log", log := Mock())
     on_gpu = replace(wrap_model(tiny_model("llama")), device=torch.device("cuda"))
     assert loader.build_cuda(on_gpu) is on_gpu
-    assert "MemoryError: 100 bytes are free" in log.warning.call_args.kwargs["problem"]
+    assert log.warning.call_args.kwargs["problem"].startswith("MemoryError: it needs ")
+
+
+@pytest.mark.parametrize(("share", "waits_on_host"), [(1.2, True), (1.5, True), (2.3, False)])
+def test_fusing_leaves_no_holes_in_the_memory_of_a_gpu(
+    share: float, waits_on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that transformers has read into one piece, on a GPU of `share` times its size."""
+    without_kernels(monkeypatch)
+    loaded = wrap_model(tiny_model("llama", num_hidden_layers=12, layer_types=None))
+    loaded, size = replace(loaded, device=torch.device("cpu:0")), loaded.weight_bytes
+    in_layer = sum(weight.nbytes for weight in loaded.model.model.layers[0].parameters())
+    with Card(int(share * size)) as card:
+        card.hold(weight for _, weight in sorted(loaded.model.named_parameters()))  # as in the files
+        free = {"cpu:0": card.free_bytes, "cpu": lambda: 2 * size}
+        monkeypatch.setattr(loader, "free_bytes", lambda device: free[str(device)]())
+        monkeypatch.setattr(torch.cuda, "empty_cache", card.empty_cache)
+        loader._take_own_memory(loaded)
+        assert (card.allocator.most_reserved == size) == waits_on_host
+        fused = fused_on_cuda(loaded)
+        card.empty_cache()
+        assert fused.decoder is not None
+        assert size <= card.allocator.reserved < size + in_layer
 
 
 @pytest.mark.parametrize("has_triton", [True, False])

@@ -151,13 +151,22 @@ def build_cuda(loaded: LoadedModel) -> LoadedModel:
 def _take_own_memory(loaded: LoadedModel) -> None:
     """Give each weight memory of its own: what is fused leaves holes in the one piece that transformers reads into.
 
-    Raises MemoryError if there is no room for a second copy, which is needed for a moment.
+    All weights leave the piece before it is freed, because torch's allocator would put a copy into the holes of the
+    others. They wait on the device, or on the host if that has no room. From then on fusing needs free memory for one
+    product at a time. Raises MemoryError if neither has room for a second copy.
     """
-    if (free := free_bytes(loaded.device)) < loaded.weight_bytes:
-        raise MemoryError(f"{free} bytes are free, and it needs {loaded.weight_bytes} while it is built")
-    for parameter in loaded.model.parameters():
-        parameter.data = parameter.data.clone()
+    needed = loaded.weight_bytes + loaded.weight_bytes // 8  # allocations are rounded up
+    free = {place: free_bytes(place) for place in (loaded.device, _HOST)}
+    place = next((place for place, num_bytes in free.items() if num_bytes >= needed), None)
+    if place is None:
+        raise MemoryError(f"it needs {needed} bytes while it is built; free on {free}")
+    parameters = list(loaded.model.parameters())
+    copies = [parameter.data.to(place, copy=True) for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = copies.pop(0)
     torch.cuda.empty_cache()
+    for parameter in parameters if place is _HOST else ():
+        parameter.data = parameter.data.to(loaded.device, copy=True)
 
 
 def _fastest(loaded: LoadedModel) -> Packer:
