@@ -22,7 +22,7 @@ from lineclear.worker.model.division import load_divided
 from lineclear.worker.model.loader import wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.rank_runner import FollowingRunner, LeadingRunner, follow
-from lineclear.worker.ranks import Ranks
+from lineclear.worker.ranks import Kind, Ranks
 
 _OPTIONS = RunnerOptions(num_blocks=256, block_size=4, num_slots=16, max_step_tokens=512)
 _LIMITS = CoreLimits(max_batch_size=16, target_batch_tokens=24, prefix_cache=False)
@@ -41,8 +41,8 @@ _NEXT = b"next"
 class _Ranks(Ranks):
     """Ranks that serve one model after the other."""
 
-    def receive(self) -> bytes:
-        message = super().receive()
+    def receive(self, kind: Kind) -> bytes:
+        message = super().receive(kind)
         if message == _NEXT:
             raise EOFError
         return message
@@ -75,10 +75,11 @@ def main(words: list[str]) -> None:
     for family in families:
         loaded = load_divided(ranks, lambda family=family: model_of(family), wrap_model)
         if ranks.rank:
-            follow(FollowingRunner(ranks, loaded, _OPTIONS), ranks)
+            if code := follow(FollowingRunner(ranks, loaded, _OPTIONS), ranks):
+                sys.exit(code)
             continue
         divided = InProcess(LeadingRunner(ranks, loaded, _OPTIONS), _LIMITS).serve(requests())
-        ranks.send(_NEXT)
+        ranks.send(Kind.CALL, _NEXT)
         whole = InProcess(ModelRunner(wrap_model(model_of(family)), _OPTIONS), _LIMITS).serve(requests())
         heads = [spec.num_kv_heads for spec in loaded.layers]
         found[family] = {"divided": divided, "whole": whole, "kv_heads": heads}

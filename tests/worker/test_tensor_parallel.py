@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections import deque
@@ -21,8 +23,9 @@ from support.time_limits import PATIENCE_SECONDS
 from support.waiting import eventually
 from torch import nn
 
+from lineclear.exit_codes import ExitCode
 from lineclear.model_files.adapter_files import AdapterFilesRefused
-from lineclear.wire.messages import StepErrorKind, StepPlan
+from lineclear.wire.messages import StepErrorKind, StepPlan, StepResult
 from lineclear.worker import rank_runner, ranks, runner_factory
 from lineclear.worker.drafts.verification import Drafter, PendingDrafts
 from lineclear.worker.machine_share import MachineShare
@@ -31,7 +34,7 @@ from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import wrap_model
 from lineclear.worker.model_runner import ModelRunner
 from lineclear.worker.rank_runner import LeadingRunner
-from lineclear.worker.ranks import Ranks
+from lineclear.worker.ranks import Kind, OutOfStep, Ranks
 from lineclear.worker.runner_interface import StepFailed
 from lineclear.worker.settings import WorkerSettings
 
@@ -111,13 +114,13 @@ def test_each_rank_has_its_own_part_of_the_machine() -> None:
 
 _ONE_DIES = """
 import os, signal, sys, time
-from lineclear.worker.ranks import Ranks
+from lineclear.worker.ranks import Kind, Ranks
 
 ranks = Ranks.join(3, [sys.executable, "-c", sys.argv[1], *sys.argv[1:]])
 if ranks.rank == 2:
     {death}
 if ranks.rank:
-    ranks.receive()
+    ranks.receive(Kind.CALL)
 time.sleep(60)
 """
 
@@ -138,13 +141,13 @@ def test_worker_ends_as_its_rank_does(death: str, code: int) -> None:
 _ALL_END = """
 import os, signal, subprocess, sys
 from lineclear.process import parent_death
-from lineclear.worker.ranks import Ranks
+from lineclear.worker.ranks import Kind, Ranks
 
 parent_death.die_with_parent()
 ranks = Ranks.join(3, [sys.executable, "-c", sys.argv[1], *sys.argv[1:]])
 print(os.getpid(), flush=True)
 if ranks.rank:
-    ranks.receive()
+    ranks.receive(Kind.CALL)
 else:
     {end}
 """
@@ -175,18 +178,101 @@ def test_rank_0_goes_on_after_no_failed_step(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ModelRunner, "launch", fail)
     monkeypatch.setattr(ranks, "_LOSS_SECONDS", 0.0)
     runner = object.__new__(LeadingRunner)
-    runner._ranks = Ranks(0, -1, ())
+    runner._ranks, runner._draws = Ranks(0, -1, ()), rank_runner._Draws()
     with pytest.raises(StepFailed) as failed:
         runner.launch(StepPlan(1, 1, ()))
     assert failed.value.kind is StepErrorKind.EXCEPTION
+
+
+_ONE_DRAWS_ANOTHER = """
+import sys
+from support import divided_models
+from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.ranks import Ranks
+
+sample, join, num_steps = ModelRunner._sample, Ranks.join, 0
+
+def sample_another(*arguments):
+    global num_steps
+    found, num_steps = sample(*arguments), num_steps + 1
+    if num_steps != 3:
+        return found
+    return found._replace(tokens=found.tokens ^ 1, host_tokens=[token ^ 1 for token in found.host_tokens])
+
+def joined(count, command):
+    ranks = join.__func__(divided_models._Ranks, count, [sys.executable, "-c", sys.argv[1], *sys.argv[1:]])
+    if ranks.rank:
+        ModelRunner._sample = staticmethod(sample_another)
+    return ranks
+
+divided_models._Ranks.join = joined
+divided_models.main(["2", "llama"])
+"""
+
+
+def test_rank_that_draws_another_token_ends_the_worker() -> None:
+    """Its keys and values would not be those of the other ranks from then on."""
+    script = _ONE_DRAWS_ANOTHER
+    output = run("-c", script, script, code=ExitCode.INTERNAL)
+    assert re.search(r"rank_out_of_step .*the tokens of its first 3 steps are not those of rank 0.*rank=1", output)
+
+
+class _Step:
+    """A launched step of a rank, which is over when the test says so."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.done, self._tokens = False, tokens
+
+    def is_over(self) -> bool:
+        return self.done
+
+    def result(self) -> StepResult:
+        assert self.done, "the rank would wait for its device"
+        return StepResult(1, 1, self._tokens)
+
+
+def test_comparison_waits_for_no_device() -> None:
+    leading, following = rank_runner._Draws(), rank_runner._FollowingDraws()
+    steps = [_Step(3), _Step(5), _Step(8)]
+    following.steps.extend(cast("Any", steps))
+    leading.add(StepResult(1, 1, (3,)))
+    following.compare(leading.digest)
+    leading.add(StepResult(1, 2, (6,)))
+    following.compare(leading.digest)
+    steps[0].done = True
+    following.compare(leading.digest)
+    following.compare(leading.digest)
+    assert following.digest[0] == 1
+    steps[1].done = steps[2].done = True
+    with pytest.raises(OutOfStep, match="the tokens of its first 2 steps are not those of rank 0"):
+        following.compare(leading.digest)
+    assert len(following.steps) == 1, "rank 0 has no result of the last step yet"
+
+
+def test_message_of_another_kind_or_call_is_found() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        leading, following = Ranks(0, -1, [ranks._Line(ours)]), Ranks(1, -1, [ranks._Line(theirs)])
+        leading.send(Kind.CALL, b"a plan")
+        assert following.receive(Kind.CALL) == b"a plan"
+        leading.send(Kind.CALL, b"the next one")
+        with pytest.raises(OutOfStep, match="waits for message number 1 of kind masks, and gets number 2 of kind call"):
+            following.receive(Kind.MASKS)
 
 
 class _Wire:
     """Ranks of which the others receive what rank 0 sends."""
 
     def __init__(self) -> None:
-        self._messages = deque[bytes]()
-        self.send, self.receive = self._messages.append, self._messages.popleft
+        self._messages = deque[tuple[Kind, bytes]]()
+
+    def send(self, kind: Kind, message: bytes) -> None:
+        self._messages.append((kind, message))
+
+    def receive(self, kind: Kind) -> bytes:
+        sent, message = self._messages.popleft()
+        assert sent is kind
+        return message
 
 
 def test_drafts_that_are_on_the_device_reach_all_ranks() -> None:
@@ -208,7 +294,8 @@ def test_adapter_that_rank_0_alone_cannot_load_is_on_no_rank(monkeypatch: pytest
     monkeypatch.setattr(ModelRunner, "load_adapter", load)
     monkeypatch.setattr(ModelRunner, "unload_adapter", lambda self, index: unloaded.append(index))
     runner = object.__new__(LeadingRunner)
-    runner._ranks = cast("Ranks", SimpleNamespace(send=lambda message: None, answers=lambda: next(answers)))
+    runner._ranks = cast("Ranks", SimpleNamespace(send=lambda *_: None, answers=lambda: next(answers)))
+    runner._draws = rank_runner._Draws()
     with pytest.raises(AdapterFilesRefused, match="the worker cannot load it: KeyError"):
         runner.load_adapter(1, b"key", "path")
     assert unloaded == [1]
@@ -221,7 +308,7 @@ def test_all_ranks_have_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None
     chosen = list[int]()
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(runner_factory, "load", lambda *_, **__: 1 / 0)
-    other = SimpleNamespace(rank=1, count=2, connect=lambda device: None, least=lambda value: 1)
+    other = SimpleNamespace(rank=1, count=2, connect=lambda device: None, least=lambda value: 1, agree=bool)
     settings = WorkerSettings(model="m", socket_directory="d", device="cpu", threads=2)
     with pytest.raises(ZeroDivisionError):
         runner_factory._make_part(settings, MachineShare(), cast("Ranks", other))

@@ -39,6 +39,10 @@ class StepTimer:
         self._stopped_at = time.perf_counter()
         return self._device_type == "cpu"
 
+    def is_over(self) -> bool:
+        """Return whether the step is complete, so that `wait` returns at once."""
+        return self._end_event is None or bool(self._end_event.query())
+
     def wait(self) -> float:
         """Wait until the step is complete and return its seconds."""
         if self._start_event is None or self._end_event is None:
@@ -85,6 +89,10 @@ class LaunchedStep:
         self.is_complete = timer.stop()
         # On a CPU the next step overwrites the memory of the outputs.
         self._result = self._finish() if self.is_complete else None
+
+    def is_over(self) -> bool:
+        """Return whether `result` waits for nothing."""
+        return self.is_complete or self._timer.is_over()
 
     def result(self) -> StepResult:
         """Wait for the device and return the tokens in the plan's order. Raises StepFailed."""

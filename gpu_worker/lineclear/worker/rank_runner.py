@@ -3,14 +3,21 @@
 Sampling is a pure function of logits, seed and position, and every rank has the same logits, so all ranks draw the same
 tokens. Only two results depend on more: which masks of grammars are ready in time, and drafts, which may come from a
 model that rank 0 alone holds. Rank 0 sends both, in the order in which a step asks for them.
+
+With each call, rank 0 sends a digest of the tokens that it has on the host. A rank compares it with that of its own
+tokens once it has them on the host, too: no step waits for them.
 """
 
 from __future__ import annotations
 
 import json
+import struct
+import zlib
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import structlog
@@ -28,14 +35,16 @@ from lineclear.wire.messages import (
     SlotInit,
     StepErrorKind,
     StepPlan,
+    StepResult,
     UnloadAdapter,
 )
 
 from .drafts.verification import Drafter, Drafts, ReadTokens
 from .grammar_constraints import ConstraintTable, Grammars, Masks, PendingMasks
+from .launched_step import LaunchedStep
 from .model.loaded_model import LoadedModel
 from .model_runner import ModelRunner, RunnerOptions
-from .ranks import Ranks
+from .ranks import Kind, OutOfStep, Ranks
 from .runner_interface import InflightStep, StepFailed
 
 log = structlog.get_logger(__name__)
@@ -43,17 +52,23 @@ log = structlog.get_logger(__name__)
 _NO_EPOCH = 0  # the ranks live no longer than their worker
 _IDLE_SECONDS = 0.05
 """Time without a message after which a rank does idle work."""
+_DIGEST = struct.Struct("<QI")  # number of steps, CRC-32 of their tokens
 
 
 class LeadingRunner(ModelRunner):
     """The runner of rank 0."""
 
     def __init__(
-        self, ranks: Ranks, loaded: LoadedModel, options: RunnerOptions, draft_model: LoadedModel | None = None
+        self,
+        ranks: Ranks,
+        loaded: LoadedModel,
+        options: RunnerOptions,
+        draft_model: LoadedModel | None = None,
     ) -> None:
         """Allocate the KV pools. Raises as ModelRunner."""
         super().__init__(loaded, options, draft_model=draft_model)
         self._ranks = ranks
+        self._draws = _Draws()
         self._constraints = _LeadingConstraints(ranks, self._grammars, loaded.vocab_size)
         self._drafter = _LeadingDrafter(ranks, self._drafter)
 
@@ -64,23 +79,21 @@ class LeadingRunner(ModelRunner):
 
     def reset(self) -> None:
         """Free every slot and drop all adapters, on all ranks."""
-        self._ranks.send(encode(Rejoin(_NO_EPOCH)))
+        self._call(Rejoin(_NO_EPOCH))
         super().reset()
 
     def launch(self, plan: StepPlan) -> InflightStep:
         """Run the plan on all ranks. Raises StepFailed; the other ranks may then wait for this one, so it must end."""
-        self._ranks.send(encode(plan))
+        self._call(plan)
         try:
-            return super().launch(plan)
+            return _LeadingStep(super().launch(plan), self._draws)
         except StepFailed as failed:
             self._ranks.end_if_lost()
-            if failed.kind is StepErrorKind.OUT_OF_MEMORY:  # a worker goes on after it
-                raise StepFailed(StepErrorKind.EXCEPTION, failed.summary) from failed
-            raise
+            raise _for_all(failed) from failed
 
     def load_adapter(self, index: int, key: bytes, path: str) -> None:
         """Hold the adapter on all ranks. Raises AdapterFilesRefused if one of them refuses it; then none holds it."""
-        self._ranks.send(encode(LoadAdapter(_NO_EPOCH, index, key, path)))
+        self._call(LoadAdapter(_NO_EPOCH, index, key, path))
         problem = _refusal(super().load_adapter, index, key, path)
         problems = [x for x in (problem, *(answer.decode() for answer in self._ranks.answers())) if x]
         if problems:
@@ -89,8 +102,45 @@ class LeadingRunner(ModelRunner):
 
     def unload_adapter(self, index: int) -> None:
         """Drop an adapter on all ranks."""
-        self._ranks.send(encode(UnloadAdapter(_NO_EPOCH, index)))
+        self._call(UnloadAdapter(_NO_EPOCH, index))
         super().unload_adapter(index)
+
+    def _call(self, message: Message) -> None:
+        self._ranks.send(Kind.CALL, _DIGEST.pack(*self._draws.digest) + encode(message))
+
+
+def _for_all(failed: StepFailed) -> StepFailed:
+    """Return a failure that ends the worker: after a lack of memory it would go on."""
+    is_memory = failed.kind is StepErrorKind.OUT_OF_MEMORY
+    return StepFailed(StepErrorKind.EXCEPTION, failed.summary) if is_memory else failed
+
+
+class _Draws:
+    """A digest of the tokens of all steps so far."""
+
+    def __init__(self) -> None:
+        self.digest = 0, 0
+        """Number of steps, and CRC-32 of their tokens. One thread adds, another may read."""
+
+    def add(self, result: StepResult) -> None:
+        num_steps, crc = self.digest
+        self.digest = num_steps + 1, zlib.crc32(array("q", (*result.tokens, *result.counts)), crc)
+
+
+class _LeadingStep:
+    """A step of rank 0, whose tokens are added to the digest."""
+
+    def __init__(self, step: InflightStep, draws: _Draws) -> None:
+        self.is_complete = step.is_complete
+        self._step, self._draws = step, draws
+
+    def result(self) -> StepResult:
+        try:
+            result = self._step.result()
+        except StepFailed as failed:
+            raise _for_all(failed) from failed
+        self._draws.add(result)
+        return result
 
 
 class FollowingRunner(ModelRunner):
@@ -104,23 +154,48 @@ class FollowingRunner(ModelRunner):
 
 def follow(runner: ModelRunner, ranks: Ranks) -> ExitCode:
     """Make each call that rank 0 makes, until rank 0 exits or a call fails. Return the exit code."""
+    draws = _FollowingDraws()
     while True:
         if not ranks.has_message(_IDLE_SECONDS):
             while runner.idle_work() and not ranks.has_message(0):
                 pass
         try:
-            _make_call(runner, ranks, decode(ranks.receive()))
+            message = ranks.receive(Kind.CALL)
+            draws.compare(_DIGEST.unpack_from(message))
+            _make_call(runner, ranks, decode(message[_DIGEST.size :]), draws)
         except EOFError:
             return ExitCode.OK
+        except OutOfStep as error:
+            log.error("rank_out_of_step", rank=ranks.rank, problem=str(error))
+            return ExitCode.INTERNAL
         except Exception as error:  # this rank lacks a step: the worker must end
             ranks.end_if_lost()
             log.error("rank_failed", rank=ranks.rank, **exception_fields(error))
             return ExitCode.INTERNAL
 
 
-def _make_call(runner: ModelRunner, ranks: Ranks, message: Message) -> None:
+class _FollowingDraws(_Draws):
+    """The tokens of another rank, which are those of rank 0, or the rank must end: their keys and values differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = deque[LaunchedStep]()
+        """Launched, and not yet in the digest."""
+        self._wanted = self.digest
+
+    def compare(self, wanted: tuple[int, ...]) -> None:
+        """Compare with a digest of rank 0, or a later one in a later call, if the device has not finished its steps."""
+        if self._wanted[0] == self.digest[0]:
+            self._wanted = wanted[0], wanted[1]
+        while self.digest[0] < self._wanted[0] and self.steps[0].is_over():
+            self.add(self.steps.popleft().result())
+        if self.digest[0] == self._wanted[0] and self.digest != self._wanted:
+            raise OutOfStep(f"the tokens of its first {self._wanted[0]} steps are not those of rank 0")
+
+
+def _make_call(runner: ModelRunner, ranks: Ranks, message: Message, draws: _FollowingDraws) -> None:
     if isinstance(message, StepPlan):
-        runner.launch(message)
+        draws.steps.append(cast(LaunchedStep, runner.launch(message)))
     elif isinstance(message, LoadAdapter):
         ranks.answer(_refusal(runner.load_adapter, message.index, message.key, message.path).encode())
     elif isinstance(message, UnloadAdapter):
@@ -154,7 +229,7 @@ class _LeadingDrafter:
 
     def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
         drafts = self._drafter.propose(rows, read_tokens)
-        self._ranks.send(json.dumps([(slot, list(tokens)) for slot, tokens in drafts.items()]).encode())
+        self._ranks.send(Kind.DRAFTS, json.dumps([(slot, list(tokens)) for slot, tokens in drafts.items()]).encode())
         return drafts
 
 
@@ -171,7 +246,7 @@ class _FollowingDrafter:
         pass
 
     def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
-        return {slot: list(tokens) for slot, tokens in json.loads(self._ranks.receive())}
+        return {slot: list(tokens) for slot, tokens in json.loads(self._ranks.receive(Kind.DRAFTS))}
 
 
 class _LeadingConstraints(ConstraintTable):
@@ -187,7 +262,7 @@ class _LeadingConstraints(ConstraintTable):
 
     def _send(self, masks: Masks) -> Masks:
         rows, deferred, void = ([int(row) for row in part] for part in (masks.rows, masks.deferred, masks.void))
-        self._ranks.send(json.dumps((rows, masks.bits.tobytes().hex(), deferred, void)).encode())
+        self._ranks.send(Kind.MASKS, json.dumps((rows, masks.bits.tobytes().hex(), deferred, void)).encode())
         return masks
 
 
@@ -209,7 +284,7 @@ class _FollowingConstraints(ConstraintTable):
         return None if self.slots.keys().isdisjoint(slots) else _SharedMasks(self._receive)
 
     def _receive(self) -> Masks:
-        rows, bits, deferred, void = json.loads(self._ranks.receive())
+        rows, bits, deferred, void = json.loads(self._ranks.receive(Kind.MASKS))
         array = np.frombuffer(bytearray.fromhex(bits), np.uint32)
         return Masks(rows, array.reshape(len(rows), self._num_words), deferred, void)
 

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Self
 
 import structlog
@@ -43,7 +44,21 @@ _LOSS_SECONDS = 2.0
 _CLOSE_SECONDS = 5.0
 _ANSWER_SECONDS = 120.0
 _LOG_SECONDS = 0.02  # another thread writes the line
-_LENGTH = struct.Struct("<Q")
+_HEADER = struct.Struct("<QBQ")  # bytes of the message, kind, number of the call
+
+
+class Kind(IntEnum):
+    """What a message between ranks is."""
+
+    CALL = 1
+    """Of the runner of rank 0. The other messages belong to a call: the last one."""
+    DRAFTS = 2
+    MASKS = 3
+    ANSWER = 4
+
+
+class OutOfStep(Exception):
+    """A rank does not do what rank 0 does. The text says since when, and has no content of a request."""
 
 
 class _Line:
@@ -57,11 +72,14 @@ class _Line:
     def is_readable(self, seconds: float) -> bool:
         return bool(self._poll.poll(seconds * 1000))
 
-    def send(self, data: bytes) -> None:
-        self._line.sendall(_LENGTH.pack(len(data)) + data)
+    def send(self, kind: Kind, number: int, data: bytes) -> None:
+        self._line.sendall(_HEADER.pack(len(data), kind, number) + data)
 
-    def receive(self) -> bytes:
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+    def receive(self, kind: Kind, number: int) -> bytes:
+        length, *found = _HEADER.unpack(self._read(_HEADER.size))
+        if found != [kind, number]:
+            wanted, got = (f"number {y} of kind {Kind(x).name.lower()}" for x, y in ((kind, number), found))
+            raise OutOfStep(f"it waits for message {wanted}, and gets {got}")
         return bytes(self._read(length))
 
     def _read(self, length: int) -> bytearray:
@@ -87,6 +105,7 @@ class Ranks:
         self._store_file, self._lines, self._processes = store, lines, processes
         self._store: Any = None
         self._names = map(str, itertools.count())  # of what the ranks note in the store
+        self._num_calls = 0
         self._is_closing = False
 
     @classmethod
@@ -169,21 +188,28 @@ class Ranks:
 
     # --- rank 0 ------------------------------------------------------------------------------------------------------
 
-    def send(self, message: bytes) -> None:
+    def send(self, kind: Kind, message: bytes) -> None:
         """Send a message to all other ranks. Blocks while one of them lags by more than the buffer of a socket."""
+        self._num_calls += kind is Kind.CALL
         for line in self._lines:
             with contextlib.suppress(OSError):  # the rank has exited: `_watch` ends this process
-                line.send(message)
+                line.send(kind, self._num_calls, message)
 
     def answers(self) -> list[bytes]:
-        """Return the answer of each other rank. Ends this process if one does not answer in time."""
+        """Return the answer of each other rank to the last call.
+
+        Ends this process if one does not answer in time, or answers another call.
+        """
         found = list[bytes]()
         for rank, line in enumerate(self._lines, 1):
             try:
                 if not line.is_readable(_ANSWER_SECONDS):
                     log.error("rank_hangs", rank=rank, seconds=_ANSWER_SECONDS)
                     _exit_as(ExitCode.INTERNAL)
-                found.append(line.receive())
+                found.append(line.receive(Kind.ANSWER, self._num_calls))
+            except OutOfStep as error:
+                log.error("rank_out_of_step", rank=rank, problem=str(error))
+                _exit_as(ExitCode.INTERNAL)
             except (EOFError, OSError):
                 self.end_if_lost()
                 raise
@@ -215,16 +241,19 @@ class Ranks:
         """Return whether rank 0 sends a message, or has exited, within `seconds`."""
         return self._lines[0].is_readable(seconds)
 
-    def receive(self) -> bytes:
-        """Wait for the next message of rank 0. Raises EOFError if it has exited."""
+    def receive(self, kind: Kind) -> bytes:
+        """Wait for the next message of rank 0. Raises EOFError if it has exited, OutOfStep if it is of another kind."""
+        number = self._num_calls + (kind is Kind.CALL)
         try:
-            return self._lines[0].receive()
+            message = self._lines[0].receive(kind, number)
         except OSError:
             raise EOFError from None
+        self._num_calls = number
+        return message
 
     def answer(self, message: bytes) -> None:
-        """Answer a message of rank 0."""
-        self._lines[0].send(message)
+        """Answer a call of rank 0."""
+        self._lines[0].send(Kind.ANSWER, self._num_calls, message)
 
 
 def _exit_as(code: int) -> None:
