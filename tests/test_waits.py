@@ -56,6 +56,12 @@ BOUNDED = {
     "gpu_worker/lineclear/worker/rank_runner.py:_LeadingConstraints.start:pending.result()": (
         "MaskThreads.wait, which is bounded"
     ),
+    "gpu_worker/lineclear/worker/rank_runner.py:_FollowingDraws.compare:self.steps.popleft().result()": (
+        "the step is over"
+    ),
+    "gpu_worker/lineclear/worker/rank_runner.py:_LeadingStep.result:self._step.result()": (
+        "the scheduler's step timeout, as for a worker of one process"
+    ),
     "gpu_worker/lineclear/worker/ranks.py:Ranks._watch:self._processes[rank - 1].wait()": (
         "called once pidfd reports the exit"
     ),

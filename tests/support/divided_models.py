@@ -1,6 +1,7 @@
 """Serve tiny models with tensor parallelism, one after the other: `python -m support.divided_models COUNT FAMILY ...`
 
 All ranks run this module. Rank 0 prints a JSON object with the answers of each family by request, divided and whole.
+The name of a family behind "fused " is served with the fused forward pass.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from support.adapters import save_adapter
 from support.families import VOCAB_SIZE, tiny_config, tiny_model
 from support.inprocess import InProcess
 
@@ -19,7 +24,8 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
 from lineclear.worker.model.division import load_divided
-from lineclear.worker.model.loader import wrap_model
+from lineclear.worker.model.loaded_model import LoadedModel
+from lineclear.worker.model.loader import build_fused, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.rank_runner import FollowingRunner, LeadingRunner, follow
 from lineclear.worker.ranks import Kind, Ranks
@@ -35,7 +41,28 @@ _SIZES = {
     "word_embed_proj_dim": 64,
 }
 """Heads that four ranks can divide."""
+FUSED = "fused "
+_FUSED_SIZES = _SIZES | {"hidden_size": 128, "head_dim": 16}
+"""Heads that the kernels can read."""
 _NEXT = b"next"
+
+
+class Alone:
+    """torch.distributed of a rank whose other ranks have the same parts in a gather, and nothing in a sum."""
+
+    def __init__(self, count: int, note: Callable[[str], object] = lambda name: None) -> None:
+        """`note` is called with the name of each collective."""
+        self._count, self._note = count, note
+
+    def get_world_size(self) -> int:
+        return self._count
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self._note("all_reduce")
+
+    def all_gather_single(self, parts: torch.Tensor, own: torch.Tensor) -> None:
+        self._note("all_gather")
+        parts.view(self._count, *own.shape).copy_(own)
 
 
 class _Ranks(Ranks):
@@ -50,8 +77,17 @@ class _Ranks(Ranks):
 
 def model_of(family: str) -> Any:
     """Return a tiny model of a family whose heads four ranks can divide."""
-    config = tiny_config(family)
-    return tiny_model(family, **{name: size for name, size in _SIZES.items() if hasattr(config, name)})
+    name = family.removeprefix(FUSED)
+    config, sizes = tiny_config(name), _SIZES if name == family else _FUSED_SIZES
+    return tiny_model(name, **{key: size for key, size in sizes.items() if hasattr(config, key)})
+
+
+def load(ranks: Ranks, family: str) -> LoadedModel:
+    """Return the part of a rank, as a worker loads it."""
+    loaded = load_divided(ranks, lambda: model_of(family), wrap_model)
+    fused = build_fused(loaded, agree=ranks.agree) if family.startswith(FUSED) else loaded
+    assert fused is not None
+    return fused
 
 
 def requests() -> list[Request]:
@@ -66,6 +102,15 @@ def requests() -> list[Request]:
     return greedy + sampled
 
 
+def answers(runner: ModelRunner, adapter: Path | None) -> dict[str, list[int]]:
+    """Return the output of all requests; the last ones use the adapter."""
+    server, sent = InProcess(runner, _LIMITS), requests()
+    if adapter is not None:
+        key = server.load_adapter(adapter)
+        sent += [replace(x, request_id=f"adapted-{i}", adapter=key) for i, x in enumerate(sent[:3])]
+    return server.serve(sent)
+
+
 def main(words: list[str]) -> None:
     count, families = int(words[0]), words[1:]
     torch.set_num_threads(1)
@@ -73,16 +118,19 @@ def main(words: list[str]) -> None:
     ranks.connect(torch.device("cpu"))
     found: dict[str, Any] = {}
     for family in families:
-        loaded = load_divided(ranks, lambda family=family: model_of(family), wrap_model)
+        loaded = load(ranks, family)
         if ranks.rank:
             if code := follow(FollowingRunner(ranks, loaded, _OPTIONS), ranks):
                 sys.exit(code)
             continue
-        divided = InProcess(LeadingRunner(ranks, loaded, _OPTIONS), _LIMITS).serve(requests())
-        ranks.send(Kind.CALL, _NEXT)
-        whole = InProcess(ModelRunner(wrap_model(model_of(family)), _OPTIONS), _LIMITS).serve(requests())
+        with tempfile.TemporaryDirectory() as folder:
+            is_fused = loaded.decoder is not None
+            adapter = save_adapter(model_of(family), Path(folder), seed=1) if is_fused else None
+            divided = answers(LeadingRunner(ranks, loaded, _OPTIONS), adapter)
+            ranks.send(Kind.CALL, _NEXT)
+            whole = answers(ModelRunner(wrap_model(model_of(family)), _OPTIONS), adapter)
         heads = [spec.num_kv_heads for spec in loaded.layers]
-        found[family] = {"divided": divided, "whole": whole, "kv_heads": heads}
+        found[family] = {"divided": divided, "whole": whole, "kv_heads": heads, "fused": is_fused}
     if not ranks.rank:
         print(json.dumps(found))
         ranks.close()

@@ -57,6 +57,10 @@ class Launches(TorchDispatchMode):
         self.counts = Counter[str]()
         self.is_counting = True
 
+    def note(self, name: str) -> None:
+        """Count an operation that is not dispatched."""
+        self.counts[name] += self.is_counting
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
         if self.is_counting and name not in NO_LAUNCH:
@@ -80,16 +84,15 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **constants: Any) -> None:
             assert min(grid) > 0
-            if self._launches.is_counting:
-                self._launches.counts[self._name] += 1
+            self._launches.note(self._name)
 
         return launch
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Copy the tensors in a value, as `to_host` does on a GPU."""
     if isinstance(value, tuple):
-        parts = [_copied(part) for part in value]
+        parts = [copied(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value.clone() if isinstance(value, torch.Tensor) else value
 
@@ -105,7 +108,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Launches:
         monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
     # Or a launch on a CPU reads the result instead of copying it.
     monkeypatch.setattr(StepTimer, "stop", lambda timer: False)
-    monkeypatch.setattr(launched_step, "to_host", _copied)
+    monkeypatch.setattr(launched_step, "to_host", copied)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # or the backend refuses a CPU
     return launches
 

@@ -89,6 +89,31 @@ def test_model_that_cannot_be_captured_runs_eagerly(monkeypatch: pytest.MonkeyPa
     assert fields["problem"] == "operation not permitted when stream is capturing"
 
 
+def test_capture_that_fails_on_another_rank_counts_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank would replay padded rows while the other computes those of the step."""
+    monkeypatch.setattr(decode_graphs, "log", log := Mock())
+    asked: list[bool] = []
+
+    def agree(value: bool) -> bool:
+        asked.append(value)
+        return len(asked) < 2
+
+    graphs, steps = DecodeGraphs([4, 8], recorded, agree), [Step(4), Step(8)]
+    for step in (steps[0], *steps):
+        assert values(graphs, step) == step.input[:3].tolist()
+    assert asked == [True, True], "a replay asks nothing"
+    assert graphs.padded(3) == 0
+    assert log.warning.call_args.kwargs["problem"] == "another rank cannot capture it"
+
+
+def test_rank_that_cannot_capture_asks_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_graphs, "log", Mock())
+    asked: list[bool] = []
+    graphs, step = DecodeGraphs([4], Mock(side_effect=RuntimeError("no")), lambda x: not asked.append(x)), Step(4)
+    assert values(graphs, step) == step.input[:3].tolist()
+    assert asked == [False]
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("CUDA error: out of memory")])
 def test_memory_that_runs_out_in_a_capture_fails_the_step(error: Exception) -> None:
     """Later steps may be captured: the error of the driver is no property of the model."""

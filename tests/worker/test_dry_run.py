@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.card import Event
+from support.divided_models import Alone
 from support.families import tiny_model
 from support.graphs import recorded
 from support.launches import fused_on_cuda, steps, without_kernels
@@ -33,8 +34,9 @@ from lineclear.wire.messages import (
     SlotInit,
     StepPlan,
 )
-from lineclear.worker import input_batch, launched_step
+from lineclear.worker import input_batch, launched_step, shard
 from lineclear.worker.model.decode_graphs import DecodeGraphs
+from lineclear.worker.model.division import divide
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
@@ -42,7 +44,8 @@ from lineclear.worker.runner_interface import StepFailed
 from lineclear.worker.staging import Staging
 
 FAMILIES = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss")
-FUSED = "fused "
+FUSED, RANK = "fused ", "rank of "
+OF_LLAMA = (f"{FUSED}llama", f"{RANK}llama", f"{RANK}{FUSED}llama")
 IS_CUDA = torch.backends.cuda.is_built()
 DEVICE = torch.device("cuda" if IS_CUDA else "meta")
 GREEDY = Sampling()
@@ -79,10 +82,13 @@ class DryMachine:
         options = RunnerOptions(
             num_blocks=64, block_size=16, num_slots=num_slots, max_step_tokens=128, attention_backend="triton_paged"
         )
-        name = family.removeprefix(FUSED)
-        loaded = self.without_values(wrap_model(tiny_model(name, dtype=torch.bfloat16)))
+        name = family.removeprefix(RANK).removeprefix(FUSED)
+        model = tiny_model(name, dtype=torch.bfloat16)
+        if family.startswith(RANK):
+            divide(model, 0, 2)
+        loaded = self.without_values(wrap_model(model))
         with self.active():
-            loaded = fused_on_cuda(loaded) if name != family else loaded
+            loaded = fused_on_cuda(loaded) if FUSED in family else loaded
             return ModelRunner(loaded, options, graphs=DecodeGraphs([1, 4], recorded) if graphs else None)
 
 
@@ -101,6 +107,7 @@ def make_machine(monkeypatch: pytest.MonkeyPatch) -> DryMachine:
     monkeypatch.setattr(input_batch, "Staging", dry_staging)
     monkeypatch.setattr(launched_step, "to_host", lambda value: value)  # copies that nobody waits for
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # needs a driver
+    monkeypatch.setattr(shard, "distributed", Alone(2))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # experts ask for it
@@ -108,7 +115,9 @@ def make_machine(monkeypatch: pytest.MonkeyPatch) -> DryMachine:
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize(("family", "kind"), [*itertools.product(FAMILIES, sorted(KINDS)), (f"{FUSED}llama", "greedy")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [*itertools.product(FAMILIES, sorted(KINDS)), *((family, "greedy") for family in OF_LLAMA)]
+)
 def test_steps_read_no_value(family: str, kind: str, graphs: bool, machine: DryMachine) -> None:
     runner = machine.runner(family, graphs=graphs)
     runner.reset()
@@ -134,7 +143,7 @@ def mixed_plans() -> Iterator[StepPlan]:
     yield StepPlan(1, 3, (rest, score, pool), (init[2], init[3]), decodes=Decodes((0,), (41,)), copy_blocks=copy)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, f"{FUSED}llama"])
+@pytest.mark.parametrize("family", [*FAMILIES, *OF_LLAMA])
 def test_mixed_steps_read_no_value(family: str, machine: DryMachine) -> None:
     runner = machine.runner(family, graphs=True)
     runner.reset()

@@ -112,7 +112,7 @@ def test_fusing_leaves_no_holes_in_the_memory_of_a_gpu(
 def test_model_on_a_gpu_is_fused_with_triton(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = replace(wrap_model(tiny_model("llama")), device=torch.device("cuda"))
     fused = replace(on_gpu)
-    monkeypatch.setattr(loader, "build_cuda", lambda loaded: fused)
+    monkeypatch.setattr(loader, "build_cuda", lambda loaded, agree: fused)
     monkeypatch.setattr(triton_support, "is_usable", lambda: has_triton)
     assert build_fused(on_gpu) is (fused if has_triton else on_gpu)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.adapters import save_adapter
+from support.divided_models import Alone
 from support.families import tiny_model
 from support.launches import WAITS, Launches, counted, fused_on_cuda, last_step, runner_of, steps, without_kernels
 
 from lineclear.model_files.adapter_files import read as read_adapter
 from lineclear.wire.messages import Row, RowOutput, Sampling, StepPlan
-from lineclear.worker import draft_model
+from lineclear.worker import draft_model, shard
 from lineclear.worker.drafts.verification import Drafts, ReadTokens
+from lineclear.worker.model.division import divide
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import wrap_model
 from lineclear.worker.model_runner import ModelRunner
@@ -67,6 +70,38 @@ def test_fused_step_is_one_replay_and_few_operations(batch_size: int, launches: 
     assert counts.pop("replay") == num_copies == 1
     assert counts.total() <= 6, counts
     assert not WAITS.intersection(counts)
+
+
+@pytest.mark.parametrize("batch_size", [1, 32])
+@pytest.mark.parametrize(
+    ("make", "num_others"), [(fused_on_cuda, 10), (lambda loaded: loaded, 39)], ids=["fused", "modules"]
+)
+def test_rank_adds_twice_a_layer_and_gathers_once_a_step(
+    make: Callable[[LoadedModel], LoadedModel],
+    num_others: int,
+    batch_size: int,
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside what one process launches. The collectives are in the graph."""
+    monkeypatch.setattr(shard, "distributed", Alone(2, launches.note))
+
+    def launched(num_layers: int, *, graphs: bool) -> Counter[str]:
+        changes = {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
+        model = tiny_model("llama", **changes)
+        divide(model, 0, 2)
+        counts, num_copies = counted(make(wrap_model(model)), batch_size, launches, Sampling(), graphs=graphs)
+        assert num_copies == 1
+        assert not WAITS.intersection(counts)
+        return counts
+
+    eager = launched(3, graphs=False)
+    assert (eager["all_reduce"], eager["all_gather"]) == (3 * 2, 1)
+    assert (eager - launched(2, graphs=False)).total() == num_others + 2
+    graph = launched(3, graphs=True)
+    assert graph.pop("replay") == 1
+    assert graph.total() <= 6, graph
+    assert graph["all_reduce"] == graph["all_gather"] == 0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.divided_models import model_of
+from support.divided_models import FUSED, Alone, model_of
 from support.engine_harness import ENVIRONMENT
 from support.families import tiny_model
 from support.processes import is_running
@@ -26,8 +26,9 @@ from torch import nn
 from lineclear.exit_codes import ExitCode
 from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.wire.messages import StepErrorKind, StepPlan, StepResult
-from lineclear.worker import rank_runner, ranks, runner_factory
+from lineclear.worker import rank_runner, ranks, runner_factory, shard
 from lineclear.worker.drafts.verification import Drafter, PendingDrafts
+from lineclear.worker.kernels.native_library import selected_library
 from lineclear.worker.machine_share import MachineShare
 from lineclear.worker.model import division
 from lineclear.worker.model.loaded_model import ModelRefused
@@ -39,7 +40,10 @@ from lineclear.worker.runner_interface import StepFailed
 from lineclear.worker.settings import WorkerSettings
 
 WITH_WHOLE_ATTENTION = {"olmo2", "phi3"}
-FAMILIES = {2: ("gemma2", "gpt_oss", "llama", "olmo2", "qwen2", "qwen3_moe"), 4: ("llama", "phi3")}
+FAMILIES = {
+    2: ("gemma2", "gpt_oss", "llama", "olmo2", "qwen2", "qwen3_moe", "fused granite", "fused olmo2", "fused qwen3"),
+    4: ("llama", "phi3", "fused llama", "fused phi3", "fused qwen2", "fused smollm3"),
+}
 """By number of ranks. `python -m support.divided_models N FAMILY...` tries others, a minute for all of them."""
 
 
@@ -58,7 +62,8 @@ def test_divided_models_give_the_tokens_of_whole_ones(count: int) -> None:
     for family, found in answers.items():
         assert found["divided"] == found["whole"], family
         assert sum(map(len, found["whole"].values())) > 20, family
-        num_heads = 4 if family in WITH_WHOLE_ATTENTION else 4 // count
+        assert found["fused"] == (family.startswith(FUSED) and selected_library() is not None), family
+        num_heads = 4 if family.removeprefix(FUSED) in WITH_WHOLE_ATTENTION else 4 // count
         assert {*found["kv_heads"]} <= {num_heads, 2 * num_heads}, family
 
 
@@ -88,12 +93,7 @@ def test_unknown_layer_is_refused() -> None:
 def test_wrong_division_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of the other rank are missing, as they would be if a layer were divided in the wrong way."""
 
-    def gather(parts: list[torch.Tensor], own: torch.Tensor) -> None:
-        for part in parts:
-            part.copy_(own)
-
-    alone = SimpleNamespace(all_reduce=lambda tensor: None, all_gather=gather)
-    monkeypatch.setattr(division, "distributed", alone)
+    monkeypatch.setattr(shard, "distributed", Alone(2))
     first = SimpleNamespace(rank=0, count=2, in_turn=contextlib.nullcontext)
     with pytest.raises(ModelRefused, match="llama models cannot be divided: their logits change"):
         division.load_divided(cast("Ranks", first), lambda: model_of("llama"), wrap_model)

@@ -42,7 +42,7 @@ def run(module: str, *arguments: str, **environment: str) -> list[dict[str, Any]
     output = subprocess.run(
         command, cwd=TESTS, env=os.environ | environment, capture_output=True, text=True, check=True
     )
-    return [json.loads(line) for line in output.stdout.splitlines()]
+    return [json.loads(line) for line in output.stdout.splitlines() if line.startswith("{")]
 
 
 def test_interpreted_kernels_equal_the_reference() -> None:
@@ -78,6 +78,15 @@ def test_interpreted_fused_models_equal_transformers(layers: list[dict[str, Any]
     assert {(x["error_of_modules"], x["extra_bytes"]) for x in found.values()} == {(0.0, 0)}, "they share the weights"
     adapted = [x for x in found.values() if x["error_of_adapter"] is not None]
     assert [x["error_of_adapter"] <= OF_LOGITS[x["dtype"]] < x["change_by_adapter"] for x in adapted] == [True]
+
+
+def test_interpreted_ranks_give_the_tokens_of_transformers() -> None:
+    """The fused forward pass with collectives, in captured graphs, on two ranks."""
+    (found,) = run("divided_card", "llama", TRITON_INTERPRET="1")
+    assert found["is_fused"]
+    assert found["replays"] > 0
+    assert found["kv_heads"] == [2], "of 4"
+    assert found["divided"] == found["whole"]
 
 
 @pytest.mark.parametrize("architecture", sorted(LEAST_SHARED))

@@ -1,6 +1,7 @@
 """What the decoder of a model built like Llama is: its matrix products and norms by role, for any device and packing.
 
 `describe` reads it from the modules of a transformers model. cpu/fused_decoder.py and cuda/fused_decoder.py execute it.
+With tensor parallelism it is the part of this rank: its heads, its features of each MLP, its token ids.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from .shard import shard_of
 
 FAMILIES = frozenset({"granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
 """Model types whose decoder layer is `DecoderLayer`: attention, a gated MLP, RMS norms, rotary positions."""
@@ -37,6 +40,11 @@ class Part(NamedTuple):
     def outputs(self) -> int:
         """Return the width of its part of the output."""
         return self.linear.out_features
+
+
+def is_partial(parts: Sequence[Part]) -> bool:
+    """Return whether a product is a sum over the inputs of this rank only, to be added over all ranks."""
+    return shard_of(parts[0].linear).inputs is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +94,7 @@ class DecoderModel:
     """Of the MLPs, a value of `ACTIVATIONS`."""
     norm: Norm
     output_layer: nn.Linear
+    """Of one of several ranks: the module gathers its outputs, its weight is that of this rank."""
     logits_scale: float
 
 
@@ -97,7 +106,7 @@ def describe(model: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> De
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         hidden_size=int(config.hidden_size),
-        intermediate_size=int(config.intermediate_size),
+        intermediate_size=model.model.layers[0].mlp.down_proj.in_features,
         dtype=model.dtype,
         embedding=model.model.embed_tokens.weight,
         embedding_scale=float(getattr(config, "embedding_multiplier", 1.0)),

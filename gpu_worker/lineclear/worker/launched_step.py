@@ -41,7 +41,7 @@ class StepTimer:
 
     def is_over(self) -> bool:
         """Return whether the step is complete, so that `wait` returns at once."""
-        return self._end_event is None or bool(self._end_event.query())
+        return self._end_event is None or bool(self._end_event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> float:
         """Wait until the step is complete and return its seconds."""

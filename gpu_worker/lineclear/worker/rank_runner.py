@@ -42,6 +42,7 @@ from lineclear.wire.messages import (
 from .drafts.verification import Drafter, Drafts, ReadTokens
 from .grammar_constraints import ConstraintTable, Grammars, Masks, PendingMasks
 from .launched_step import LaunchedStep
+from .model.decode_graphs import DecodeGraphs
 from .model.loaded_model import LoadedModel
 from .model_runner import ModelRunner, RunnerOptions
 from .ranks import Kind, OutOfStep, Ranks
@@ -64,9 +65,10 @@ class LeadingRunner(ModelRunner):
         loaded: LoadedModel,
         options: RunnerOptions,
         draft_model: LoadedModel | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         """Allocate the KV pools. Raises as ModelRunner."""
-        super().__init__(loaded, options, draft_model=draft_model)
+        super().__init__(loaded, options, draft_model=draft_model, graphs=graphs)
         self._ranks = ranks
         self._draws = _Draws()
         self._constraints = _LeadingConstraints(ranks, self._grammars, loaded.vocab_size)
@@ -146,9 +148,11 @@ class _LeadingStep:
 class FollowingRunner(ModelRunner):
     """The runner of another rank."""
 
-    def __init__(self, ranks: Ranks, loaded: LoadedModel, options: RunnerOptions) -> None:
+    def __init__(
+        self, ranks: Ranks, loaded: LoadedModel, options: RunnerOptions, graphs: DecodeGraphs | None = None
+    ) -> None:
         """Allocate the KV pools. Raises as ModelRunner."""
-        super().__init__(loaded, options, drafter=_FollowingDrafter(ranks))
+        super().__init__(loaded, options, drafter=_FollowingDrafter(ranks), graphs=graphs)
         self._constraints = _FollowingConstraints(ranks, self._grammars, loaded.vocab_size)
 
 

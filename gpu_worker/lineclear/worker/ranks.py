@@ -176,8 +176,12 @@ class Ranks:
     def least(self, value: int) -> int:
         """Return the smallest `value` of all ranks."""
         name = next(self._names)
-        self._store.set(f"{name}-{self.rank}", str(value))
+        self._store.set(f"{name}-{self.rank}", str(int(value)))
         return min(int(self._store.get(f"{name}-{rank}")) for rank in range(self.count))
+
+    def agree(self, value: bool) -> bool:
+        """Return whether all ranks pass True. Waits for all of them."""
+        return bool(self.least(value))
 
     def end_if_lost(self) -> None:
         """Return after a moment, unless this process ends because of another rank, for which an operation has failed.

@@ -28,9 +28,10 @@ from .memory_budget import free_bytes
 from .memory_profile import largest_step_bytes, run_largest_steps
 from .model.decode_graphs import DecodeGraphs, cuda_capture
 from .model.loaded_model import LoadedModel
-from .model.loader import build_fused, import_model_class, load, to_int8
+from .model.loader import Divided, build_fused, import_model_class, load, to_int8
 from .model_runner import ModelRunner, RunnerOptions, fitting_blocks
 from .settings import WorkerSettings
+from .shard import Agree
 
 if TYPE_CHECKING:
     from .ranks import Ranks
@@ -98,8 +99,7 @@ def make_runner(settings: WorkerSettings, ranks: Ranks | None = None) -> ModelRu
 
 
 def _make_part(settings: WorkerSettings, share: MachineShare, ranks: Ranks) -> ModelRunner:
-    """Make the runner of one rank: transformers' modules, without the fused forward pass and without CUDA graphs."""
-    from .model.division import load_divided
+    """Make the runner of one rank. All ranks do the same: each step of it may have collectives."""
     from .rank_runner import FollowingRunner, LeadingRunner
 
     if settings.deterministic:
@@ -115,17 +115,19 @@ def _make_part(settings: WorkerSettings, share: MachineShare, ranks: Ranks) -> M
     ranks.connect(device)
     # Sums over a row of logits depend on the number of threads, and all ranks have to draw the same tokens.
     torch.set_num_threads(ranks.least(torch.get_num_threads()))
-    divided = partial(load_divided, ranks)
-    loaded = load(settings.model, device, _DTYPES[settings.dtype], settings.max_model_len, divided=divided)
+    loaded = _load(settings, device, ranks)
     draft = _load_draft(settings, device, loaded) if settings.draft_model and not ranks.rank else None
     expected = self_test.expected_answers(loaded, _kv_dtype(settings))
-    options = _with_step_memory(_options(settings, device, share), loaded, None)
+    make_graphs = partial(_graphs, settings, device, ranks.agree)
+    options = _with_step_memory(_options(settings, device, share), loaded, make_graphs())
     num_blocks = ranks.least(options.num_blocks or fitting_blocks(loaded, options, draft))
-    options = replace(options, num_blocks=num_blocks)
-    if ranks.rank:
-        runner: ModelRunner = FollowingRunner(ranks, loaded, options)
+    options, graphs = replace(options, num_blocks=num_blocks), make_graphs()
+    if ranks.rank:  # which follows rank 0 from here on
+        runner: ModelRunner = FollowingRunner(ranks, loaded, options, graphs)
     else:
-        runner = LeadingRunner(ranks, loaded, options, draft)
+        runner = LeadingRunner(ranks, loaded, options, draft, graphs)
+        if graphs is not None:
+            run_largest_steps(runner, graphs.max_batch_size)
         self_test.check(runner, expected, loaded.dtype)
     if settings.preallocate_kv_cache:
         runner.preallocate()
@@ -159,9 +161,9 @@ def _with_step_memory(options: RunnerOptions, loaded: LoadedModel, graphs: Decod
     return replace(options, step_memory_bytes=largest_step_bytes(loaded, options, graphs))
 
 
-def _graphs(settings: WorkerSettings, device: torch.device) -> DecodeGraphs | None:
-    sizes = graph_batch_sizes(settings) if device.type == "cuda" else []
-    return DecodeGraphs(sizes, cuda_capture(device)) if sizes else None
+def _graphs(settings: WorkerSettings, device: torch.device, agree: Agree = bool) -> DecodeGraphs | None:
+    sizes = graph_batch_sizes(settings) if device.type == "cuda" else []  # collectives of gloo cannot be captured
+    return DecodeGraphs(sizes, cuda_capture(device), agree) if sizes else None
 
 
 def graph_batch_sizes(settings: WorkerSettings) -> list[int]:
@@ -206,16 +208,24 @@ def _may_tune_threads(settings: WorkerSettings, loaded: LoadedModel) -> bool:
     return has_kernels or usable_cores() <= _MAX_TUNED_FLOAT32_CORES
 
 
-def _load(settings: WorkerSettings, device: torch.device) -> LoadedModel:
+def _load(settings: WorkerSettings, device: torch.device, ranks: Ranks | None = None) -> LoadedModel:
+    divided: Divided | None = None
+    agree: Agree = bool
+    if ranks is not None:
+        from .model.division import load_divided  # other workers do without it
+
+        divided, agree = partial(load_divided, ranks), ranks.agree
+
     def load_once() -> LoadedModel:
-        return load(settings.model, device, _DTYPES[settings.dtype], settings.max_model_len)
+        return load(settings.model, device, _DTYPES[settings.dtype], settings.max_model_len, divided=divided)
 
     if settings.quantization == "int8":
         return to_int8(load_once())
     if not settings.fused_forward:
         return load_once()
     packer = pack_by_row if settings.deterministic else None
-    return build_fused(load_once(), packer) or load_once()  # a failed comparison leaves a model without matrices
+    # A failed comparison leaves a model without matrices.
+    return build_fused(load_once(), packer, agree=agree) or load_once()
 
 
 def _load_draft(settings: WorkerSettings, device: torch.device, served: LoadedModel) -> LoadedModel:

@@ -1,15 +1,20 @@
-"""The part of a linear layer that this rank holds, with tensor parallelism."""
+"""The part of a linear layer that this rank holds, with tensor parallelism, and how the parts come together.
+
+The default process group of torch.distributed has the ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 Pieces = Sequence[tuple[int, int]]
 """Half-open intervals of features."""
+Agree = Callable[[bool], bool]
+"""Returns whether all ranks pass True. `bool` is that of a worker without ranks."""
 _NAME = "lineclear_shard"
 
 
@@ -31,6 +36,21 @@ def shard_of(module: nn.Linear) -> Shard:
     """Return what `module` holds of its layer: all of it without tensor parallelism."""
     found: Shard | None = getattr(module, _NAME, None)
     return found or Shard(module.in_features, module.out_features)
+
+
+def add_over_ranks(sums: Tensor) -> Tensor:
+    """Add the partial sums of all ranks, in place; return them."""
+    distributed.all_reduce(sums)
+    return sums
+
+
+def gather_over_ranks(part: Tensor, size: int) -> Tensor:
+    """Return the first `size` features [..., size] of those of which each rank has an equal part [..., features]."""
+    count = distributed.get_world_size()
+    parts = part.new_empty(count * part.shape[0], *part.shape[1:])
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # before torch 2.13
+    gather(parts, part.contiguous())
+    return parts.view(count, *part.shape).movedim(0, -2).flatten(-2)[..., :size].contiguous()
 
 
 def take(tensor: Tensor, dim: int, pieces: Pieces | None) -> Tensor:

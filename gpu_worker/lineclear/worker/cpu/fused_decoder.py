@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lineclear.worker.attention.base import AttentionBackend, Indices, IntArray
-from lineclear.worker.decoder_layers import DecoderLayer, DecoderModel, Norm, Part
+from lineclear.worker.decoder_layers import DecoderLayer, DecoderModel, Norm, Part, is_partial
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, CallGraph, DynamicInt, DynamicPointer, address, pointer
 from lineclear.worker.kernels.native_library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
 from lineclear.worker.logits import Logits
 from lineclear.worker.lora.adapter_set import AdapterSet
 from lineclear.worker.lora.fused_lora import AdapterCalls
+from lineclear.worker.shard import add_over_ranks, gather_over_ranks, shard_of
 
 from .linear import Linear, Packer
 from .rotary_cache import RotaryCache
@@ -178,7 +179,7 @@ class FusedDecoder:
         if self._head_activations is None or samples > self._head_capacity:
             self._head_capacity = samples
             model = self._model
-            shapes = [(model.hidden_size,)] * 3 + [(model.output_layer.out_features,), (), ()]
+            shapes = [(model.hidden_size,)] * 3 + [(shard_of(model.output_layer).out_features,), (), ()]
             dtypes = [model.dtype] * 4 + [torch.float32, torch.int64]
             tensors = (torch.empty(samples, *x, dtype=t) for x, t in zip(shapes, dtypes, strict=True))
             head = self._head_activations = _HeadActivations(*tensors)
@@ -191,7 +192,7 @@ class FusedDecoder:
                 self._kernels.add_norm(self._samples, head.residual, head.output, model.norm, head.normed),
             ]
             self._norm_graph = CallGraph(list(calls))
-            calls.append(self._lm_head.bind(self._samples, head.normed, head.logits))
+            calls += _output_calls(self._samples, model.output_layer, self._lm_head, head)
             if model.logits_scale != 1.0:
                 calls.append((lambda: head.logits[: self._samples.value].mul_(model.logits_scale), ()))
             self._head_graph = CallGraph(
@@ -257,6 +258,7 @@ class FusedDecoder:
             backend.bind(index, count, act.query, act.key, act.value, act.attended),
             packed.attention_output.bind(count, attended, act.output),
             *_products(adapters, layer.attention_output, attended, act.output),
+            *_sums_over_ranks(count, layer.attention_output, act.output),
             *_norms_of_output(self._kernels, count, layer.norm_after_attention, act),
         ]
 
@@ -269,6 +271,7 @@ class FusedDecoder:
             self._kernels.gate(count, self._model.activation, act.gate_up, act.gated),
             packed.down.bind(count, act.gated, act.output),
             *_products(adapters, layer.down, act.gated, act.output),
+            *_sums_over_ranks(count, layer.down, act.output),
             *_norms_of_output(self._kernels, count, layer.norm_after_mlp, act),
         ]
 
@@ -279,6 +282,24 @@ def _norms_of_output(kernels: RowKernels, count: DynamicInt, norm: Norm | None, 
 
 def _products(adapters: AdapterCalls | None, parts: Sequence[Part], x: Tensor, out: Tensor) -> list[Call]:
     return [] if adapters is None else adapters.calls(parts, x, out)
+
+
+def _output_calls(count: DynamicInt, layer: nn.Linear, packed: Linear, head: _HeadActivations) -> list[Call]:
+    """Return the calls from the normed states to `head.logits`, which one of several ranks gathers."""
+    shard = shard_of(layer)
+    if shard.outputs is None:
+        return [packed.bind(count, head.normed, head.logits)]
+    part = head.logits.new_empty(len(head.logits), layer.out_features)
+
+    def gather() -> None:
+        rows = count.value
+        head.logits[:rows].copy_(gather_over_ranks(part[:rows], shard.out_features))
+
+    return [packed.bind(count, head.normed, part), (gather, ())]
+
+
+def _sums_over_ranks(count: DynamicInt, parts: Sequence[Part], out: Tensor) -> list[Call]:
+    return [(lambda: add_over_ranks(out[: count.value]), ())] if is_partial(parts) else []
 
 
 def can_build(model: DecoderModel) -> bool:

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineclear.worker.attention.base import AttentionBackend, Indices, IntArray
-from lineclear.worker.decoder_layers import DecoderLayer, DecoderModel, Norm, Part, fused_weights
+from lineclear.worker.decoder_layers import DecoderLayer, DecoderModel, Norm, Part, fused_weights, is_partial
 from lineclear.worker.logits import Logits, with_argmax
 from lineclear.worker.lora.adapter_set import AdapterSet
+from lineclear.worker.shard import add_over_ranks
 from lineclear.worker.staging import to_device
 
 from .layer_kernels import add_norm, gate, rotate
@@ -30,6 +31,8 @@ class _Product(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     parts: tuple[Part, ...]
+    is_partial: bool
+    """The outputs are added over all ranks."""
 
 
 class _Layer(NamedTuple):
@@ -142,18 +145,20 @@ class CudaFusedDecoder:
             for part in product.parts:
                 start, end = end, end + part.outputs
                 self._adapters.add_product(part.module, x, out[:, start:end])
-        return out
+        return add_over_ranks(out) if product.is_partial else out
 
     def _hidden(self, states: _States, rows: Indices) -> Tensor:
         return self._next(states, self._model.norm, self._tensor(rows))[1]
 
     def _logits(self, hidden: Tensor) -> Logits:
-        logits = F.linear(hidden, self._model.output_layer.weight, self._model.output_layer.bias)
+        logits = self._model.output_layer(hidden)
         return with_argmax(logits if self._model.logits_scale == 1.0 else logits * self._model.logits_scale)
 
 
 def _layer(layer: DecoderLayer, model: DecoderModel) -> _Layer:
-    products = [_Product(*_shared([part.linear for part in parts]), parts) for parts in layer.products]
+    products = [
+        _Product(*_shared([part.linear for part in parts]), parts, is_partial(parts)) for parts in layer.products
+    ]
     norm, is_whole = None, False
     if layer.q_norm is not None and layer.k_norm is not None:
         sizes = (layer.q_norm.weight, model.num_heads), (layer.k_norm.weight, model.num_kv_heads)

@@ -5,6 +5,10 @@ list, to which steps are padded with rows that write to a block of their own. It
 the longest context (see attention/triton_paged.py), rounded up to a power of two. Graphs are captured when a step needs
 them first. They wrap any forward pass; one that waits for the device cannot be captured, and then all steps run
 eagerly.
+
+With tensor parallelism the collectives of NCCL are in the graph. All ranks see the same plans and put the same arrays
+in the same places, so they capture and replay the same graphs in the same order. Whether a capture counts, they decide
+together.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from lineclear.worker.logits import Logits
 from lineclear.worker.memory_budget import is_out_of_memory
+from lineclear.worker.shard import Agree
 
 log = structlog.get_logger(__name__)
 
@@ -37,10 +42,10 @@ class _Graph(NamedTuple):
 class DecodeGraphs:
     """The captured graphs of one model."""
 
-    def __init__(self, batch_sizes: Sequence[int], capture: Capture) -> None:
+    def __init__(self, batch_sizes: Sequence[int], capture: Capture, agree: Agree = bool) -> None:
         """`batch_sizes`: numbers of rows to capture graphs for; empty: none."""
         self._batch_sizes = sorted(set(batch_sizes))
-        self._capture = capture
+        self._capture, self._agree = capture, agree
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._values: Tensor | None = None  # where all graphs leave their logits
         self.num_replays = 0
@@ -79,14 +84,17 @@ class DecodeGraphs:
         return graph if graph.addresses == addresses else None
 
     def _captured(self, key: tuple[int, int], addresses: tuple[int, ...], run: Run) -> _Graph | None:
+        problem, graph = "", None
         try:
             graph = _Graph(addresses, *self._capture(lambda: self._in_shared_memory(run())))
         except RuntimeError as error:  # an operation that cannot be captured
-            if is_out_of_memory(error):
+            if is_out_of_memory(error):  # ends a worker of several ranks, and so their wait for this one
                 raise
+            problem = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        if not self._agree(graph is not None) or graph is None:
             log.warning(
                 "cuda_graphs_not_used",
-                problem=(str(error).splitlines() or [type(error).__name__])[0][:200],
+                problem=problem or "another rank cannot capture it",
                 hint="the model waits for the device in its forward pass; each step launches its kernels one by one",
             )
             self._batch_sizes = []

@@ -16,10 +16,10 @@ from typing import Any
 
 import structlog
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from lineclear.worker.ranks import Ranks
-from lineclear.worker.shard import Pieces, Shard, equal_piece, mark, take
+from lineclear.worker.shard import Pieces, Shard, add_over_ranks, equal_piece, gather_over_ranks, mark, take
 
 from .compatibility_probe import TOLERANCE, eager_logits, relative_error
 from .loaded_model import LoadedModel, ModelRefused
@@ -159,13 +159,8 @@ class _Division:
             module.weight = _parameter(nn.functional.pad(module.weight, (0, 0, 0, padding)))
             if module.bias is not None:
                 module.bias = _parameter(nn.functional.pad(module.bias, (0, padding)))
-
-        def gather(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
-            parts = output.new_empty(self._count, *output.shape)
-            distributed.all_gather(list(parts), output.contiguous())
-            return parts.movedim(0, -2).flatten(-2)[..., :size].contiguous()
-
-        module.register_forward_hook(gather)
+            module.out_features = part
+        module.register_forward_hook(lambda module, inputs, output: gather_over_ranks(output, size))
 
     def check_complete(self, model: nn.Module) -> None:
         """Raise ModelRefused if a linear layer is of no known kind, or nothing but the output layer was divided."""
@@ -214,4 +209,4 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def _add_over_ranks(module: nn.Module, inputs: object, output: Tensor) -> None:
-    distributed.all_reduce(output)
+    add_over_ranks(output)

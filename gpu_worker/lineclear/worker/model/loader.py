@@ -28,6 +28,7 @@ from lineclear.worker.cpu.thread_tuner import probe_threads
 from lineclear.worker.decoder_layers import ACTIVATIONS, FAMILIES, DecoderModel, describe
 from lineclear.worker.kernels.native_library import prefers_bf16_gemm_for_few_rows
 from lineclear.worker.memory_budget import free_bytes
+from lineclear.worker.shard import Agree
 
 from .compatibility_probe import (
     NUM_TOKENS,
@@ -105,47 +106,64 @@ def wrap_model(model: Any, model_id: str = "", max_model_len: int = 0) -> Loaded
     return loaded
 
 
-def build_fused(loaded: LoadedModel, packer: Packer | None = None, *, keep_weights: bool = False) -> LoadedModel | None:
+def build_fused(
+    loaded: LoadedModel, packer: Packer | None = None, *, keep_weights: bool = False, agree: Agree = bool
+) -> LoadedModel | None:
     """Return the model with a fused forward pass; unchanged if it cannot have one; None if its logits differ too much.
 
     `packer` None: the fastest one whose weights fit into memory. Unless `keep_weights`, each matrix of the transformers
-    model is freed as soon as it is packed, and that model cannot be used afterwards.
+    model is freed as soon as it is packed, and that model cannot be used afterwards. All ranks do the same.
     """
     if loaded.device.type == "cuda":
-        return build_cuda(loaded) if triton_support.is_usable() else loaded
+        return build_cuda(loaded, agree) if agree(triton_support.is_usable()) else loaded
     described = _described(loaded)
     if described is None or not can_build(described):
         return loaded
-    packer = packer or _fastest(loaded)
+    packer = packer or _fastest(loaded, agree)
     packer = packer if keep_weights else free_after_packing(packer)
     fused, error = _with_decoder(loaded, partial(FusedDecoder, described, packer=packer), loaded.probe_logits)
-    if not error <= TOLERANCE[loaded.dtype]:
+    if not agree(error <= TOLERANCE[loaded.dtype]):
         log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
         return None
     return fused
 
 
-def build_cuda(loaded: LoadedModel) -> LoadedModel:
+def build_cuda(loaded: LoadedModel, agree: Agree = bool) -> LoadedModel:
     """Return the model with the fused forward pass of CUDA, which shares the weights of its modules.
 
-    Unchanged if it cannot have one, its logits differ too much, or a kernel cannot run here.
+    Unchanged if it cannot have one, its logits differ too much, or a kernel cannot run here, of any rank.
     """
-    described = _described(loaded)
-    if described is None:
+    if _described(loaded) is None:
         return loaded
-    from lineclear.worker.cuda.fused_decoder import CudaFusedDecoder  # imports triton
+    # Before the first collective, for which the others would wait: a rank alone may lack memory.
+    problem = "" if loaded.device.type != "cuda" else _problem(lambda: _take_own_memory(loaded))
+    fused = [loaded]
 
-    try:
-        if loaded.device.type == "cuda":
-            _take_own_memory(loaded)
-        fused, error = _with_decoder(loaded, partial(CudaFusedDecoder, described), loaded.probe_logits)
-        if error <= TOLERANCE[loaded.dtype]:
-            return fused
-        problem = f"the relative error of its logits is {error:.2g}"
-    except Exception as failure:  # of Triton, whose errors have no common class
-        problem = f"{type(failure).__name__}: {_first_line(failure)[:200]}"
-    log.warning("fused_forward_not_used", family=loaded.family, problem=problem)
+    def build() -> None:
+        from lineclear.worker.cuda.fused_decoder import CudaFusedDecoder  # imports triton
+
+        described = _described(loaded)  # of the weights in their new places
+        assert described is not None
+        found, error = _with_decoder(loaded, partial(CudaFusedDecoder, described), loaded.probe_logits)
+        if not error <= TOLERANCE[loaded.dtype]:
+            raise ValueError(f"the relative error of its logits is {error:.2g}")
+        fused.append(found)
+
+    if agree(not problem):
+        problem = _problem(build)
+        if agree(not problem):
+            return fused[-1]
+    log.warning("fused_forward_not_used", family=loaded.family, problem=problem or "another rank cannot use it")
     return loaded
+
+
+def _problem(action: Callable[[], object]) -> str:
+    """Return why `action()` fails; empty if it does not."""
+    try:
+        action()
+    except Exception as failure:  # errors of Triton have no common class
+        return f"{type(failure).__name__}: {_first_line(failure)[:200]}"
+    return ""
 
 
 def _take_own_memory(loaded: LoadedModel) -> None:
@@ -169,10 +187,10 @@ def _take_own_memory(loaded: LoadedModel) -> None:
         parameter.data = parameter.data.to(loaded.device, copy=True)
 
 
-def _fastest(loaded: LoadedModel) -> Packer:
+def _fastest(loaded: LoadedModel, agree: Agree) -> Packer:
     if loaded.device.type != "cpu" or loaded.dtype is not torch.bfloat16 or not prefers_bf16_gemm_for_few_rows():
         return pack
-    if loaded.weight_bytes > _MAX_PACK_TWICE_SHARE * free_bytes(loaded.device):
+    if not agree(loaded.weight_bytes <= _MAX_PACK_TWICE_SHARE * free_bytes(loaded.device)):
         log.info("weights_packed_once", weight_mib=loaded.weight_bytes >> 20)
         return pack
     return pack_twice
