@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from core.harness import CoreHarness
@@ -50,6 +51,15 @@ def test_figures_are_those_of_the_core() -> None:
     while [running.request for running in state_of(harness).running] != [3]:
         harness.step()
     assert [running.preemptions for running in state_of(harness).running] == [1]
+
+
+def test_memory_of_a_worker_is_that_of_its_hello() -> None:
+    harness = CoreHarness()
+    figures = {"load_seconds": 2.5, "weight_bytes": 7, "kv_cache_bytes": 8, "step_memory_bytes": 9}
+    worker = harness.core.state.workers[harness.epoch]
+    worker._hello = replace(worker.hello, **figures)  # type: ignore[arg-type]
+    (found,) = state_of(harness).workers
+    assert {name: getattr(found, name) for name in figures} == figures
 
 
 def test_waiting_requests_are_limited() -> None:

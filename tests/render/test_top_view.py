@@ -18,6 +18,7 @@ from lineclear.v1 import steps_pb2 as pb
 WORKER = pb.WatchedWorker(
     worker=0, epoch=7, device="cpu", num_slots=4, num_running=1, steps_in_flight=2, steps=12, num_blocks=8,
     block_size=16, blocks_used=3, blocks_shared=1, blocks_cached=2, block_map=bytes([2, 2, 3, 1, 1, 0, 0, 0]),
+    load_seconds=3.25, weight_bytes=235 << 20, kv_cache_bytes=64 << 20,
 )  # fmt: skip
 RUNNING = pb.RunningRequest(
     request=5, worker=0, slot=1, prompt_tokens=10, max_tokens=30, position=19, cached_tokens=4, preemptions=2
@@ -78,7 +79,7 @@ def test_view_of_a_state() -> None:
     assert "queue 3 waiting, 44 tokens   next: [6] 12+20 1.5 s, [2] 9+20 again 0.2 s" in lines
     assert "slots 1 of 4 in use" in lines
     assert re.search(r"slot   1 \[5\] ▒+█+·+ 10/30 tokens, prompt 10 \(4 cached\), preempted 2x", lines)
-    assert "worker 0 cpu, 1 of 4 slots, step 12" in lines
+    assert "worker 0 cpu, 1 of 4 slots, step 12   ready after 3.2 s, weight 235 MiB, kv cache 64 MiB" in lines
     assert "█ 2 in use  ▓ 1 shared  ░ 2 cached  · 3 free" in lines
     assert "██▓░░···" in lines
 

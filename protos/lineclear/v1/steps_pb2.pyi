@@ -491,6 +491,10 @@ class WatchedWorker(_message.Message):
     BLOCKS_SHARED_FIELD_NUMBER: _builtins.int
     BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
     BLOCK_MAP_FIELD_NUMBER: _builtins.int
+    LOAD_SECONDS_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    STEP_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     """The worker, as in StepRecord."""
     epoch: _builtins.int
@@ -520,6 +524,13 @@ class WatchedWorker(_message.Message):
     more than the number of requests that use it, at most 255. Empty unless
     the caller asked for it.
     """
+    load_seconds: _builtins.float
+    """Seconds until it was ready, and bytes of its weights, KV blocks and largest
+    step, as in WorkerStats.
+    """
+    weight_bytes: _builtins.int
+    kv_cache_bytes: _builtins.int
+    step_memory_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -536,10 +547,14 @@ class WatchedWorker(_message.Message):
         blocks_shared: _builtins.int = ...,
         blocks_cached: _builtins.int = ...,
         block_map: _builtins.bytes = ...,
+        load_seconds: _builtins.float = ...,
+        weight_bytes: _builtins.int = ...,
+        kv_cache_bytes: _builtins.int = ...,
+        step_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_map", b"block_map", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_shared", b"blocks_shared", "blocks_used", b"blocks_used", "device", b"device", "epoch", b"epoch", "num_blocks", b"num_blocks", "num_running", b"num_running", "num_slots", b"num_slots", "steps", b"steps", "steps_in_flight", b"steps_in_flight", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_map", b"block_map", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_shared", b"blocks_shared", "blocks_used", b"blocks_used", "device", b"device", "epoch", b"epoch", "kv_cache_bytes", b"kv_cache_bytes", "load_seconds", b"load_seconds", "num_blocks", b"num_blocks", "num_running", b"num_running", "num_slots", b"num_slots", "step_memory_bytes", b"step_memory_bytes", "steps", b"steps", "steps_in_flight", b"steps_in_flight", "weight_bytes", b"weight_bytes", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

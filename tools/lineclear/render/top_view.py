@@ -214,7 +214,12 @@ def _worker(history: TopHistory, worker: pb.WatchedWorker) -> Iterator[Text]:
     seconds = history.step_seconds(worker.worker)
     step = "" if seconds is None else f", {seconds * 1000:.1f} ms a step"
     slots = f"{worker.num_running} of {worker.num_slots} slots"
-    yield Text.assemble((f"worker {worker.worker} ", "bold"), f"{worker.device}, {slots}, step {worker.steps}{step}")
+    start = f"   ready after {worker.load_seconds:.1f} s"
+    for what in ("weight", "kv_cache", "step_memory"):
+        if num_bytes := getattr(worker, f"{what}_bytes"):
+            start += f", {what.replace('_', ' ')} {num_bytes / 2**20:.0f} MiB"
+    figures = f"{worker.device}, {slots}, step {worker.steps}{step}"
+    yield Text.assemble((f"worker {worker.worker} ", "bold"), figures, (start, "dim"))
     parts = (USED, worker.blocks_used - worker.blocks_shared, "in use"), (SHARED, worker.blocks_shared, "shared")
     more = (CACHED, worker.blocks_cached, "cached"), (FREE, free, "free")
     text = Text.assemble(("KV blocks ", "bold"), f"{worker.num_blocks} of {worker.block_size} tokens:")

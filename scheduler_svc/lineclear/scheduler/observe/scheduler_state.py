@@ -15,6 +15,9 @@ from lineclear.v1 import steps_pb2 as pb
 MAX_WAITING = 64
 """Waiting requests in a state."""
 
+_OF_START = ("load_seconds", "weight_bytes", "kv_cache_bytes", "step_memory_bytes")
+"""Figures that a worker joins with."""
+
 # The code of a block with this many references: see WatchedWorker.block_map in steps.proto.
 _CODES = bytes([0, *range(2, 256), 255])
 
@@ -118,4 +121,5 @@ def _worker(index: int, worker: WorkerState, references: bytes) -> pb.WatchedWor
         blocks_used=num_used,
         blocks_shared=num_used - references.count(1),
         blocks_cached=pool.num_cached,
+        **{name: getattr(worker.hello, name) for name in _OF_START},
     )
