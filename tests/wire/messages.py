@@ -18,6 +18,7 @@ from lineclear.wire.messages import (
     Sampling,
     Scores,
     SlotInit,
+    StateCopy,
     StepPlan,
     StepResult,
 )
@@ -95,9 +96,9 @@ def decodes(draw: st.DrawFn) -> Decodes:
     return Decodes(slots, starts, tuple((slot, draw(naturals)) for slot in grown))
 
 
-copies = tuples(built(BlockCopy))
+copies = tuples(built(BlockCopy)), tuples(built(StateCopy))
 plans = st.builds(
-    StepPlan, uint64, uint64, tuples(built(Row)), tuples(slot_inits(), 3), tuples(naturals), decodes(), copies
+    StepPlan, uint64, uint64, tuples(built(Row)), tuples(slot_inits(), 3), tuples(naturals), decodes(), *copies
 )
 logprobs = st.none() | st.builds(Logprobs, floats, tuples(st.tuples(naturals, floats), 4))
 

@@ -133,6 +133,8 @@ def outputs(*, bad_rows: bytes = b"", **columns: Any) -> Any:
         (PLAN, pb.Plan(copy_sources=INTS(1, 2), copy_targets=INTS(3, 4))),  # blocks without positions
         (PLAN, pb.Plan(copy_sources=INTS(1, 2), copy_targets=INTS(3, 4), copy_positions=INTS(1, 0))),  # none to copy
         (PLAN, pb.Plan(copy_sources=INTS(1, -2), copy_targets=INTS(3, 4), copy_positions=INTS(1, 1))),
+        (PLAN, pb.Plan(state_sources=INTS(1, 2), state_targets=I1)),  # a copy without a target
+        (PLAN, pb.Plan(state_sources=I1, state_targets=NEGATIVE)),
         (PLAN, pb.Plan(slots=I1, starts=I1, counts=I1, outputs=b"\1", num_new_blocks=I0, num_drafts=NEGATIVE)),
         (PLAN, pb.Plan(slots=I1, starts=I1, counts=I1, outputs=b"\1", num_new_blocks=I0, num_drafts=INTS(0, 0))),
         (RESULT, outputs(num_drafted=NEGATIVE)),
@@ -151,6 +153,7 @@ def outputs(*, bad_rows: bytes = b"", **columns: Any) -> Any:
         (RESULT, outputs(vectors=[b"123"])),  # no whole number of values
         (HELLO, pb.Hello()),  # no capacity at all
         (HELLO, hello(num_swap_blocks=-1)),
+        (HELLO, hello(has_recurrent_state=True, num_state_snapshots=-1)),
         (HELLO, hello(swap_seconds=math.inf)),
         (HELLO, hello(swap_seconds=math.nan)),
         (HELLO, hello(load_seconds=-1.0)),

@@ -41,6 +41,7 @@ from lineclear.wire.messages import (
     Scores,
     SetLogLevel,
     SlotInit,
+    StateCopy,
     StepError,
     StepPlan,
     StepResult,
@@ -169,6 +170,9 @@ def _plan_to(plan: StepPlan) -> pb.Plan:
         sources, targets, lengths = zip(*plan.copy_blocks, strict=True)
         message.copy_sources, message.copy_targets = _ints(sources), _ints(targets)
         message.copy_positions = _ints(lengths)
+    if plan.copy_states:
+        sources, targets = zip(*plan.copy_states, strict=True)
+        message.state_sources, message.state_targets = _ints(sources), _ints(targets)
     if plan.chunks:
         slots, starts, counts, outputs, blocks, drafts = zip(*plan.chunks, strict=True)
         message.slots, message.starts, message.counts = _ints(slots), _ints(starts), _ints(counts)
@@ -183,7 +187,9 @@ def _plan_from(epoch: int, step: int, payload: bytes) -> StepPlan:
     m = pb.Plan.FromString(payload)
     inits = tuple(map(_init_from, m.inits))
     zero_blocks = tuple(_read_indices(m.zero_blocks))
-    return StepPlan(epoch, step, _chunks_from(m), inits, zero_blocks, _decodes_from(m), _copies_from(m))
+    states = zip(_read_indices(m.state_sources), _read_indices(m.state_targets), strict=True)
+    copies = _copies_from(m), tuple(map(StateCopy._make, states))
+    return StepPlan(epoch, step, _chunks_from(m), inits, zero_blocks, _decodes_from(m), *copies)
 
 
 def _copies_from(m: pb.Plan) -> tuple[BlockCopy, ...]:
@@ -355,6 +361,8 @@ def _check_hello(hello: Hello) -> None:
         raise ValueError("a capacity is not positive")
     if hello.num_swap_blocks < 0 or not 0 <= hello.swap_seconds < inf:
         raise ValueError("host blocks or the time to copy one out of range")
+    if hello.num_state_snapshots < 0:
+        raise ValueError("a negative number of snapshots")
     if not 0 <= hello.load_seconds < inf:
         raise ValueError("a worker that was ready before it started")
 

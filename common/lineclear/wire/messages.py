@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from lineclear.wire.sampling import Sampling as Sampling
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of the plan protocol; both ends must have the same."""
 
 
@@ -85,12 +85,26 @@ class BlockCopy(NamedTuple):
     num_positions: int
 
 
+class StateCopy(NamedTuple):
+    """Replace recurrent state `target` by state `source`, before the step computes anything.
+
+    States below `Hello.num_slots` are those of the slots, and the `num_state_snapshots` behind are snapshots. A source
+    is a snapshot, or a slot that the plan does not initialise. A target is a snapshot, or a slot that it does.
+    """
+
+    source: int
+    target: int
+
+
 class Row(NamedTuple):
     """Compute positions [start, start + num_tokens) of the sequence in `slot`, and return `output`.
 
     `new_blocks` continue the sequence's block table. The worker may verify up to `num_drafts` drafts in a row of one
     position that samples: it computes them at the following positions, samples at each position, and returns the drafts
     that equal the samples before them, and the sample behind those. Positions of other drafts are computed again.
+
+    With recurrent state, a row continues from the state of its slot, and leaves the state behind its last position. So
+    the positions of a slot are computed in order, once, and there are no drafts.
     """
 
     slot: int
@@ -146,6 +160,8 @@ class StepPlan:
     copy_blocks: tuple[BlockCopy, ...] = ()
     """They run first: all of them read, then all of them write. So a source may be a target too, or be zeroed or
     written by the step."""
+    copy_states: tuple[StateCopy, ...] = ()
+    """Like `copy_blocks`. The state of a slot in `inits` that is no target becomes zero."""
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
@@ -246,6 +262,8 @@ class Hello:
     weights, configuration and number formats. `text_fingerprint` is a digest of the files that the scheduler reads too
     (lineclear.model_files.fingerprint); if empty, it is not compared. `draft_model` is the id of the draft model.
     `num_swap_blocks` host blocks follow those of the pool; it takes `swap_seconds` to copy a block to or from them.
+    With `has_recurrent_state`, each slot has a state beside its blocks. A cached prefix can be used where one of the
+    `num_state_snapshots` keeps the state behind it; without any there is no prefix cache.
     """
 
     epoch: int
@@ -278,6 +296,8 @@ class Hello:
     step_memory_bytes: int = 0
     """That the largest step takes, as measured before the pools were made; 0: not measured."""
     swap_memory_bytes: int = 0
+    has_recurrent_state: bool = False
+    num_state_snapshots: int = 0
     protocol: int = PROTOCOL
 
     def step_tokens(self, target: int) -> int:

@@ -47,6 +47,8 @@ class Plan(_message.Message):
     COPY_TARGETS_FIELD_NUMBER: _builtins.int
     COPY_POSITIONS_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    STATE_SOURCES_FIELD_NUMBER: _builtins.int
+    STATE_TARGETS_FIELD_NUMBER: _builtins.int
     slots: _builtins.bytes
     """Fields 2 to 7: the chunks.
     int32 per row.
@@ -81,6 +83,13 @@ class Plan(_message.Message):
     copy_positions: _builtins.bytes
     num_drafts: _builtins.bytes
     """int32 per row: how many drafts it may verify; empty when none may."""
+    state_sources: _builtins.bytes
+    """int32 per copy of a recurrent state: state to read, state to replace. They
+    run with the copies of blocks. States are numbered: those of the slots,
+    then the snapshots. A slot in `inits` whose state is no target starts with
+    the zero state.
+    """
+    state_targets: _builtins.bytes
     @_builtins.property
     def inits(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotInit]:
         """Slots that take a new sequence before this step."""
@@ -104,10 +113,12 @@ class Plan(_message.Message):
         copy_targets: _builtins.bytes = ...,
         copy_positions: _builtins.bytes = ...,
         num_drafts: _builtins.bytes = ...,
+        state_sources: _builtins.bytes = ...,
+        state_targets: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_positions", b"copy_positions", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "counts", b"counts", "decode_slots", b"decode_slots", "decode_starts", b"decode_starts", "grown_blocks", b"grown_blocks", "grown_slots", b"grown_slots", "inits", b"inits", "new_blocks", b"new_blocks", "num_drafts", b"num_drafts", "num_new_blocks", b"num_new_blocks", "outputs", b"outputs", "slots", b"slots", "starts", b"starts", "zero_blocks", b"zero_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_positions", b"copy_positions", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "counts", b"counts", "decode_slots", b"decode_slots", "decode_starts", b"decode_starts", "grown_blocks", b"grown_blocks", "grown_slots", b"grown_slots", "inits", b"inits", "new_blocks", b"new_blocks", "num_drafts", b"num_drafts", "num_new_blocks", b"num_new_blocks", "outputs", b"outputs", "slots", b"slots", "starts", b"starts", "state_sources", b"state_sources", "state_targets", b"state_targets", "zero_blocks", b"zero_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -389,6 +400,8 @@ class Hello(_message.Message):
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     STEP_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     SWAP_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    HAS_RECURRENT_STATE_FIELD_NUMBER: _builtins.int
+    NUM_STATE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
@@ -430,6 +443,11 @@ class Hello(_message.Message):
     kv_cache_bytes: _builtins.int
     step_memory_bytes: _builtins.int
     swap_memory_bytes: _builtins.int
+    has_recurrent_state: _builtins.bool
+    """Whether each slot has a recurrent state, and how many snapshots of such
+    states the worker can keep.
+    """
+    num_state_snapshots: _builtins.int
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -462,10 +480,12 @@ class Hello(_message.Message):
         kv_cache_bytes: _builtins.int = ...,
         step_memory_bytes: _builtins.int = ...,
         swap_memory_bytes: _builtins.int = ...,
+        has_recurrent_state: _builtins.bool = ...,
+        num_state_snapshots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "draft_model", b"draft_model", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "instance", b"instance", "kv_cache_bytes", b"kv_cache_bytes", "load_seconds", b"load_seconds", "max_model_len", b"max_model_len", "max_step_tokens", b"max_step_tokens", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "num_swap_blocks", b"num_swap_blocks", "pid", b"pid", "protocol", b"protocol", "step_memory_bytes", b"step_memory_bytes", "swap_memory_bytes", b"swap_memory_bytes", "swap_seconds", b"swap_seconds", "text_fingerprint", b"text_fingerprint", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "draft_model", b"draft_model", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_recurrent_state", b"has_recurrent_state", "instance", b"instance", "kv_cache_bytes", b"kv_cache_bytes", "load_seconds", b"load_seconds", "max_model_len", b"max_model_len", "max_step_tokens", b"max_step_tokens", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "num_state_snapshots", b"num_state_snapshots", "num_swap_blocks", b"num_swap_blocks", "pid", b"pid", "protocol", b"protocol", "step_memory_bytes", b"step_memory_bytes", "swap_memory_bytes", b"swap_memory_bytes", "swap_seconds", b"swap_seconds", "text_fingerprint", b"text_fingerprint", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
