@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from simulation.invariant_error import require
 from simulation.model_sequence import ModelSequence
+from simulation.model_states import ModelStates
 
 Key = tuple[bytes, tuple[int, ...]]
 """Cache salt and all tokens up to the end of the block, or of its positions that are filled."""
@@ -18,8 +19,8 @@ Write = tuple[ModelSequence, int, int]
 class ModelBlocks:
     """The blocks of one worker; empty without a worker."""
 
-    def __init__(self, prefix_cache: bool) -> None:
-        self._prefix_cache = prefix_cache
+    def __init__(self, prefix_cache: bool, states: ModelStates) -> None:
+        self._prefix_cache, self.states = prefix_cache, states
         self.reset(0, 1)
 
     def reset(self, num_blocks: int, size: int) -> None:
@@ -41,6 +42,8 @@ class ModelBlocks:
 
     def clear_cache(self) -> None:
         self.num_dropped += len(self._index)
+        for block in self._key_of:
+            self.states.drop(block)
         self._index.clear()
         self._key_of.clear()
         self._unused.clear()
@@ -64,12 +67,17 @@ class ModelBlocks:
         return sum(not self._users[block] for block in blocks)
 
     def cached_prefix(self, sequence: ModelSequence) -> list[int]:
+        """Return the longest cached prefix that a request can begin with: with recurrent state, one with a state."""
+        found = self.whole_prefix(sequence)
+        return found[: self.states.num_usable(found)] if self.states.is_recurrent else found
+
+    def whole_prefix(self, sequence: ModelSequence) -> list[int]:
         """Return the longest cached prefix, never with a position that has to be reported."""
         found: list[int] = []
         tokens = sequence.tokens
         if self._prefix_cache:
             for end in range(self.size, sequence.num_cacheable + 1, self.size):
-                block = self._index.get((_scope(sequence), tokens[:end]))
+                block = self._index.get((scope(sequence), tokens[:end]))
                 if block is None:
                     break
                 found.append(block)
@@ -78,9 +86,11 @@ class ModelBlocks:
     def num_common(self, sequence: ModelSequence, start: int) -> dict[int, int]:
         """Return how many positions of `sequence` from `start` on each block has: those with a quarter of a block."""
         tokens = sequence.tokens
-        found = {}
+        found: dict[int, int] = {}
+        if self.states.is_recurrent:
+            return found  # no state is kept inside of a block
         for block, (salt, others) in self._sources.items():
-            if salt == _scope(sequence) and start < len(others) <= start + self.size:
+            if salt == scope(sequence) and start < len(others) <= start + self.size:
                 equal = [a == b for a, b in zip(others, tokens[: sequence.num_cacheable], strict=False)]
                 common = equal.index(False) if False in equal else len(equal)
                 if common - start >= max(1, self.size // 4):
@@ -126,6 +136,7 @@ class ModelBlocks:
         elif block in self._key_of:
             require(not self._partial, "I4", "partial blocks are evicted before cached ones")
             require(next(iter(self._unused)) == block, "I4", "the least recently used cached block is evicted")
+            self.states.drop(block)
             del self._unused[block], self._index[self._key_of.pop(block)]
             self.num_dropped += 1
         self._sources.pop(block, None)
@@ -151,8 +162,12 @@ class ModelBlocks:
         num_known = len(sequence.tokens) - (sequence.request.sampling.grammar != "")  # its last row may be deferred
         end = min(sequence.num_planned, num_known)
         written = {block: self._key_of[block] for block in self._publish(sequence, end)}
+        if sequence.boundaries and sequence.boundaries[0] == end:
+            sequence.state_at, block = sequence.boundaries.pop(0), sequence.blocks[end // self.size - 1]
+            if block in self._key_of:
+                self.states.leave(block, sequence, self._key_of[block])
         if self._prefix_cache and is_prompt and end % self.size:
-            written[sequence.blocks[end // self.size]] = _scope(sequence), sequence.tokens[:end]
+            written[sequence.blocks[end // self.size]] = scope(sequence), sequence.tokens[:end]
         self._unconfirmed |= dict.fromkeys(written, (sequence, sequence.admission_count, step))
         self._planned |= written
 
@@ -169,7 +184,9 @@ class ModelBlocks:
         if self._prefix_cache:
             tokens = sequence.tokens
             for index in range(sequence.num_offered // self.size, end // self.size):
-                key, block = (_scope(sequence), tokens[: (index + 1) * self.size]), sequence.blocks[index]
+                key, block = (scope(sequence), tokens[: (index + 1) * self.size]), sequence.blocks[index]
+                if self.states.is_recurrent and not self.states.has_state(self._index.get(key, block)):
+                    self._give_way(key)
                 if key not in self._index and block not in self._key_of and block not in self._tainted:
                     self._index[key] = block
                     self._key_of[block] = key
@@ -177,15 +194,28 @@ class ModelBlocks:
             sequence.num_offered = max(sequence.num_offered, end // self.size * self.size)
         return published
 
+    def _give_way(self, key: Key) -> None:
+        """Take the block with a key out of the prefix cache: the last one that was computed takes its place."""
+        if key in self._index:
+            block = self._index[key]
+            self._unpublish(block)
+            self._unused.pop(block, None)
+
     def num_lost_positions(self, sequence: ModelSequence) -> int:
         """Return how many planned positions no cached block would keep after a preemption."""
+        if self.states.is_recurrent:
+            return sequence.num_planned - sequence.state_at
         if not self._prefix_cache:
             return sequence.num_planned
         return sequence.num_planned - max(sequence.num_shared, sequence.num_computed // self.size * self.size)
 
     def _has_part(self, block: int) -> bool:
         """Return whether positions of the block may be copied: a quarter of a block at least."""
-        return block in self._sources and (len(self._sources[block][1]) - 1) % self.size + 1 >= max(1, self.size // 4)
+        return (
+            not self.states.is_recurrent
+            and block in self._sources
+            and (len(self._sources[block][1]) - 1) % self.size + 1 >= max(1, self.size // 4)
+        )
 
     def taint(self, sequence: ModelSequence) -> None:
         """Unpublish the blocks of a sequence with non-finite values, and zero them before reuse."""
@@ -199,6 +229,7 @@ class ModelBlocks:
         self._sources.pop(block, None)
         if block in self._key_of:
             del self._index[self._key_of.pop(block)]
+            self.states.drop(block)
             self.num_dropped += 1
 
     def readers(self, bad: set[tuple[ModelSequence, int]]) -> set[tuple[ModelSequence, int]]:
@@ -247,6 +278,6 @@ class ModelBlocks:
         sequence.blocks = []
 
 
-def _scope(sequence: ModelSequence) -> tuple[bytes, bytes]:
+def scope(sequence: ModelSequence) -> tuple[bytes, bytes]:
     """Return what requests must have in common to share blocks."""
     return sequence.request.cache_salt, sequence.request.adapter

@@ -41,6 +41,8 @@ class ModelSequence:
         self.num_planned = self.num_computed = self.num_known = 0
         self.num_shared = 0  # leading positions from the prefix cache
         self.num_offered = 0  # leading positions in blocks that were offered to the prefix cache
+        self.boundaries: list[int] = []  # positions at which rows end, for the state behind them
+        self.state_at = 0  # position of the last state that was kept, or that it began with
         self.num_void = 0  # samples in flight that do not count
         self.in_flight = 0
         self.num_drafts = 0  # that the row in flight may verify

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from simulation.invariant_error import require
 from simulation.scenario import Capacity, Scenario, is_bad
 from support.toy import ToyRunner, ToyStep
 
@@ -25,16 +26,25 @@ class TaintingRunner(ToyRunner):
             blocks = self.slots[row.slot].blocks
             for position in range(row.start, len(blocks) * size):
                 self.cells[blocks[position // size]][position % size] = POISON_CELL
+            if self.num_state_snapshots is not None:
+                self.states[row.slot][1 + row.start :] = [POISON_CELL] * row.num_tokens
         for blocks, start in self.bad_drafts:
             for position in range(start, len(blocks) * self.block_size):
                 self.cells[blocks[position // self.block_size]][position % self.block_size] = POISON_CELL
         return flight
+
+    def continued(self, state: list[int], cells: list[int]) -> list[int]:
+        """Return the state of a slot; non-finite values stay in it, and those of cells enter it."""
+        both = list(zip(state, cells, strict=True))
+        require(all(a == b or POISON_CELL in (a, b) for a, b in both), "I32", "a row continues from its own state")
+        return [POISON_CELL if POISON_CELL in (a, b) else a for a, b in both]
 
 
 class Worker:
     """A toy worker with queues of plans and results in flight."""
 
     def __init__(self, epoch: int, capacity: Capacity, scenario: Scenario, model: str, num_swap_blocks: int) -> None:
+        num_state_snapshots = scenario.state_snapshots if scenario.has_state else None
         self.runner = TaintingRunner(
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
@@ -47,6 +57,7 @@ class Worker:
             late_per_mille=scenario.late_per_mille,
             num_swap_blocks=num_swap_blocks,
             swap_seconds=scenario.swap_seconds,
+            num_state_snapshots=num_state_snapshots,
         )
         self.hello = self.runner.hello(epoch)
         self.plans: deque[StepPlan | LoadAdapter] = deque()  # and the messages between them

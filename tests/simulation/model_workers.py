@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from simulation.model_batching import ModelBatching
-from simulation.model_blocks import ModelBlocks
+from simulation.model_blocks import ModelBlocks, scope
 from simulation.model_cadence import ModelCadence
 from simulation.model_sequence import ModelSequence
+from simulation.model_states import ModelStates
 from simulation.model_swap import ModelSwap
 
 from lineclear.scheduler.core.limits import CoreLimits
@@ -72,10 +74,11 @@ class ModelWorker:
         self.hello = hello
         self.num_slots = min(hello.num_slots, self.limits.max_batch_size)
         self.max_len = min(hello.max_model_len, hello.num_blocks * hello.block_size + 1)
-        self.blocks = ModelBlocks(self.limits.prefix_cache)
+        self.states = ModelStates(hello, self.limits.prefix_cache)
+        self.blocks = ModelBlocks(self.limits.prefix_cache, self.states)
         self.blocks.reset(hello.num_blocks, hello.block_size)
         self.cadence = ModelCadence()
-        self.swap = ModelSwap(hello)
+        self.swap = ModelSwap(replace(hello, num_swap_blocks=0) if hello.has_recurrent_state else hello)
         self.running: dict[int, ModelSequence] = {}  # by slot
         self.finishing: dict[ModelSequence, None] = {}  # last row in flight: without slot, with blocks
         self.inflight: deque[ModelStep] = deque()
@@ -100,6 +103,7 @@ class ModelWorker:
         sequence.max_computed_before = max(sequence.max_computed_before, computed)
         sequence.is_running, sequence.slot, sequence.num_drafts = False, -1, 0
         sequence.num_planned = sequence.num_computed = sequence.num_shared = sequence.num_offered = 0
+        sequence.boundaries.clear()
 
     def release_slots(self) -> int:
         """Free the slots of the sequences whose last row is planned; return their number."""
@@ -116,19 +120,31 @@ class ModelWorker:
         unplanned = sum(sequence.num_unplanned for sequence in self.running.values())
         return unplanned + sum(step.num_tokens for step in self.inflight)
 
-    def has_room(self, sequence: ModelSequence, num_released: int = 0) -> bool:
+    def has_room(self, sequence: ModelSequence, num_released: int = 0, *, shares: bool = True) -> bool:
         """Return whether a slot and blocks for all known tokens and one more are free.
 
-        The last `num_released` slots are free for the next plan only.
+        The last `num_released` slots are free for the next plan only. Without `shares`, all blocks must be free.
         """
         num_running = len(self.running) + num_released
         longest = sequence.max_len - 1
         positions = longest if sequence.protected else min(len(sequence.tokens) + 1, longest)
-        shared = self.blocks.cached_prefix(sequence)
+        shared = self.blocks.cached_prefix(sequence) if shares else []
         needed = -(-max(positions, 1) // self.blocks.size)
         free = self.blocks.num_free - -(-num_running // 4)
         fits = free >= needed or free - self.blocks.num_unused(shared) >= needed - len(shared)
         return fits and num_running < self.num_slots
+
+    def awaits_state(self, sequence: ModelSequence) -> bool:
+        """Return whether the plan leaves a state behind more of a waiting sequence than it could begin with now."""
+        num_shared = len(self.blocks.cached_prefix(sequence))
+        return self.states.is_coming(self.blocks.whole_prefix(sequence)[num_shared:])
+
+    def may_have_awaited(self, sequence: ModelSequence) -> bool:
+        """Return after a plan whether `awaits_state` may have been true: blocks may have been evicted since then."""
+        return any(
+            of == scope(sequence) and tokens == sequence.tokens[: min(len(tokens), sequence.num_cacheable)]
+            for of, tokens in self.states.coming
+        )
 
     def uncached(self, sequence: ModelSequence) -> int:
         """Return how many tokens of a waiting sequence it would compute."""

@@ -83,6 +83,7 @@ class PlanChecks:
         waiting = deque(ready)  # decodes without a row so far, oldest first
         is_open = isolated is None and self.worker.batching.is_open(now)
         step = ModelStep(plan.step)
+        self.worker.states.begin_plan(plan.copy_states)
         within = self.worker.swap.begin_plan(plan.copy_blocks)
         copies = {copy.target: copy for copy in within}
         require(len(copies) == len(within), "I4", "each block is the target of one copy")
@@ -132,6 +133,7 @@ class PlanChecks:
         require(not zeroed, "I18", "only tainted blocks that are handed out are zeroed")
         require(not copies, "I4", "only requests that start get copies")
         self.worker.swap.end_plan()
+        self.worker.states.end_plan()
         self.worker.blocks.end_plan()
         require(total <= budget, "I6", "no more tokens than the budget")
         fits = len(self.worker.running) <= self.worker.num_slots or not plan.inits
@@ -274,11 +276,13 @@ class PlanChecks:
         require(init.pooling == sequence.request.pooling, "I7", "the pooling of the request")
         hits = self.worker.blocks.cached_prefix(sequence)
         require(list(init.blocks) == hits, "I4", "exactly the longest cached prefix of the salt is shared")
+        self.worker.states.check_init(init)
         require(sequence.max_len <= self.worker.max_len, "I25", "a request runs only where it fits")
         require(must_isolate(sequence) == (isolated is sequence), "isolation", "a suspect starts only to run alone")
         if isolated is None:
             require(self.state.takes_requests(self.worker), "I25", "this worker takes no further requests")
             self.placement.check_taken(sequence, self.worker, step.num_tokens, now)
+            require(not self.worker.awaits_state(sequence), "I34", "a request waits for the state that the plan leaves")
             is_fresh = sequence in self.state.fresh
             waiting = [*self.state.resuming, *self.state.fresh] if is_fresh else self.state.resuming
             waiting = [other for other in waiting if self.state.is_possible(other, self.worker)]
@@ -296,7 +300,10 @@ class PlanChecks:
         sequence.passed_at, sequence.is_left, sequence.left_until = None, False, float("-inf")
         sequence.admission_count += 1
         self.worker.running[init.slot] = sequence
-        sequence.num_shared = sequence.num_offered = len(hits) * self.worker.blocks.size
+        size, whole = self.worker.blocks.size, self.worker.blocks.whole_prefix(sequence)
+        sequence.num_shared = sequence.num_offered = sequence.state_at = len(hits) * size
+        counts = self.worker.states.boundaries(len(hits), len(whole), sequence.num_cacheable // size)
+        sequence.boundaries = [count * size for count in counts]
         swapped = self.worker.swap.find(sequence, len(hits))
         num_swapped = len(swapped) * self.worker.blocks.size
         if swapped:
@@ -352,6 +359,8 @@ class PlanChecks:
             outputs.discard(RowOutput.NONE)  # a sample and the vector of the last token: at the end of a row
             require(sequence.output_of(end - 1) is row.output, "I6", "samples at the last known token")
         require(outputs == {row.output}, "I6", "each position is reported, once")
+        require(end <= min(sequence.boundaries, default=end), "I33", "a row ends where the state is kept")
+        require(not (row.num_drafts and self.worker.states.is_recurrent), "I33", "no drafts with recurrent state")
         new_end = (len(sequence.blocks) + len(row.new_blocks)) * size
         needed = min(sequence.num_known, sequence.max_len - 1)
         is_first = len(sequence.blocks) * size == sequence.num_shared and new_end >= needed
@@ -447,7 +456,10 @@ class PlanChecks:
         if head in fresh and not is_idle and state.limits.batching_strategy == "adaptive":
             return  # how many may join follows from step times
         num_released = 0 if plan is None else self.num_released
-        if head is None or head.in_flight or not worker.has_room(head, num_released):
+        shares = plan is None or not worker.states.is_recurrent  # the states that the plan leaves are for the next one
+        if head is None or head.in_flight or not worker.has_room(head, num_released, shares=shares):
+            return
+        if plan is not None and worker.may_have_awaited(head):
             return
         require(self.placement.may_leave(head, worker, now), "I13", "a worker with room takes the head of the queue")
 
@@ -460,8 +472,8 @@ def _check_sharing(sequence: ModelSequence, worker: ModelWorker) -> None:
     """
     num_dropped, sequence.num_dropped = worker.blocks.num_dropped, worker.blocks.num_dropped
     prompt_len = len(sequence.request.prompt)
-    if not worker.limits.prefix_cache or sequence.num_cacheable < prompt_len - 1:
-        return
+    if not worker.limits.prefix_cache or sequence.num_cacheable < prompt_len - 1 or worker.states.is_recurrent:
+        return  # with recurrent state, I34
     for other in sequence.siblings:
         is_beside = other is not sequence and other.is_running and other.epoch == worker.epoch
         if is_beside and other.num_planned >= prompt_len - 1 and other.num_dropped == num_dropped:

@@ -13,7 +13,7 @@ from lineclear.scheduler.core.poison_detector import PoisonDetector
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 
-_INDEX = "state.adapters.index(request.adapter)"
+_INDEX = "self._state.adapters.index(request.adapter)"
 
 PLANNER_BUGS: Bugs = {
     StepPlanner: {

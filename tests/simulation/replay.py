@@ -28,7 +28,8 @@ def show(seed: int) -> int:
     for now, call, *what in run.scheduler.transcript:
         if call == "plan" and isinstance(what[0], StepPlan):
             plan = what[0]
-            print(f"{now:.4f} PLAN {plan.epoch}:{plan.step} zero={plan.zero_blocks} copy={plan.copy_blocks}")
+            print(f"{now:.4f} PLAN {plan.epoch}:{plan.step} zero={plan.zero_blocks} copy={plan.copy_blocks}", end="")
+            print(f" states={[tuple(copy) for copy in plan.copy_states]}" if plan.copy_states else "")
             for init in plan.inits:
                 seed_, length = init.sampling.seed, len(init.tokens)
                 print(f"    init slot {init.slot} request {seed_} tokens {length} blocks {init.blocks}")

@@ -64,6 +64,9 @@ class ResultChecks:
                 continue
             if sampling[index] in result.deferred_rows:
                 require(sequence.request.sampling.grammar != "", "I20", "only rows with a grammar are deferred")
+                if worker.states.is_recurrent and sequence.is_running:
+                    self.state.preempt(sequence)
+                    wanted.append(Preempted(request_id))
                 sequence.defer()
                 self.state.counters.wasted_samples += 1
                 continue

@@ -99,6 +99,10 @@ class Scenario:
     """Host blocks of most workers."""
     swap_seconds: float = 0.0
     """To copy a block out or in."""
+    has_state: bool = False
+    """Whether the model has recurrent state."""
+    state_snapshots: int = 0
+    """Snapshots of states that a worker keeps."""
 
 
 def is_bad(context: Sequence[int], per_mille: int) -> bool:

@@ -54,7 +54,7 @@ def draw(seed: int) -> Scenario:
     # Each of these has a random stream of its own.
     own_streams = (
         *((_branching, 0.06), (_constraining, 0.06), (_combined, 0.04), (_reweighing, 0.003), (_beside, 0.04)),
-        (_swapping_out, 0.05),
+        *((_swapping_out, 0.05), (_with_snapshots, 0.1)),
     )
     for variant, share in own_streams:
         own = random.Random(f"{seed}:{variant.__name__}")
@@ -422,6 +422,42 @@ def _swapping_both_ways(rng: random.Random, scenario: Scenario) -> Scenario:
     limits = {"scheduling_policy": "prefill_first", "max_preemptions": 4, "prefix_cache": rng.random() < 0.5}
     capacity = Capacity(rng.randint(40, 64), 1, 8, 64, 4096)
     return _changed(scenario, limits, capacity=capacity, longest_prompt=10)
+
+
+def _with_snapshots(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The model has recurrent state, of which a worker keeps no, few or many snapshots."""
+    scenario = rng.choice((_unchanged, _beginning_alike, _beginning_alike, _beginning_alike))(rng, scenario)
+    hazards = (_spoiled, _copying, _recomputing, _several, _branching, _adapted, _constraining, _drafting)
+    others = (_swapping_out, _scoring, _pooling, _fragile, _switching, _preempting, _cancelling)
+    for hazard in rng.sample((*hazards, *others), rng.choice((0, 0, 1, 1, 2))):
+        scenario = hazard(rng, scenario)
+    limits = {"prefix_cache": rng.random() < 0.95, "max_queue_overtakes": rng.choice((0, 1, 3, 16, 16, 16))}
+    late = min(scenario.late_per_mille, 50)  # each costs a whole prompt
+    snapshots = rng.choice((0, 1, 2, 3, 6, 64))
+    return _changed(scenario, limits, late_per_mille=late, has_state=True, state_snapshots=snapshots)
+
+
+def _beginning_alike(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Many prompts begin like others that wait, run or have ended, and leave them at several places."""
+    block_size, vocab_size = rng.choice((1, 2, 2, 4)), rng.choice((3, scenario.vocab_size))
+    length = rng.choice((8, 12, 30))
+    templates = [tuple(rng.randrange(vocab_size) for _ in range(length)) for _ in range(rng.choice((1, 2, 3)))]
+    templates += [template[: length // 2] + template[::-1] for template in templates]
+    limits = {"prefix_cache": True, "max_queue_size": 1000, "max_queue_tokens": 1_000_000}
+    limits |= {"target_batch_tokens": rng.choice((6, 16, 64)), "pipeline_depth": rng.randint(1, 3)}
+    limits["batching_strategy"] = rng.choice((scenario.limits.batching_strategy, "continuous"))
+    num_blocks = rng.choice((48, 48, 64 * block_size)) // block_size
+    return _changed(
+        scenario,
+        limits,
+        {"submit": 2.0, "burst": rng.choice((0.1, 0.5))},
+        capacity=Capacity(num_blocks, block_size, 8, 200, 4096),
+        vocab_size=vocab_size,
+        longest_prompt=rng.choice((length, 2 * length)),
+        pace=rng.choice((1, 2)),
+        templates=tuple(templates),
+        salts=rng.choice((scenario.salts[:1], scenario.salts)),
+    )
 
 
 def _short(rng: random.Random, scenario: Scenario) -> Scenario:

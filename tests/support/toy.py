@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import struct
+import zlib
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from lineclear.wire.messages import (
     Logprobs,
     Pooling,
     PoolingKind,
+    Row,
     RowOutput,
     Sampling,
     Scores,
@@ -225,8 +227,10 @@ class ToyRunner:
         late_per_mille: int = 0,
         num_swap_blocks: int = 0,
         swap_seconds: float = 0.0,
+        num_state_snapshots: int | None = None,
     ) -> None:
-        """`late_per_mille` of the masks are not ready in each step."""
+        """`late_per_mille` of the masks are not ready in each step. `num_state_snapshots`: None without such states."""
+        self.num_state_snapshots = num_state_snapshots
         self.late_per_mille = late_per_mille
         self.num_swap_blocks, self.swap_seconds = num_swap_blocks, swap_seconds
         self.num_blocks, self.block_size, self.num_slots = num_blocks, block_size, num_slots
@@ -257,6 +261,8 @@ class ToyRunner:
             model_fingerprint=fingerprint(self.model),
             num_swap_blocks=self.num_swap_blocks,
             swap_seconds=self.swap_seconds,
+            has_recurrent_state=self.num_state_snapshots is not None,
+            num_state_snapshots=self.num_state_snapshots or 0,
         )
 
     def reset(self) -> None:
@@ -264,9 +270,10 @@ class ToyRunner:
         # Arrays of fixed-size integers: lists would grow as ids are written.
         self.cells = [array("i", [HOLE]) * self.block_size for _ in range(self.num_blocks + self.num_swap_blocks)]
         self.slots: dict[int, _Slot] = {}
-        self._constraints = ConstraintTable(
-            ToyGrammars(self.vocab_size), self.vocab_size, LateThreads(self.late_per_mille)
-        )
+        # What each state has consumed: the model, and the content of a cell for each position.
+        self.states: list[list[int]] = [[] for _ in range(self.num_slots + (self.num_state_snapshots or 0))]
+        threads = LateThreads(self.late_per_mille, varies=self.num_state_snapshots is not None)
+        self._constraints = ConstraintTable(ToyGrammars(self.vocab_size), self.vocab_size, threads)
 
     def idle_work(self) -> bool:
         return False
@@ -289,6 +296,8 @@ class ToyRunner:
             self.cells[copy.target] = cells + array("i", [HOLE]) * (self.block_size - copy.num_positions)
         for block in plan.zero_blocks:
             self.cells[block] = array("i", [HOLE]) * self.block_size
+        if self.num_state_snapshots is not None:
+            self._start_states(plan)
         for init in plan.inits:
             assert 0 <= init.slot < self.num_slots
             self.slots[init.slot] = _Slot(init)
@@ -320,12 +329,16 @@ class ToyRunner:
                 block = slot.blocks[position // self.block_size]
                 assert 0 <= block < self.num_blocks
                 self.cells[block][position % self.block_size] = slot.tokens[position]
+            if self.num_state_snapshots is not None:
+                self._advance_state(slot, row)
             self.num_rows += 1
             self.num_positions += row.num_tokens
             if row.output == RowOutput.NONE:
                 continue
             size = self.block_size
             context = [self.cells[slot.blocks[p // size]][p % size] for p in range(end)]
+            if self.num_state_snapshots is not None:
+                context = self.states[row.slot][1:]
             if self.is_bad(context) and not (row.slot in void and row.output == RowOutput.SAMPLE):
                 bad.add(len(counts) + len(scores) + len(vectors))
             if row.output == RowOutput.SCORE:
@@ -368,6 +381,33 @@ class ToyRunner:
                 deferred_rows=frozenset(deferred),
             )
         )
+
+    def _start_states(self, plan: StepPlan) -> None:
+        """Copy states, first all reads, and start the other new slots with the zero state."""
+        new, targets = {init.slot for init in plan.inits}, {copy.target for copy in plan.copy_states}
+        assert len(targets) == len(plan.copy_states), "a state replaced twice"
+        assert all(target in new or target >= self.num_slots for target in targets), (
+            "the state of a slot in use replaced"
+        )
+        copied = [self.states[copy.source] for copy in plan.copy_states]
+        for slot in new - targets:
+            self.states[slot] = []
+        for copy, state in zip(plan.copy_states, copied, strict=True):
+            self.states[copy.target] = list(state)
+
+    def _advance_state(self, slot: _Slot, row: Row) -> None:
+        """Consume the cells of a row, which must continue from the state of exactly the positions before it."""
+        size, end = self.block_size, row.start + row.num_tokens
+        cells = [self.cells[slot.blocks[p // size]][p % size] for p in range(end)]
+        model = [zlib.crc32(self._model(slot).encode())]
+        before = self.continued(self.states[row.slot], model + cells[: row.start] if row.start else [])
+        assert not row.num_drafts, "drafts cannot be taken back from a state"
+        self.states[row.slot] = (before or model) + cells[row.start :]
+
+    def continued(self, state: list[int], cells: list[int]) -> list[int]:
+        """Return what a row continues from, the state of its slot: it has consumed the cells before the row."""
+        assert state == cells, "a row from the state of other positions"
+        return state
 
     def _masks(self, plan: StepPlan) -> tuple[dict[int, set[int]], set[int], set[int]]:
         """Return the tokens that the grammar of each sampling slot allows, the slots without a mask, and void slots.

@@ -153,6 +153,7 @@ class ModelRunner:
             num_swap_blocks=c.num_swap_blocks,
             swap_seconds=self._swap_seconds,
             load_seconds=self.load_seconds,
+            has_recurrent_state=False,
             **self._memory,
         )
 

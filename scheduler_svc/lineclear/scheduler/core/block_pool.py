@@ -24,6 +24,8 @@ from hashlib import blake2b
 from itertools import chain
 from typing import NamedTuple
 
+from lineclear.scheduler.core.state_pool import StatePool
+
 TOKEN_BYTES = 4
 _Child = tuple[bytes, int]  # tokens and block
 
@@ -90,11 +92,14 @@ class BlockPool:
     """Allocate `num_blocks` blocks of `block_size` positions, count references and index cached prefixes.
 
     Tokens are `token_bytes`. State by block is a list with an entry for each block, and the rest refers to its objects.
+    With recurrent `states`, no part of a block is copied: no state is kept inside of a block.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, states: StatePool | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.states = states
+        self.min_copied = min_copied(block_size) if states is None else block_size + 1
         self._references = [0] * num_blocks
         self._empty = deque(range(num_blocks - 1, -1, -1))  # taken from the right: low ids first
         self._partial: OrderedDict[int, None] = OrderedDict()  # free, oldest first
@@ -106,7 +111,7 @@ class BlockPool:
         self._pending: dict[int, PendingWrites] = {}  # free and empty; non-finite values may still be written to them
         self._unconfirmed: dict[int, PendingWrites] = {}  # used blocks
         # Published blocks, and partly filled ones. `_parts` are the latter, and may have been published since.
-        self._children = ChildBlocks(num_blocks, min_copied(block_size))
+        self._children = ChildBlocks(num_blocks, self.min_copied)
         self._parts: set[int] = set()
         self._planned: list[tuple[int, bytes, bytes]] = []  # to add to `_children` after the plan
         self._to_zero: list[int] = []
@@ -217,15 +222,32 @@ class BlockPool:
     def publish(self, block: int, key: bytes, tokens: bytes) -> bool:
         """Put a used, full block into the prefix cache unless it is tainted. The first block with a key keeps it.
 
-        Returns whether it did.
+        With recurrent state, the last one does, unless a state is kept behind the first: then the blocks before a state
+        are those that its sequence used last. Returns whether it did.
         """
         assert self._references[block] > 0
         assert len(tokens) == self.block_size * TOKEN_BYTES
-        if key not in self._by_key and self._keys[block] is None and block not in self._tainted:
-            self._by_key[key] = block
-            self._keys[block], self._tokens[block] = key, tokens
-            return True
-        return False
+        if self._keys[block] is not None or block in self._tainted:
+            return False
+        if key in self._by_key and not self._give_way(self._by_key[key]):
+            return False
+        self._by_key[key] = block
+        self._keys[block], self._tokens[block] = key, tokens
+        return True
+
+    def _give_way(self, block: int) -> bool:
+        """Return whether a block leaves the prefix cache because another one has the same content."""
+        if self.states is None or self.states.has_state(block):
+            return False
+        self._unpublish(block)
+        if block in self._cached:
+            del self._cached[block]
+            self._empty.append(block)
+        return True
+
+    def is_published(self, block: int) -> bool:
+        """Return whether the block is in the prefix cache."""
+        return self._keys[block] is not None
 
     def offer(self, block: int, parent: bytes, tokens: bytes) -> None:
         """Offer the leading positions of a published block to copies; `parent` is the key of the block before."""
@@ -244,7 +266,7 @@ class BlockPool:
         """Offer the positions that the plan writes to copies of the plans after it."""
         if self._planned:
             self._children.add_all(self._planned)
-            least = min_copied(self.block_size) * TOKEN_BYTES
+            least = self.min_copied * TOKEN_BYTES
             self._parts.update(b for b, _, t in self._planned if self._keys[b] is None and len(t) >= least)
             self._planned.clear()
 
@@ -283,6 +305,8 @@ class BlockPool:
         if key is not None:
             del self._by_key[key]
             self._keys[block], self._tokens[block] = None, b""
+            if self.states is not None:
+                self.states.drop(block)
         self._parts.discard(block)
         self._children.discard(block)
 
@@ -290,7 +314,7 @@ class BlockPool:
         """Empty the prefix cache; used blocks stay used."""
         for block in list(self._by_key.values()):
             self._unpublish(block)
-        self._children = ChildBlocks(self.num_blocks, min_copied(self.block_size))
+        self._children = ChildBlocks(self.num_blocks, self.min_copied)
         self._empty.extend([*self._partial, *self._cached])
         self._partial.clear()
         self._parts.clear()

@@ -19,6 +19,7 @@ from lineclear.scheduler.core.policies import QUEUE_ORDERS, STRATEGIES, Batching
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.running_batch import ChooseDonor, RunningBatch
 from lineclear.scheduler.core.sequence import Request, Sequence, State
+from lineclear.scheduler.core.state_pool import StatePool
 from lineclear.scheduler.core.stats import Counters, WorkerSnapshot
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 from lineclear.scheduler.core.swap_space import SwapSpace
@@ -95,8 +96,11 @@ class WorkerState:
         self._hello = hello
         self.max_len = min(hello.max_model_len, hello.num_blocks * hello.block_size + 1)  # the last is never computed
         num_slots = min(self._limits.max_batch_size, hello.num_slots)
-        self.batch.reset(num_slots, hello.num_slots, hello.num_blocks, hello.block_size)
-        if hello.num_swap_blocks:
+        states = None
+        if hello.has_recurrent_state:
+            states = StatePool(hello.num_slots, hello.num_state_snapshots if self._limits.prefix_cache else 0)
+        self.batch.reset(num_slots, hello.num_slots, hello.num_blocks, hello.block_size, states)
+        if hello.num_swap_blocks and states is None:
             self.batch.swap = SwapSpace(hello)
 
     def follow(self, limits: CoreLimits) -> None:

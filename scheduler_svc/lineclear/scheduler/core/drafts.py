@@ -90,6 +90,7 @@ class DraftPlan:
 
     def __init__(self, limits: CoreLimits, batch: RunningBatch, model: StepTimeModel, costs: DraftCosts) -> None:
         self._limits, self._batch, self._model, self._costs = limits, batch, model, costs
+        self._is_off = batch.pool.states is not None  # a recurrent state cannot go back to before a rejected draft
         self._rows: list[tuple[Sequence, int]] = []
 
     def __len__(self) -> int:
@@ -98,7 +99,7 @@ class DraftPlan:
     def next_trial(self) -> Sequence | None:
         """Return the member of the decode batch that rests longest, if it may try drafts now."""
         decodes = self._batch.decode_batch
-        if not self._limits.adaptive_drafts:
+        if self._is_off or not self._limits.adaptive_drafts:
             return None
         self._costs.earn(len(decodes))
         # Its row has room for a draft: two tokens are left to sample behind those that are planned.
@@ -111,7 +112,7 @@ class DraftPlan:
         It gets a row in this step, or in the step after the results of its rows in flight.
         """
         num_drafts = min(sequence.request.max_drafts, sequence.max_len - sequence.num_known - 1)
-        if num_drafts <= 0:
+        if num_drafts <= 0 or self._is_off:
             return False
         if self._limits.adaptive_drafts and not (num_drafts := self._num_that_pay(sequence, num_drafts)):
             return False

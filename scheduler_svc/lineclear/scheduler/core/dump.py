@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lineclear.scheduler.core import core_state, inflight_step, policies, running_batch, sequence, swap_space
-from lineclear.scheduler.core.block_pool import ChildBlocks, min_copied, token_bytes
+from lineclear.scheduler.core.block_pool import ChildBlocks, token_bytes
 from lineclear.scheduler.core.core_state import SharedState
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.running_batch import RunningBatch
@@ -86,6 +86,7 @@ _SHORTENED: dict[str, dict[str, tuple[_Change, _Change]]] = {
         "sampling": (lambda sampling: sampling.grammar != "", _blank_sampling),
     },
     "Sequence": {
+        "boundaries": (list, tuple),
         "leading_blocks": (_keys_of, _blank_blocks),
         "queue_key": (list, tuple),
         "state": (attrgetter("_value_"), State),
@@ -262,7 +263,7 @@ def _rebuild_batch(batch: RunningBatch, core: Scheduler) -> None:
     blank = _blank_block(pool.block_size)
     pool._by_key = {key: block for block, key in enumerate(pool._keys) if key is not None}
     pool._tokens = [b"" if key is None else blank for key in pool._keys]
-    pool._children = ChildBlocks(pool.num_blocks, min_copied(pool.block_size))  # replays have recorded donors
+    pool._children = ChildBlocks(pool.num_blocks, pool.min_copied)  # replays have recorded donors
     pool._planned = []
     batch.decode_batch = rebuilt = DecodeBatch(pool.block_size)
     rebuilt.decode_step, rebuilt._step, rebuilt._confirmed = members.decode_step, members._step, members._confirmed

@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import chain
 
 from lineclear.scheduler.core.core_state import WorkerState
+from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Sequence, State
 
@@ -61,8 +62,6 @@ def _check_worker(epoch: int, worker: WorkerState, core: Scheduler) -> list[Sequ
     size = batch.pool.block_size
     started = [*running, *batch.finishing]
     batch.pool.check([s.blocks for s in started])
-    if batch.swap is not None:
-        batch.swap.check(epoch)
     assert {*running} == {*batch.decode_batch, *batch.not_decoding}, "running sequences and their groups disagree"
     assert len(running) == len(batch.decode_batch) + len(batch.not_decoding)
     assert not any(s.in_decode_batch for s in (*batch.not_decoding, *batch.finishing))
@@ -85,6 +84,7 @@ def _check_worker(epoch: int, worker: WorkerState, core: Scheduler) -> list[Sequ
         kept = s.request.max_drafts + core.limits.pipeline_depth * s.request.is_constrained
         longest = min(longest + kept, s.max_len - 1)  # blocks of rejected drafts and of void rows are kept
         assert -(-s.num_planned // size) <= len(s.blocks) <= -(-longest // size), "too few or too many blocks"
+    _check_states(epoch, batch, started)
     drafts = {id(row.sequence): row for step in worker.inflight for row in step.chunk_rows if row.num_drafts}
     for s in started:
         row = drafts.get(id(s))
@@ -93,3 +93,20 @@ def _check_worker(epoch: int, worker: WorkerState, core: Scheduler) -> list[Sequ
         assert not s.num_drafts or (s.in_flight == 1 and not s.in_decode_batch), "planned beyond drafts in flight"
     assert len(worker.inflight) <= core.limits.pipeline_depth
     return started
+
+
+def _check_states(epoch: int, batch: RunningBatch, started: list[Sequence]) -> None:
+    """Check the host blocks of a worker, or its snapshots and where its sequences leave states."""
+    states, size = batch.pool.states, batch.pool.block_size
+    if batch.swap is not None:
+        batch.swap.check(epoch)
+    if states is None:
+        assert all(s.state_at is None and not s.boundaries for s in started), "a state of a model without one"
+        return
+    states.check(batch.pool._keys, [s.slot for s in batch.running])
+    for s in started:
+        assert [*s.boundaries] == sorted({*s.boundaries}), "boundaries out of order"
+        assert all(end % size == 0 for end in s.boundaries), "a boundary in a block"
+        assert all(s.num_planned < end <= s.num_skippable for end in s.boundaries), "a lost boundary"
+        assert s.state_at is not None
+        assert s.state_at <= s.num_planned, "a state that no row has left"

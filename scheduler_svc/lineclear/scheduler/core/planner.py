@@ -17,7 +17,7 @@ from lineclear.scheduler.core.placement import Placement
 from lineclear.scheduler.core.policies import PREEMPTION_POLICIES
 from lineclear.scheduler.core.request_queue import QueueWalk
 from lineclear.scheduler.core.sequence import Sequence, State
-from lineclear.wire.messages import BlockCopy, Decodes, Row, RowOutput, SlotInit
+from lineclear.wire.messages import BlockCopy, Decodes, Row, RowOutput, SlotInit, StateCopy
 
 _MAX_UNFIT = 8  # waiting sequences without enough blocks that a step skips before it stops admitting
 _MAX_SKIPPED = 64  # the same, together with those left to other workers
@@ -48,6 +48,7 @@ class StepPlanner:
         self.chunks: list[Row] = []
         self.inits: list[SlotInit] = []
         self.copies: list[BlockCopy] = []
+        self.state_copies: list[StateCopy] = []
         self.events: list[Event] = []
         if self._batch.swap is not None:
             self._batch.swap.begin_plan()
@@ -63,15 +64,17 @@ class StepPlanner:
             self._plan_decodes()
             self._plan_prefills()
             self._admit()
-        self._batch.pool.end_plan()
-        if self._finishing:
-            self._release_slots()
+        self._end_plan()
 
-    def _release_slots(self) -> None:
-        """Free the slots of sequences with their last row in this step, for the next step.
+    def _end_plan(self) -> None:
+        """Keep the states that earlier plans left, and free the slots of sequences with their last row in this step.
 
         One with a grammar keeps its slot until the result: its last row may be deferred, and its mask is on the worker.
         """
+        pool = self._batch.pool
+        pool.end_plan()
+        if pool.states is not None and self.step.num_rows:
+            self.state_copies += pool.states.end_plan()
         for sequence in self._finishing:
             if not sequence.request.is_constrained:
                 self._batch.release_slot(sequence)
@@ -95,8 +98,7 @@ class StepPlanner:
             count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence))
             new_blocks = tuple(sequence.blocks[-1:]) if needs_block else ()
             self._add(sequence, count, new_blocks, is_prompt=sequence.is_prefilling)
-        self._batch.pool.end_plan()
-        self._release_slots()
+        self._end_plan()
 
     def _preempt_for_blocks(self, sequence: Sequence) -> bool:
         """Preempt others, youngest first, until a slot and blocks are free for the next row of `sequence`."""
@@ -310,9 +312,9 @@ class StepPlanner:
     def _admit_from(self, queue: QueueWalk, placement: Placement, joins_left: int) -> None:
         """Admit the sequences for which a slot, tokens and blocks are left, and up to `joins_left` that start.
 
-        A sequence that does not fit, or is left to another worker, may be overtaken a bounded number of times; then
-        admission waits for it. One whose prompt begins like an older one in progress starts behind it: the older prompt
-        takes the tokens of each step first.
+        A sequence that does not fit, waits for a state or is left to another worker may be overtaken a bounded number
+        of times; then admission waits for it. One whose prompt begins like an older one in progress starts behind it:
+        the older prompt takes the tokens of each step first.
         """
         state, batch = self._state, self._batch
         skipped: list[Sequence] = []
@@ -333,7 +335,7 @@ class StepPlanner:
                 skipped.append(sequence)
                 num_unfit += 1
                 continue
-            if placement.leaves(sequence, shared, self.step.num_tokens):
+            if batch.awaits_state(sequence, shared) or placement.leaves(sequence, shared, self.step.num_tokens):
                 skipped.append(sequence)
                 continue
             donors = batch.find_donors(sequence, shared)
@@ -359,6 +361,8 @@ class StepPlanner:
             positions = min(positions, sequence.num_known)
         taken = self._batch.admit(sequence, shared, donors, positions)
         self.copies += [BlockCopy(x.block, target, x.num_positions) for x, target in zip(donors, taken, strict=False)]
+        if shared and (states := self._batch.pool.states) is not None:
+            self.state_copies.append(StateCopy(states.load(shared[-1]), sequence.slot))
         num_swapped = 0
         if sequence.preemptions:
             num_swapped = sum(x.num_positions for x in donors if x.block >= self._batch.pool.num_blocks)
@@ -376,21 +380,22 @@ class StepPlanner:
             state.counters.prompt_tokens += sequence.prompt_len if counts_prompt else 0
             where = (sequence.slot, self.step.step, start, state.model_fingerprint, sequence.epoch)
             self.events.append(Started(sequence.request.request_id, *where))
-        request = sequence.request
-        self.inits.append(
-            SlotInit(
-                sequence.slot,
-                tuple(sequence.tokens),
-                sequence.prompt_len,
-                tuple(shared),
-                request.sampling,
-                state.adapters.index(request.adapter) if request.adapter else 0,
-                0 if request.scoring is None else request.scoring.num_top,
-                request.pooling,
-            )
-        )
+        self.inits.append(self._init_of(sequence, shared))
         count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence))
         self._add_prompt(sequence, count, tuple(taken))
+
+    def _init_of(self, sequence: Sequence, shared: list[int]) -> SlotInit:
+        request = sequence.request
+        return SlotInit(
+            sequence.slot,
+            tuple(sequence.tokens),
+            sequence.prompt_len,
+            tuple(shared),
+            request.sampling,
+            self._state.adapters.index(request.adapter) if request.adapter else 0,
+            0 if request.scoring is None else request.scoring.num_top,
+            request.pooling,
+        )
 
     def _add_prompt(self, sequence: Sequence, count: int, new_blocks: tuple[int, ...]) -> None:
         before = self.step.num_tokens

@@ -338,7 +338,7 @@ def cheapest(candidates: Collection[Sequence]) -> Sequence:
 
     From vLLM's RFC 54644, which measured a quarter to a third less recomputation than with `newest`.
     """
-    return min(candidates, key=lambda s: (s.num_planned - s.num_published, -s.queue_key[0], -s.queue_key[1]))
+    return min(candidates, key=lambda s: (s.num_lost, -s.queue_key[0], -s.queue_key[1]))
 
 
 PreemptionPolicy = Callable[[Collection[Sequence]], Sequence]

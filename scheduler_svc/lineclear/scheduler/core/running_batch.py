@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from lineclear.scheduler.core.block_pool import BlockHash, BlockPool, Donor, PendingWrites, token_bytes
 from lineclear.scheduler.core.decode_batch import DecodeBatch
 from lineclear.scheduler.core.sequence import Sequence, State
+from lineclear.scheduler.core.state_pool import StatePool
 from lineclear.scheduler.core.swap_space import SwapSpace
 
 ChooseDonor = Callable[[Donor | None], Donor | None]
@@ -45,7 +46,9 @@ class RunningBatch:
         self._prefix_cache = prefix_cache
         self.reset(0, 0, 0, 1)
 
-    def reset(self, num_slots: int, max_slots: int, num_blocks: int, block_size: int) -> None:
+    def reset(
+        self, num_slots: int, max_slots: int, num_blocks: int, block_size: int, states: StatePool | None = None
+    ) -> None:
         """Start empty, with the capacity of a worker that joined."""
         self.running: dict[Sequence, None] = {}  # an ordered set, by admission
         self.not_decoding: dict[Sequence, None] = {}
@@ -55,7 +58,7 @@ class RunningBatch:
         self.num_slots = num_slots
         self.max_slots = max_slots
         self.unused_slots = list(range(max_slots))  # a heap: low slots first
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = BlockPool(num_blocks, block_size, states)
         self.swap: SwapSpace | None = None
         """The host blocks of a worker that has some."""
 
@@ -72,6 +75,10 @@ class RunningBatch:
         """
         assert sequence.state is State.WAITING
         size = self.pool.block_size
+        if self.pool.states is not None:
+            num_cached, num_full = len(self.cached_prefix(sequence, with_state=False)), sequence.num_skippable // size
+            counts = self.pool.states.boundaries(len(shared), num_cached, num_full)
+            sequence.boundaries, sequence.state_at = tuple(n * size for n in counts), len(shared) * size
         self.pool.share(shared)
         taken = self.pool.take(max(0, -(-positions // size) - len(shared)))
         sequence.state = State.RUNNING
@@ -116,6 +123,8 @@ class RunningBatch:
         if sequence.in_decode_batch:
             self.leave_decode(sequence)
         del self.running[sequence], self.not_decoding[sequence]
+        if self.pool.states is not None:
+            self.pool.states.leave(sequence.slot)
         heapq.heappush(self.unused_slots, sequence.slot)
         sequence.slot = -1
 
@@ -200,8 +209,11 @@ class RunningBatch:
         for sequence in self.decode_batch:
             self.leave_decode(sequence)
 
-    def cached_prefix(self, sequence: Sequence) -> list[int]:
-        """Return the published blocks with the leading tokens of `sequence`, never with a token that needs a row."""
+    def cached_prefix(self, sequence: Sequence, *, with_state: bool = True) -> list[int]:
+        """Return the published blocks with the leading tokens of `sequence`, never with a token that needs a row.
+
+        Where the worker has recurrent state, those up to the last one with a state, unless `with_state` is False.
+        """
         found: list[int] = []
         if self._prefix_cache:
             size = self.pool.block_size
@@ -211,7 +223,19 @@ class RunningBatch:
                 if block is None:
                     break
                 found.append(block)
+        if self.pool.states is not None and with_state:
+            del found[self.pool.states.num_usable(found) :]
         return found
+
+    def awaits_state(self, sequence: Sequence, shared: list[int]) -> bool:
+        """Return whether the plan being made leaves a state for `sequence` behind more than its `shared` blocks.
+
+        If it waits for the next plan, it computes less: outputs of one prompt begin behind the first of them.
+        """
+        states = self.pool.states
+        if states is None or not states.has_coming:
+            return False
+        return states.is_coming(self.cached_prefix(sequence, with_state=False)[len(shared) :])
 
     def find_donors(self, sequence: Sequence, shared: list[int]) -> list[Donor]:
         """Return what to copy to the blocks of `sequence` behind its `shared` blocks.
@@ -290,8 +314,18 @@ class RunningBatch:
         if num_partial:
             tokens = token_bytes(sequence.tokens[end - num_partial : end])
             self.pool.note_writes(blocks[end // size], keys[end // size], tokens, writes)
+        if sequence.boundaries and sequence.boundaries[0] == end:
+            self._keep_state(sequence)
         if writes.blocks:
             self._pending.append(writes)
+
+    def _keep_state(self, sequence: Sequence) -> None:
+        """Have the state behind a row kept that ends at a boundary, unless one is kept behind another such block."""
+        end, *rest = sequence.boundaries
+        sequence.boundaries, sequence.state_at = tuple(rest), end
+        block = sequence.blocks[end // self.pool.block_size - 1]
+        if self.pool.states is not None and self.pool.is_published(block):
+            self.pool.states.reach(block, sequence.slot)
 
     def _block_content(self, sequence: Sequence, index: int) -> tuple[bytes, bytes]:
         """Return prefix-cache key and `token_bytes` of block `index`, whose tokens are all confirmed."""
@@ -320,3 +354,4 @@ def _reset_sequence(sequence: Sequence, state: State, computed: int) -> None:
     sequence.num_planned = sequence.num_computed = sequence.planned_step = 0
     sequence.num_drafts = 0
     sequence.num_published = sequence.num_offered = 0
+    sequence.boundaries, sequence.state_at = (), None

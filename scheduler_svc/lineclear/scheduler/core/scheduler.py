@@ -344,7 +344,7 @@ class Scheduler:
             planner.run_isolated(suspect)
         self._events.extend(planner.events)
         if not (planner.decodes.slots or planner.chunks):
-            assert not planner.copies, "blocks are copied for no row"
+            assert not [*planner.copies, *planner.state_copies], "blocks or states are copied for no row"
             return None
         inflight = planner.step
         worker.add_step(inflight)
@@ -357,7 +357,8 @@ class Scheduler:
         if copies and zero_blocks:
             targets = {copy.target for copy in copies}  # a copy replaces all cells of its target
             zero_blocks = tuple(block for block in zero_blocks if block not in targets)
-        return StepPlan(epoch, worker.step, chunks, inits, zero_blocks, planner.decodes, copies)
+        states = tuple(planner.state_copies)
+        return StepPlan(epoch, worker.step, chunks, inits, zero_blocks, planner.decodes, copies, states)
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
         """Apply the result of a worker's oldest step in flight. Raises BadResult, and then nothing was applied."""

@@ -150,6 +150,9 @@ class Sequence:
     planned_step: int = 0  # * the last step it has a row in
     admission_count: int = 0  # distinguishes rows of an earlier admission
     num_drafts: int = 0  # drafts that its row in flight may verify; until the result, its length is not known
+    # The same, where the worker has recurrent state (core/state_pool.py):
+    boundaries: tuple[int, ...] = ()  # positions at which rows end, because the state is kept there
+    state_at: int | None = None  # position of the last state that was kept, or that it began with
     # Always:
     num_known: int = field(init=False)  # * tokens and samples in flight
     leading_blocks: dict[int, tuple[list[bytes], list[bytes]]] = field(default_factory=dict)
@@ -234,6 +237,11 @@ class Sequence:
         return self.crash_count >= _ISOLATE_AFTER_CRASHES
 
     @property
+    def num_lost(self) -> int:
+        """Number of planned positions that a preemption loses: those that the prefix cache does not give back."""
+        return self.num_planned - (self.num_published if self.state_at is None else self.state_at)
+
+    @property
     def num_skippable(self) -> int:
         """Number of leading positions that need no row of their own if their keys and values are cached.
 
@@ -257,7 +265,10 @@ class Sequence:
         """Return the end of the row that starts at `num_planned`, at most `end`, and its output.
 
         All positions of a row have the same output, so a row ends where the scored part of the prompt begins or ends.
+        It ends at the boundaries, too.
         """
+        if self.boundaries and end > self.boundaries[0]:
+            end = self.boundaries[0]
         pooling, last = self.request.pooling, self.prompt_len - 1
         if pooling is not None:
             is_pooled = pooling.kind is PoolingKind.MEAN or end == self.prompt_len

@@ -36,7 +36,7 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import StepError, StepPlan, StepResult
 
-FORMAT = "lineclear flight recording 12"
+FORMAT = "lineclear flight recording 13"
 """Raise the number when records or dumps of the core change: `replay` refuses other formats."""
 KEY_BYTES = 8
 """Recorded bytes of a prefix-cache key."""
@@ -233,8 +233,8 @@ def plan_summary(plan: StepPlan | None) -> list[Any] | None:
     if plan is None:
         return None
     inits = [[init.slot, len(init.tokens), init.prompt_len, init.blocks, init.adapter] for init in plan.inits]
-    blocks = plan.zero_blocks, plan.copy_blocks
-    return [plan.step, len(plan.decodes.slots), hash(plan.decodes), plan.chunks, inits, *blocks]
+    copies = plan.zero_blocks, plan.copy_blocks, plan.copy_states
+    return [plan.step, len(plan.decodes.slots), hash(plan.decodes), plan.chunks, inits, *copies]
 
 
 def event_summary(events: Iterable[Event], number_of: Callable[[str], int]) -> list[Any]:
