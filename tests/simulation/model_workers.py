@@ -135,9 +135,8 @@ class ModelWorker:
         return fits and num_running < self.num_slots
 
     def awaits_state(self, sequence: ModelSequence) -> bool:
-        """Return whether the plan leaves a state behind more of a waiting sequence than it could begin with now."""
-        num_shared = len(self.blocks.cached_prefix(sequence))
-        return self.states.is_coming(self.blocks.whole_prefix(sequence)[num_shared:])
+        """Return whether the plan leaves a state that a waiting sequence can begin with in the next one."""
+        return self.states.is_coming(self.blocks.whole_prefix(sequence))
 
     def may_have_awaited(self, sequence: ModelSequence) -> bool:
         """Return after a plan whether `awaits_state` may have been true: blocks may have been evicted since then."""

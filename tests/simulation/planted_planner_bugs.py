@@ -84,7 +84,7 @@ PLANNER_BUGS: Bugs = {
         ),
         "recomputed tokens are not counted": drop("sequence.recomputed_tokens += again"),
     },
-    StepPlanner.run_isolated: {"a suspect keeps its slot": drop("self._release_slots()")},
+    StepPlanner.run_isolated: {"a suspect keeps its slot": replace("self._end_plan()", "self._batch.pool.end_plan()")},
     DraftPlan: {
         "drafts while another row is in flight": always("not sequence.in_flight"),
         "a draft whose token exceeds max_tokens": off_by_one("sequence.max_len - sequence.num_known - 1"),

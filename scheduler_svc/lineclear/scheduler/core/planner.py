@@ -335,7 +335,7 @@ class StepPlanner:
                 skipped.append(sequence)
                 num_unfit += 1
                 continue
-            if batch.awaits_state(sequence, shared) or placement.leaves(sequence, shared, self.step.num_tokens):
+            if batch.awaits_state(sequence) or placement.leaves(sequence, shared, self.step.num_tokens):
                 skipped.append(sequence)
                 continue
             donors = batch.find_donors(sequence, shared)

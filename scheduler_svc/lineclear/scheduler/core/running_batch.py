@@ -227,15 +227,15 @@ class RunningBatch:
             del found[self.pool.states.num_usable(found) :]
         return found
 
-    def awaits_state(self, sequence: Sequence, shared: list[int]) -> bool:
-        """Return whether the plan being made leaves a state for `sequence` behind more than its `shared` blocks.
+    def awaits_state(self, sequence: Sequence) -> bool:
+        """Return whether the plan being made leaves a state that `sequence` can begin with in the next plan.
 
-        If it waits for the next plan, it computes less: outputs of one prompt begin behind the first of them.
+        If it waits, it computes less: the outputs of one prompt begin behind the first of them.
         """
         states = self.pool.states
         if states is None or not states.has_coming:
             return False
-        return states.is_coming(self.cached_prefix(sequence, with_state=False)[len(shared) :])
+        return states.is_coming(self.cached_prefix(sequence, with_state=False))
 
     def find_donors(self, sequence: Sequence, shared: list[int]) -> list[Donor]:
         """Return what to copy to the blocks of `sequence` behind its `shared` blocks.
@@ -354,4 +354,3 @@ def _reset_sequence(sequence: Sequence, state: State, computed: int) -> None:
     sequence.num_planned = sequence.num_computed = sequence.planned_step = 0
     sequence.num_drafts = 0
     sequence.num_published = sequence.num_offered = 0
-    sequence.boundaries, sequence.state_at = (), None

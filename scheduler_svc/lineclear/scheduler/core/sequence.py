@@ -150,7 +150,7 @@ class Sequence:
     planned_step: int = 0  # * the last step it has a row in
     admission_count: int = 0  # distinguishes rows of an earlier admission
     num_drafts: int = 0  # drafts that its row in flight may verify; until the result, its length is not known
-    # The same, where the worker has recurrent state (core/state_pool.py):
+    # The same since the last admission, where the worker has recurrent state (core/state_pool.py):
     boundaries: tuple[int, ...] = ()  # positions at which rows end, because the state is kept there
     state_at: int | None = None  # position of the last state that was kept, or that it began with
     # Always:

@@ -89,14 +89,12 @@ class StatePool:
 
     def leave(self, slot: int) -> None:
         """Forget the state of a slot whose sequence leaves it."""
-        for states in (self._reached, self._planned):
-            for block in [block for block, other in states.items() if other == slot]:
-                del states[block]
+        for block in [block for block, other in self._reached.items() if other == slot]:
+            del self._reached[block]
 
     def drop(self, block: int) -> None:
         """Drop the state behind a block that leaves the prefix cache."""
         self._reached.pop(block, None)
-        self._planned.pop(block, None)
         if (number := self._snapshots.pop(block, None)) is not None:
             self._free.append(number)
 
