@@ -61,6 +61,9 @@ def test_state_is_kept_where_a_request_leaves_a_cached_prefix() -> None:
     harness.run()
     assert positions(harness) == [[(0, 0, 8)], [(0, 8, 16)], [(0, 16, 18)]]
     assert copies(harness) == [[(0, 9)], [(0, 10)]]
+    assert harness.counters.prefix_cache_stateless_tokens == 8, "cached, and computed again"
+    (worker,) = harness.core.snapshot().workers
+    assert worker.state_snapshots_used == 3
     harness.submit("third", [*PROMPT[:8], *range(50, 60)], max_tokens=1)
     harness.run()
     assert harness.finished("third").stats.cached_tokens == 8

@@ -250,6 +250,14 @@ def test_a_worker_that_drafts_in_another_way_is_a_warning(wanted: bool, has: str
     assert not told or ("--draft-model DIR" if wanted else "--speculative-method draft_model") in told[0]["hint"]
 
 
+def test_a_worker_with_recurrent_state_is_logged() -> None:
+    state = {"has_recurrent_state": True, "num_state_snapshots": 0}
+    (told,) = warnings_of("worker_has_recurrent_state", CoreLimits(), **state)
+    assert (told["log_level"], told["num_state_snapshots"]) == ("info", 0)
+    assert "drafts" in told["hint"]
+    assert warnings_of("worker_has_recurrent_state", CoreLimits()) == []
+
+
 def test_unsent_log_level_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with EngineHarness() as harness, peers(harness.directory) as peer:
         worker = peer(7)

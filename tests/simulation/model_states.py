@@ -33,6 +33,10 @@ class ModelStates:
         self._saves = deque(copy for copy in copies if copy.target >= self._num_slots)
         self.coming.clear()
 
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
     def num_usable(self, blocks: Sequence[int]) -> int:
         """Return how many of the blocks of a cached prefix there are up to the last one with a state."""
         ends = [count for count, block in enumerate(blocks, 1) if block in self._kept or self._slot(block) is not None]

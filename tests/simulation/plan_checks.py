@@ -304,6 +304,7 @@ class PlanChecks:
         sequence.num_shared = sequence.num_offered = sequence.state_at = len(hits) * size
         counts = self.worker.states.boundaries(len(hits), len(whole), sequence.num_cacheable // size)
         sequence.boundaries = [count * size for count in counts]
+        self.state.counters.prefix_cache_stateless_tokens += (len(whole) - len(hits)) * size
         swapped = self.worker.swap.find(sequence, len(hits))
         num_swapped = len(swapped) * self.worker.blocks.size
         if swapped:

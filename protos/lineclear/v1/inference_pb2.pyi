@@ -2629,6 +2629,8 @@ class WorkerStats(_message.Message):
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     STEP_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     SWAP_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_STATE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    STATE_SNAPSHOTS_USED_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Number of the worker, as worker in the log. If another program starts the
     workers: the smallest that no other serving worker has, absent until the
@@ -2686,6 +2688,12 @@ class WorkerStats(_message.Message):
     """
     swap_memory_bytes: _builtins.int
     """Bytes of host memory for KV blocks of preempted requests."""
+    num_state_snapshots: _builtins.int
+    """Snapshots of recurrent states that the worker can keep behind cached
+    blocks. 0 for models without recurrent state.
+    """
+    state_snapshots_used: _builtins.int
+    """Those that keep a state."""
     def __init__(
         self,
         *,
@@ -2709,10 +2717,12 @@ class WorkerStats(_message.Message):
         kv_cache_bytes: _builtins.int = ...,
         step_memory_bytes: _builtins.int = ...,
         swap_memory_bytes: _builtins.int = ...,
+        num_state_snapshots: _builtins.int = ...,
+        state_snapshots_used: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "index", b"index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "device", b"device", "epoch", b"epoch", "generation_tokens_per_second", b"generation_tokens_per_second", "index", b"index", "joins", b"joins", "kv_cache_bytes", b"kv_cache_bytes", "load_seconds", b"load_seconds", "num_blocks", b"num_blocks", "num_requests_running", b"num_requests_running", "num_slots", b"num_slots", "pid", b"pid", "state", b"state", "step_memory_bytes", b"step_memory_bytes", "step_seconds", b"step_seconds", "steps", b"steps", "steps_in_flight", b"steps_in_flight", "swap_memory_bytes", b"swap_memory_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "device", b"device", "epoch", b"epoch", "generation_tokens_per_second", b"generation_tokens_per_second", "index", b"index", "joins", b"joins", "kv_cache_bytes", b"kv_cache_bytes", "load_seconds", b"load_seconds", "num_blocks", b"num_blocks", "num_requests_running", b"num_requests_running", "num_slots", b"num_slots", "num_state_snapshots", b"num_state_snapshots", "pid", b"pid", "state", b"state", "state_snapshots_used", b"state_snapshots_used", "step_memory_bytes", b"step_memory_bytes", "step_seconds", b"step_seconds", "steps", b"steps", "steps_in_flight", b"steps_in_flight", "swap_memory_bytes", b"swap_memory_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
     _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015
@@ -2753,6 +2763,7 @@ class Counters(_message.Message):
     SPEC_DECODE_NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     SWAPPED_OUT_TOKENS_FIELD_NUMBER: _builtins.int
     SWAPPED_IN_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_STATELESS_TOKENS_FIELD_NUMBER: _builtins.int
     requests_admitted: _builtins.int
     """Requests admitted to the queue: those that finished, were cancelled,
     expired or failed, and those that are live.
@@ -2818,6 +2829,11 @@ class Counters(_message.Message):
     """Tokens whose keys and values were copied back after a preemption, in place
     of being computed again. At most swapped_out_tokens.
     """
+    prefix_cache_stateless_tokens: _builtins.int
+    """Tokens that the prefix cache has but are computed again, because no
+    snapshot of the recurrent state behind them is kept. 0 for models without
+    recurrent state.
+    """
     def __init__(
         self,
         *,
@@ -2843,10 +2859,11 @@ class Counters(_message.Message):
         spec_decode_num_accepted_tokens: _builtins.int = ...,
         swapped_out_tokens: _builtins.int = ...,
         swapped_in_tokens: _builtins.int = ...,
+        prefix_cache_stateless_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_tokens", b"generation_tokens", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "requests_admitted", b"requests_admitted", "requests_cancelled", b"requests_cancelled", "requests_expired", b"requests_expired", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_rejected", b"requests_rejected", "rows", b"rows", "spec_decode_num_accepted_tokens", b"spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", b"spec_decode_num_draft_tokens", "spec_decode_num_drafts", b"spec_decode_num_drafts", "step_positions", b"step_positions", "step_tokens", b"step_tokens", "steps", b"steps", "swapped_in_tokens", b"swapped_in_tokens", "swapped_out_tokens", b"swapped_out_tokens", "wasted_samples", b"wasted_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_tokens", b"generation_tokens", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prefix_cache_stateless_tokens", b"prefix_cache_stateless_tokens", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "requests_admitted", b"requests_admitted", "requests_cancelled", b"requests_cancelled", "requests_expired", b"requests_expired", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_rejected", b"requests_rejected", "rows", b"rows", "spec_decode_num_accepted_tokens", b"spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", b"spec_decode_num_draft_tokens", "spec_decode_num_drafts", b"spec_decode_num_drafts", "step_positions", b"step_positions", "step_tokens", b"step_tokens", "steps", b"steps", "swapped_in_tokens", b"swapped_in_tokens", "swapped_out_tokens", b"swapped_out_tokens", "wasted_samples", b"wasted_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

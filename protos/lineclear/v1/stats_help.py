@@ -37,6 +37,8 @@ HELP = {
     "WorkerStats.kv_cache_bytes": "Bytes of all KV blocks, those of the draft model included. On a CPU, memory of blocks that were never used is not taken yet. With tensor parallelism: of one rank.",  # noqa: E501
     "WorkerStats.step_memory_bytes": "Bytes that the largest possible step takes on a GPU besides weights and KV blocks, as measured at the start. 0 on a CPU, and with --num-blocks. With tensor parallelism: of one rank.",  # noqa: E501
     "WorkerStats.swap_memory_bytes": "Bytes of host memory for KV blocks of preempted requests.",
+    "WorkerStats.num_state_snapshots": "Snapshots of recurrent states that the worker can keep behind cached blocks. 0 for models without recurrent state.",  # noqa: E501
+    "WorkerStats.state_snapshots_used": "Those that keep a state.",
     "Counters.requests_admitted": "Requests admitted to the queue: those that finished, were cancelled, expired or failed, and those that are live.",  # noqa: E501
     "Counters.requests_rejected": "Requests that ended before they were in the queue, cancelled and expired ones included, and other calls answered with an error.",  # noqa: E501
     "Counters.requests_finished": "Requests that completed their answer. Histograms count these.",
@@ -59,6 +61,7 @@ HELP = {
     "Counters.spec_decode_num_accepted_tokens": "Draft tokens that were accepted and are in an answer: each saves a row.",  # noqa: E501
     "Counters.swapped_out_tokens": "Tokens whose keys and values were copied to host memory at a preemption.",
     "Counters.swapped_in_tokens": "Tokens whose keys and values were copied back after a preemption, in place of being computed again. At most swapped_out_tokens.",  # noqa: E501
+    "Counters.prefix_cache_stateless_tokens": "Tokens that the prefix cache has but are computed again, because no snapshot of the recurrent state behind them is kept. 0 for models without recurrent state.",  # noqa: E501
     "Gauges.num_requests_waiting": "Requests in the queue.",
     "Gauges.num_tokens_waiting": "Prompt tokens of the requests in the queue.",
     "Gauges.num_requests_running": "Requests that hold a slot of the batch, or whose last token is being computed. A beam search counts once for each beam, from its start to its end.",  # noqa: E501

@@ -128,6 +128,7 @@ _WORKER_COUNTERS = ("joins", "steps")
 _WORKER_GAUGES = (
     *("num_slots", "num_requests_running", "steps_in_flight", "step_seconds", "generation_tokens_per_second"),
     *("num_blocks", "blocks_used", "blocks_cached", "load_seconds", *WORKER_MEMORY),
+    *("num_state_snapshots", "state_snapshots_used"),
 )
 
 

@@ -180,6 +180,7 @@ class WorkerState:
             last_step_tokens=self.last_step_tokens,
             last_step_positions=self.last_step_positions,
             is_fitted=self.step_time.is_fitted,
+            state_snapshots_used=0 if pool.states is None else pool.states.num_used,
             is_stopping=self.is_stopping,
         )
 

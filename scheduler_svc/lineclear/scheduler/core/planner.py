@@ -359,9 +359,11 @@ class StepPlanner:
         positions = sequence.max_len - 1
         if not sequence.protected:
             positions = min(positions, sequence.num_known)
+        if (states := self._batch.pool.states) is not None:
+            state.counters.prefix_cache_stateless_tokens += self._batch.set_boundaries(sequence, shared)
         taken = self._batch.admit(sequence, shared, donors, positions)
         self.copies += [BlockCopy(x.block, target, x.num_positions) for x, target in zip(donors, taken, strict=False)]
-        if shared and (states := self._batch.pool.states) is not None:
+        if shared and states is not None:
             self.state_copies.append(StateCopy(states.load(shared[-1]), sequence.slot))
         num_swapped = 0
         if sequence.preemptions:

@@ -75,10 +75,6 @@ class RunningBatch:
         """
         assert sequence.state is State.WAITING
         size = self.pool.block_size
-        if self.pool.states is not None:
-            num_cached, num_full = len(self.cached_prefix(sequence, with_state=False)), sequence.num_skippable // size
-            counts = self.pool.states.boundaries(len(shared), num_cached, num_full)
-            sequence.boundaries, sequence.state_at = tuple(n * size for n in counts), len(shared) * size
         self.pool.share(shared)
         taken = self.pool.take(max(0, -(-positions // size) - len(shared)))
         sequence.state = State.RUNNING
@@ -226,6 +222,17 @@ class RunningBatch:
         if self.pool.states is not None and with_state:
             del found[self.pool.states.num_usable(found) :]
         return found
+
+    def set_boundaries(self, sequence: Sequence, shared: list[int]) -> int:
+        """Decide where the states of a sequence that starts behind `shared` blocks are kept.
+
+        Returns how many positions behind these blocks are cached without a state.
+        """
+        assert self.pool.states is not None
+        size, num_cached = self.pool.block_size, len(self.cached_prefix(sequence, with_state=False))
+        counts = self.pool.states.boundaries(len(shared), num_cached, sequence.num_skippable // size)
+        sequence.boundaries, sequence.state_at = tuple(n * size for n in counts), len(shared) * size
+        return (num_cached - len(shared)) * size
 
     def awaits_state(self, sequence: Sequence) -> bool:
         """Return whether the plan being made leaves a state that `sequence` can begin with in the next plan.

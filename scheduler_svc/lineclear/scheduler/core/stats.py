@@ -23,6 +23,7 @@ class Counters:
     preemptions: int = 0
     swapped_out_tokens: int = 0
     swapped_in_tokens: int = 0
+    prefix_cache_stateless_tokens: int = 0
     steps: int = 0
     rows: int = 0
     wasted_samples: int = 0
@@ -53,6 +54,7 @@ class WorkerSnapshot:
     """Positions that requests hold after it."""
     is_fitted: bool
     """Whether `step_time` follows from enough steps to predict others."""
+    state_snapshots_used: int
     is_stopping: bool
     """It takes no further requests while other workers do."""
 

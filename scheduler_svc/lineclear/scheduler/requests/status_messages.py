@@ -173,6 +173,7 @@ def _worker_stats(figures: WorkerFigures, core: WorkerSnapshot | None, snapshot:
         generation_tokens_per_second=figures.tokens_per_second,
         num_slots=hello.num_slots,
         num_blocks=hello.num_blocks,
+        num_state_snapshots=hello.num_state_snapshots,
         load_seconds=hello.load_seconds,
         **{name: getattr(hello, name) for name in WORKER_MEMORY},
     )
@@ -180,6 +181,7 @@ def _worker_stats(figures: WorkerFigures, core: WorkerSnapshot | None, snapshot:
         stats.num_slots = core.num_slots
         stats.num_requests_running, stats.steps_in_flight = core.num_requests_running, core.steps_in_flight
         stats.blocks_used, stats.blocks_cached = core.blocks_used, core.blocks_cached
+        stats.state_snapshots_used = core.state_snapshots_used
     return stats
 
 
