@@ -28,10 +28,11 @@ def num_tokens(streams: list[Stream]) -> int:
     return sum(len(stream.tokens) for stream in streams)
 
 
-def test_streams_stay_exact_when_workers_are_killed_at_random() -> None:
+@pytest.mark.parametrize("options", [SLOW, replace(SLOW, num_state_snapshots=6)], ids=["plain", "recurrent"])
+def test_streams_stay_exact_when_workers_are_killed_at_random(options: ToyOptions) -> None:
     chance = random.Random(0)
     num_kills = 5
-    with EngineHarness(options=SLOW) as harness:
+    with EngineHarness(options=options) as harness:
 
         def body(pool: WorkerPool) -> None:
             harness.wait_joined()

@@ -45,6 +45,7 @@ class FaultyRunner(ToyRunner):
         super().__init__(
             *(options.num_blocks, options.block_size, options.num_slots, options.max_model_len, options.vocab_size),
             model=Path(options.model_file).read_text() if options.model_file else options.model,
+            num_state_snapshots=options.num_state_snapshots,
         )
         self._options = options
         self._random = random.Random(options.seed)

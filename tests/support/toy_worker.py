@@ -51,6 +51,8 @@ class ToyOptions:
     """Another model gives other tokens and has another fingerprint."""
     model_file: str = ""
     """A file with the model's name, read when the process starts; replaces the option `model`."""
+    num_state_snapshots: int | None = None
+    """Of recurrent states; None: the model has no such state."""
     text_fingerprint: str = ""
     """The fingerprint of tokenizer files in its Hello, or empty."""
 
