@@ -58,10 +58,10 @@ CONFIGS: dict[str, tuple[dict[str, Any] | bytes, list[str]]] = {
     "unknown type": ({"model_type": "hyperion9"}, ["model_type hyperion9, which transformers", "install a newer one"]),
     "misspelt type": ({"model_type": "quen2"}, ["model_type quen2, which transformers", "is it qwen2?"]),
     "code of its own": (remote("mine"), ["needs code of its own (auto_map in config.json)", "is never run"]),
-    "recurrent layers": ({"model_type": "mamba"}, ["is of the type mamba, which has layers with recurrent state"]),
-    "linear layers": (
-        {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
-        ["has layers of type linear_attention"],
+    "latent attention": ({"model_type": "deepseek_v3"}, ["is of the type deepseek_v3, which has multi-head latent"]),
+    "chunked layers": (
+        {"model_type": "llama4_text", "layer_types": ["chunked_attention", "full_attention"]},
+        ["has layers of type chunked_attention, which are not supported"],
     ),
     "gptq": (quantized("gptq", bits=4), ["is quantized (GPTQ, 4 bits)", "-- --quantization int8"]),
     "fp8": (quantized("fp8"), ["is quantized (FP8)"]),

@@ -182,10 +182,6 @@ LATENT = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
     "first_k_dense_replace": 1, "num_key_value_heads": 4,
 }  # fmt: skip
-HYBRID = {
-    "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
-    "num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False,
-}  # fmt: skip
 CHUNKED = {
     "intermediate_size_mlp": 64, "head_dim": 12, "num_hidden_layers": 4, "num_local_experts": 2,
     "attention_chunk_size": 16,
@@ -195,17 +191,17 @@ UNREAD = {
     "falcon": (tiny(tf.FalconConfig), CUSTOM),
     "bloom": (tiny(tf.BloomConfig, n_layer=2, n_head=4), CUSTOM),
     "gptj": (tiny(tf.GPTJConfig, n_embd=48, n_layer=2, n_head=4, n_positions=64, rotary_dim=4), CUSTOM),
-    "mamba": (tiny(tf.MambaConfig, state_size=4), "layers of type linear_attention are not supported"),
-    "jamba": (
-        tiny(tf.JambaConfig, **HYBRID),
-        "1 of the model's 2 layers call the attention interface|layers of type",
-    ),
     "deepseek_v3": (tiny(tf.DeepseekV3Config, **LATENT), "heads of unequal size .*multi-head latent attention"),
 }
 """Types that the check of config.json refuses without a look at the model, and what the probe says of them."""
 REFUSED = [
     *UNREAD.values(),
     (tiny(tf.Llama4TextConfig, **CHUNKED), "layers of type chunked_attention are not supported"),
+    (tiny(tf.MiniMaxConfig, num_local_experts=2), "layers of type MiniMaxLightningAttention are not supported"),
+    (
+        tf.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=48, num_hidden_layers=2),
+        "states no context length; set --max-model-len",
+    ),
     (bidirectional(), "attends to later tokens"),
 ]
 

@@ -25,7 +25,8 @@ from lineclear.worker.memory_profile import largest_step_bytes, run_largest_step
 from lineclear.worker.model.decode_graphs import DecodeGraphs
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions, fitting_blocks
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.pool_memory import fitting_blocks
 from lineclear.worker.sampler import Sampled, sample
 from lineclear.worker.sampling_metadata import SamplingMetadata
 from lineclear.worker.self_test import SelfTestFailed

@@ -30,12 +30,12 @@ UNSUPPORTED = {
     "deepseek_v3": "multi-head latent attention",
     "falcon": "an attention of its own",
     "gptj": "an attention of its own",
-    "jamba": "layers with recurrent state",
-    "mamba": "layers with recurrent state",
 }
 """Types of transformers that the worker's probe refuses, and what they have that paged attention does not support."""
 _METHODS = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "hqq": "HQQ", "aqlm": "AQLM"}
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+_LAYER_TYPES = frozenset(
+    {"full_attention", "sliding_attention", "attention", "linear_attention", "mamba", "conv", "hybrid", "mlp", "moe"}
+)
 
 
 class ConfigUnreadable(ValueError):
@@ -110,7 +110,7 @@ def _of_layers(config: dict[str, Any]) -> str | None:
     types = config.get("layer_types")
     names = {name for name in types if isinstance(name, str)} - _LAYER_TYPES if isinstance(types, list) else set()
     if names:
-        return f"has layers of type {', '.join(sorted(names))}, and only full and sliding-window attention is supported"
+        return f"has layers of type {', '.join(sorted(names))}, which are not supported; docs/supported.md has what is"
     if config.get("use_bidirectional_attention") is True:
         return "attends to later tokens, too (use_bidirectional_attention), and a decoder cannot"
     return None

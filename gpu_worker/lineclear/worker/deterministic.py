@@ -98,6 +98,8 @@ class OneTokenRunner(DeterministicRunner):
         for token, batch in sorted(enumerate(_tokens(packed.batch)), key=lambda x: int(packed.positions[x[0]])):
             one = slice(token, token + 1)
             self._backend.start_step(batch)
+            if self._states is not None:
+                self._states.start_step(batch)
             if packed.adapters is not None:
                 self._adapters.start_step(packed.adapters[one])
             inputs = packed.read_indices[one], packed.positions[one]

@@ -181,7 +181,12 @@ def max_catch_up(served: LoadedModel, draft: LoadedModel, max_step_tokens: int) 
 
 
 def check_vocabulary(served: LoadedModel, draft: LoadedModel) -> None:
-    """Raise ModelRefused unless the same token ids mean the same in both models."""
+    """Raise ModelRefused unless the same token ids mean the same in both models, and both can take drafts back."""
+    if recurrent := [x.family for x in (served, draft) if x.recurrent]:
+        raise ModelRefused(
+            f"a draft model needs models without recurrent state, which no rejected draft can be taken back from;"
+            f" {recurrent[0]} has one: leave --draft-model away"
+        )
     advice = "give a draft model with the tokenizer of the served one"
     if draft.vocab_size != served.vocab_size:
         raise ModelRefused(

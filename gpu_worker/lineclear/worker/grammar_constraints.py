@@ -173,15 +173,19 @@ class PendingMasks:
         void: list[int],
         num_rows: int,
         num_words: int,
+        *,
+        may_defer: bool = True,
     ) -> None:
         self._threads, self._rows, self._masked, self._void = threads, rows, masked, void
-        self._num_rows, self._num_words = num_rows, num_words
+        self._num_rows, self._num_words, self._may_defer = num_rows, num_words, may_defer
 
     def result(self) -> Masks:
         """Wait for the masks as long as the step may, and return those that are ready."""
         masks = [constraint.mask for constraint in self._masked if constraint.mask is not None]
         assert len(masks) == len(self._rows)
         self._threads.wait(masks, is_alone=len(masks) + len(self._void) == self._num_rows)
+        while not self._may_defer and (late := [x for x in masks if self._is_late(x)]):
+            self._threads.wait(late, is_alone=True)
         rows: list[int] = []
         found: list[Bits] = []
         deferred = list(self._void)
@@ -198,6 +202,9 @@ class PendingMasks:
         bits_of_rows: Bits = np.stack(found) if found else np.zeros((0, self._num_words), np.uint32)
         return Masks(rows, bits_of_rows, deferred, self._void)
 
+    def _is_late(self, mask: Mask) -> bool:
+        return mask.bits is None and not self._threads.is_overdue(mask)
+
 
 class ConstraintTable:
     """The constraints of all slots. The launch thread calls the methods; other threads compute masks."""
@@ -207,6 +214,8 @@ class ConstraintTable:
         self._num_words = -(-vocab_size // _WORD_BITS)
         self.slots: dict[int, _Constraint] = {}
         """The constraints by slot. A step without any needs no call."""
+        self.may_defer = True
+        """Steps go on without masks that are late. With a recurrent state no position can be computed twice."""
         self._threads = threads or MaskThreads()
 
     def reset(self) -> None:
@@ -263,4 +272,5 @@ class ConstraintTable:
                 constraint.take(token)
 
         self._threads.start(new, take_tokens)
-        return PendingMasks(self._threads, rows, masked, void, len(slots), self._num_words)
+        counts = len(slots), self._num_words
+        return PendingMasks(self._threads, rows, masked, void, *counts, may_defer=self.may_defer)

@@ -13,12 +13,13 @@ from dataclasses import replace
 import torch
 
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.wire.messages import Row, RowOutput, Sampling, SlotInit, StepErrorKind, StepPlan
+from lineclear.wire.messages import Row, RowOutput, Sampling, SlotInit, StateCopy, StepErrorKind, StepPlan
 
 from .memory_budget import PeakMemory
 from .model.decode_graphs import DecodeGraphs
 from .model.loaded_model import LoadedModel
-from .model_runner import LESS_PER_STEP, ModelRunner, RunnerOptions
+from .model_runner import ModelRunner
+from .pool_memory import LESS_PER_STEP, RunnerOptions, states_bytes
 from .runner_interface import StepFailed
 from .self_test import SelfTestFailed
 from .slot_table import Capacity
@@ -35,30 +36,33 @@ def largest_step_bytes(
     graphs: DecodeGraphs | None = None,
     peak_memory: Callable[[torch.device], PeakMemory] = PeakMemory,
 ) -> int:
-    """Return the bytes that the runner's tables, its largest steps and the largest of `graphs` take.
+    """Return the bytes that the runner's tables, its largest steps and the largest of `graphs` take, without states.
 
     Raises ConfigurationError if the device has too little memory for them.
     """
     peak = peak_memory(loaded.device)
     try:
-        runner = ModelRunner(loaded, replace(options, num_blocks=1, swap_memory_bytes=0), graphs=graphs)
-        run_largest_steps(runner, 0 if graphs is None else graphs.max_batch_size)
+        smallest = replace(options, num_blocks=1, swap_memory_bytes=0, num_state_snapshots=1)
+        runner = ModelRunner(loaded, smallest, graphs=graphs)
+        run_largest_steps(runner, 0 if graphs is None else graphs.max_batch_size, pretends_states=True)
     except torch.OutOfMemoryError:
         raise _too_little() from None
-    num_bytes = peak.bytes()
+    num_bytes = max(0, peak.bytes() - states_bytes(loaded, smallest))
     del runner
     gc.collect()  # its memory is free when the pools are made
     return num_bytes
 
 
-def run_largest_steps(runner: ModelRunner, max_graph_rows: int) -> None:
+def run_largest_steps(runner: ModelRunner, max_graph_rows: int, *, pretends_states: bool = False) -> None:
     """Run a step with the most tokens, one with the most rows, and one with the most rows of a captured graph.
 
+    Recurrent states are taken for those behind any position if `pretends_states`; else such rows start at position 0.
     Resets the runner. Raises ConfigurationError if the memory does not suffice, and SelfTestFailed for another failure.
     """
     runner.reset()
     try:
-        for plan in _largest_plans(runner.capacity, max_graph_rows):
+        for plan in _largest_plans(runner.capacity, max_graph_rows, pretends_states):
+            runner.snapshots.update((copy.source, plan.chunks[0].start) for copy in plan.copy_states)
             runner.launch(plan).result()
     except StepFailed as error:
         if error.kind is StepErrorKind.OUT_OF_MEMORY:
@@ -74,23 +78,25 @@ def _too_little() -> ConfigurationError:
     )
 
 
-def _largest_plans(capacity: Capacity, max_graph_rows: int) -> Iterator[StepPlan]:
+def _largest_plans(capacity: Capacity, max_graph_rows: int, pretends_states: bool) -> Iterator[StepPlan]:
     num_rows = min(capacity.num_slots, capacity.max_step_tokens)
     num_graph_rows = min(num_rows, max_graph_rows)
     sizes = (num_rows, capacity.max_step_tokens), (num_rows, num_rows), (num_graph_rows, num_graph_rows)
     for step, size in enumerate(sizes, 1):
         if size[0]:
-            yield _plan(step, *size, capacity)
+            yield _plan(step, *size, capacity, pretends_states)
 
 
-def _plan(step: int, num_rows: int, num_tokens: int, capacity: Capacity) -> StepPlan:
+def _plan(step: int, num_rows: int, num_tokens: int, capacity: Capacity, pretends_states: bool) -> StepPlan:
     """Return a plan that samples in all rows. The first row has most of the tokens, at the end of the context."""
     size, chunks, inits = capacity.block_size, list[Row](), list[SlotInit]()
+    can_continue = pretends_states or not capacity.has_recurrent_state
     for slot in range(num_rows):
         count = min(num_tokens - (num_rows - 1 - slot), capacity.max_model_len)
         num_tokens -= count
-        num_cached = 0 if slot else (capacity.max_model_len - count) // size
+        num_cached = 0 if slot or not can_continue else (capacity.max_model_len - count) // size
         start = num_cached * size
         inits.append(SlotInit(slot, (0,) * (start + count), start + count, (0,) * num_cached, _SAMPLING))
         chunks.append(Row(slot, start, count, RowOutput.SAMPLE, (0,) * -(-count // size)))
-    return StepPlan(1, step, tuple(chunks), tuple(inits))
+    copies = (StateCopy(capacity.num_slots, 0),) if capacity.has_recurrent_state and chunks[0].start else ()
+    return StepPlan(1, step, tuple(chunks), tuple(inits), copy_states=copies)

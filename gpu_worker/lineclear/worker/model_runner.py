@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
 
 from lineclear.model_files import fingerprint
 from lineclear.model_files.adapter_files import AdapterFilesRefused
-from lineclear.process.settings_base import ConfigurationError
 from lineclear.wire.messages import BlockCopy, Hello, SlotInit, StepPlan
 
 from .attention.base import AttentionBackend, block_bytes
@@ -25,7 +25,7 @@ from .attention.registry import BACKENDS, choose
 from .cpu.thread_tuner import ThreadTuner
 from .draft_model import DraftModelDrafter, max_catch_up
 from .drafts.prompt_lookup import PromptLookupDrafter
-from .drafts.verification import NO_DRAFTS, Drafter, Drafts
+from .drafts.verification import NO_DRAFTS, Drafter, Drafts, NoDrafter
 from .gpus import device_name
 from .grammar_compiler import GrammarCompiler
 from .grammar_constraints import ConstraintTable
@@ -35,9 +35,11 @@ from .kv_prefault import KvPrefaulter
 from .launched_step import LaunchedStep, StepOutputs, StepTimer, rows_where, step_failed
 from .logits import Logits
 from .lora.adapter_set import AdapterSet
-from .memory_budget import blocks_that_fit, free_bytes
+from .memory_budget import free_bytes
 from .model.decode_graphs import DecodeGraphs
 from .model.loaded_model import LoadedModel, ModelRefused
+from .pool_memory import RunnerOptions as RunnerOptions
+from .pool_memory import capacity_of, fitting_snapshots, memory_figures
 from .runner_interface import InflightStep
 from .sampler import Sampled, sample
 from .sampling_metadata import SamplingTable
@@ -45,34 +47,11 @@ from .scores_and_vectors import ReportedRows, RowOutputs
 from .slot_table import Capacity
 from .staging import Staging
 
-LESS_PER_STEP = "lower --target-batch-tokens, --max-batch-size or --max-model-len"
-"""What to do if a step takes too much memory."""
+if TYPE_CHECKING:
+    from .recurrent.states import RecurrentStates
+
 _NUMERICS_VERSION = 1
 """Raised by a release that computes different numbers from the same files. Answers are not resumed across versions."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerOptions:
-    """Sizes and kinds of a runner."""
-
-    num_blocks: int = 0
-    """Of KV memory. 0: as many as fit in `kv_cache_memory_fraction` of the free memory."""
-    kv_cache_memory_fraction: float = 0.0
-    num_workers: int = 1
-    """Workers of this device, which divide that memory."""
-    step_memory_bytes: int = 0
-    """That the largest step takes of it; see memory_profile.py."""
-    block_size: int = 16
-    kv_prefault_tokens: int = 0
-    swap_memory_bytes: int = 0
-    """Of host blocks."""
-    num_slots: int = 64
-    max_step_tokens: int = 2048
-    attention_backend: str = "auto"
-    kv_dtype: torch.dtype | None = None
-    """None: the model's."""
-    prompt_lookup_ngrams: tuple[int, int] = (4, 2)
-    """The longest and the shortest n-gram."""
 
 
 class ModelRunner:
@@ -85,7 +64,7 @@ class ModelRunner:
     def __init__(
         self,
         loaded: LoadedModel,
-        options: RunnerOptions = RunnerOptions(),
+        options: RunnerOptions = RunnerOptions(),  # noqa: B008 (it is frozen)
         *,
         drafter: Drafter | None = None,
         draft_model: LoadedModel | None = None,
@@ -100,14 +79,13 @@ class ModelRunner:
         self._loaded, self._graphs = loaded, graphs
         self._device_type = loaded.device.type  # torch takes 10 µs or more to return it, at every step
         self._kv_dtype = options.kv_dtype or loaded.dtype
-        size, num_slots = block_bytes(loaded.layers, options.block_size, self._kv_dtype), options.num_slots
-        self.capacity = Capacity(
-            *(num_slots, options.num_blocks or fitting_blocks(loaded, options, draft_model), options.block_size),
-            *(loaded.max_model_len, options.max_step_tokens, loaded.vocab_size, options.swap_memory_bytes // size),
-        )
+        size = max(1, block_bytes(loaded.layers, options.block_size, self._kv_dtype))  # 0 without attention
+        options = replace(options, num_state_snapshots=fitting_snapshots(loaded, options))
+        self.capacity = capacity_of(loaded, options, draft_model, size)
         blocks = self.capacity.num_blocks + (graphs is not None)  # one for padding rows
         self.backend_name, self._backend = _make_backend(loaded, options, self._kv_dtype, blocks)
-        loaded.attach(self._backend)
+        self._states = _make_states(loaded, self.capacity)
+        loaded.attach(self._backend, self._states)
         host_blocks = _make_host_blocks(self._backend, self.capacity, size) if options.swap_memory_bytes else None
         self._copy_blocks = host_blocks.copy if host_blocks else self._backend.copy
         self._swap_seconds = host_blocks.block_seconds if host_blocks else 0.0
@@ -117,14 +95,18 @@ class ModelRunner:
             loaded.decoder.use_adapters(self._adapters)
         self._batch = InputBatch(self.capacity, loaded.device, self._adapters, staging)
         put = self._backend.put = self._adapters.put = self._batch.staging.put
-        self._sampling = SamplingTable(num_slots, loaded.vocab_size, loaded.device, put)
+        if self._states is not None:
+            self._states.put = put
+        self.snapshots = self._batch.slots.snapshots
+        self._sampling = SamplingTable(options.num_slots, loaded.vocab_size, loaded.device, put)
         self._row_outputs = RowOutputs(self._batch.flat_tokens, loaded.device)
         self._grammars = GrammarCompiler(loaded.directory, loaded.vocab_size, loaded.eos_token_ids)
         self._constraints = ConstraintTable(self._grammars, loaded.vocab_size)
+        self._constraints.may_defer = not loaded.recurrent
         self._draft_model_id = draft_model.model_id if draft_model else ""
         self._drafter = drafter or _make_drafter(loaded, draft_model, options, self._batch)
         self._drafting = set[int]()  # slots that the drafter may know
-        self._memory = _memory_figures(loaded, options, draft_model, self.capacity)
+        self._memory = memory_figures(loaded, options, draft_model, self.capacity)
         self.thread_tuner: ThreadTuner | None = None
         """Sets the number of compute threads of each step, on CPUs."""
 
@@ -152,6 +134,8 @@ class ModelRunner:
             draft_model=self._draft_model_id,
             num_swap_blocks=c.num_swap_blocks,
             swap_seconds=self._swap_seconds,
+            has_recurrent_state=c.has_recurrent_state,
+            num_state_snapshots=c.num_state_snapshots,
             load_seconds=self.load_seconds,
             has_recurrent_state=False,
             **self._memory,
@@ -203,6 +187,8 @@ class ModelRunner:
         try:
             if plan.copy_blocks:
                 self._copy_blocks(plan.copy_blocks)  # first: the plan may zero a source
+            if plan.copy_states and self._states is not None:
+                self._states.copy(plan.copy_states)
             # Behind the copies: its time predicts those of other steps.
             timer = StepTimer(self._loaded.device, self._device_type)
             drafts, draft_seconds = self._timed_drafts(plan)
@@ -265,6 +251,8 @@ class ModelRunner:
         """Queue the forward pass over the packed rows, and the sampler."""
         if len(packed.read_indices):
             self._backend.start_step(packed.batch)
+            if self._states is not None:
+                self._states.start_step(packed.batch)
         metadata = self._sampling.select(packed.sample_slots, packed.sample_positions, self._batch.slots.prompt_len)
         if not len(packed.read_indices):
             self._batch.send()
@@ -305,10 +293,12 @@ class ModelRunner:
         arrays = packed.on_device or packed
         inputs = self._batch.flat_tokens, arrays.read_indices, arrays.positions
         if packed.is_padded and self._graphs is not None and packed.on_device is not None:
-            changing = (*packed.on_device[:3], *self._backend.step_inputs)
+            states = self._states
+            changing = (*packed.on_device[:3], *self._backend.step_inputs, *(states.step_inputs if states else ()))
             num_splits = self._backend.num_splits if packed.adapters is None else None
             run = partial(self._loaded.logits, *inputs, arrays.sample_rows)
-            return self._graphs.logits(len(packed.sample_slots), num_splits, changing, run), None
+            keep = states.keep if states else None
+            return self._graphs.logits(len(packed.sample_slots), num_splits, changing, run, keep), None
         if not packed.output_rows:
             logits = self._loaded.logits(*inputs, arrays.sample_rows)
             return logits if packed.sample_slots else None, None
@@ -326,41 +316,23 @@ def _zero_from(backend: AttentionBackend, cells: Iterable[tuple[int, int]]) -> N
         backend.copy(partial_blocks)
 
 
-def fitting_blocks(loaded: LoadedModel, options: RunnerOptions, draft: LoadedModel | None) -> int:
-    """Return how many blocks fit in the free memory, at most twice as many as all slots can fill.
-
-    Raises ConfigurationError if none fits.
-    """
-    size, reserved = _block_bytes(loaded, options, draft), options.step_memory_bytes
-    max_blocks = 2 * options.num_slots * -(-loaded.max_model_len // options.block_size)
-    fraction, num_workers = options.kv_cache_memory_fraction, options.num_workers
-    count = blocks_that_fit(size, max_blocks, fraction, loaded.device, num_workers, reserved)
-    if count < 1:
-        advice = f"{LESS_PER_STEP}, or raise --kv-cache-memory-fraction"
-        beside = f" beside the {reserved} bytes of the largest step; {advice}" if reserved else ""
-        raise ConfigurationError(f"after loading, the free memory does not hold one KV block of {size} bytes{beside}")
-    return count
-
-
-def _memory_figures(
-    loaded: LoadedModel, options: RunnerOptions, draft: LoadedModel | None, capacity: Capacity
-) -> dict[str, int]:
-    """Return the bytes of weights, pools, steps and host blocks, by field of Hello."""
-    return {
-        "weight_bytes": loaded.weight_bytes + (0 if draft is None else draft.weight_bytes),
-        "kv_cache_bytes": capacity.num_blocks * _block_bytes(loaded, options, draft),
-        "step_memory_bytes": options.step_memory_bytes,
-        "swap_memory_bytes": capacity.num_swap_blocks * _block_bytes(loaded, options, None),
-    }
-
-
-def _block_bytes(loaded: LoadedModel, options: RunnerOptions, draft: LoadedModel | None) -> int:
-    """Return the bytes of a block, with that of the draft model beside it."""
-    size = block_bytes(loaded.layers, options.block_size, options.kv_dtype or loaded.dtype)
-    return size + (0 if draft is None else block_bytes(draft.layers, options.block_size, draft.dtype))
+def _make_states(loaded: LoadedModel, c: Capacity) -> RecurrentStates | None:
+    """Return the recurrent states; None for a model without. Raises ModelRefused if the system refuses the memory."""
+    try:
+        return loaded.make_states(c.num_slots, c.num_state_snapshots, -(-c.max_model_len // c.block_size))
+    except RuntimeError as error:
+        if loaded.device.type != "cpu":
+            raise  # as in `_make_backend`
+        count = c.num_slots + 1 + c.num_state_snapshots
+        raise ModelRefused(
+            f"the system refuses memory for {count} recurrent states of {loaded.state_bytes} bytes ({error});"
+            " lower --max-batch-size"
+        ) from error
 
 
 def _make_drafter(loaded: LoadedModel, draft: LoadedModel | None, options: RunnerOptions, batch: InputBatch) -> Drafter:
+    if loaded.recurrent:
+        return NoDrafter()
     if draft is None:
         return PromptLookupDrafter(*options.prompt_lookup_ngrams)
     return DraftModelDrafter(draft, batch, max_catch_up(loaded, draft, options.max_step_tokens))

@@ -72,6 +72,7 @@ class LeadingRunner(ModelRunner):
         self._ranks = ranks
         self._draws = _Draws()
         self._constraints = _LeadingConstraints(ranks, self._grammars, loaded.vocab_size)
+        self._constraints.may_defer = not loaded.recurrent
         self._drafter = _LeadingDrafter(ranks, self._drafter)
 
     def hello(self, epoch: int) -> Hello:

@@ -29,7 +29,8 @@ from .memory_profile import largest_step_bytes, run_largest_steps
 from .model.decode_graphs import DecodeGraphs, cuda_capture
 from .model.loaded_model import LoadedModel
 from .model.loader import Divided, build_fused, import_model_class, load, to_int8
-from .model_runner import ModelRunner, RunnerOptions, fitting_blocks
+from .model_runner import ModelRunner
+from .pool_memory import RunnerOptions, fitting_blocks, fitting_snapshots
 from .settings import WorkerSettings
 from .shard import Agree
 
@@ -120,6 +121,7 @@ def _make_part(settings: WorkerSettings, share: MachineShare, ranks: Ranks) -> M
     expected = self_test.expected_answers(loaded, _kv_dtype(settings))
     make_graphs = partial(_graphs, settings, device, ranks.agree)
     options = _with_step_memory(_options(settings, device, share), loaded, make_graphs())
+    options = replace(options, num_state_snapshots=ranks.least(fitting_snapshots(loaded, options)))
     num_blocks = ranks.least(options.num_blocks or fitting_blocks(loaded, options, draft))
     options, graphs = replace(options, num_blocks=num_blocks), make_graphs()
     if ranks.rank:  # which follows rank 0 from here on

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -23,6 +24,9 @@ from .attention.reference import ReferenceAttention
 from .model.loaded_model import LoadedModel
 from .model_runner import ModelRunner
 from .runner_interface import StepFailed
+
+if TYPE_CHECKING:
+    from .recurrent.states import RecurrentStates
 
 log = structlog.get_logger()
 
@@ -57,13 +61,17 @@ def expected_answers(loaded: LoadedModel, kv_dtype: torch.dtype | None = None) -
     if not prompts:
         return ()
     backend = ReferenceAttention(loaded.layers, len(prompts), limit, loaded.dtype, loaded.device, kv_dtype)
-    loaded.attach(backend)
+    states = loaded.make_states(len(prompts), 0, 1)
+    loaded.attach(backend, states)
     with torch.inference_mode():
-        return tuple(_greedy(loaded, backend, prompts))
+        return tuple(_greedy(loaded, backend, states, prompts))
 
 
 def _greedy(
-    loaded: LoadedModel, backend: ReferenceAttention, prompts: Sequence[tuple[int, ...]]
+    loaded: LoadedModel,
+    backend: ReferenceAttention,
+    states: RecurrentStates | None,
+    prompts: Sequence[tuple[int, ...]],
 ) -> Iterator[ExpectedAnswer]:
     """Compute all prompts in each pass, each in one block: reading the weights dominates the cost of a pass."""
     sequences = [list(prompt) for prompt in prompts]
@@ -75,7 +83,10 @@ def _greedy(
             ids += sequence
             positions += range(len(sequence))
             last.append(len(ids) - 1)
-        backend.start_step(pack_chunks(chunks, backend.block_size))
+        batch = pack_chunks(chunks, backend.block_size)
+        backend.start_step(batch)
+        if states is not None:
+            states.start_step(batch)
         tokens = torch.tensor(ids, device=loaded.device)
         logits = loaded.logits(tokens, np.arange(len(ids)), np.array(positions), np.array(last)).values
         steps.append(logits.to("cpu", torch.float32, copy=True))  # the decoder overwrites them at the next call

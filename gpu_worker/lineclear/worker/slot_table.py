@@ -29,6 +29,8 @@ class Capacity(NamedTuple):
     max_step_tokens: int
     vocab_size: int
     num_swap_blocks: int = 0
+    has_recurrent_state: bool = False
+    num_state_snapshots: int = 0
 
 
 class SlotTable:
@@ -52,6 +54,8 @@ class SlotTable:
         # Slots whose last row verified drafts: how many of them may have been accepted beyond the two figures above.
         self._num_drafted: dict[int, int] = {}
         self._deferred: dict[int, int] = {}  # slots whose last row sampled nothing: its last position
+        self.snapshots: dict[int, int] = {}
+        """Of recurrent states, by number: how many positions each is behind."""
         self.prompt_len = np.zeros(capacity.num_slots, np.int64)
         self.num_touched_blocks = 0
         """One more than the highest block of any plan since the last reset."""
@@ -64,6 +68,7 @@ class SlotTable:
         self._adapters, self.has_adapters = [0] * (self.capacity.num_slots + 1), False
         self._num_drafted.clear()
         self._deferred.clear()
+        self.snapshots.clear()
         self.num_touched_blocks = 0
         if self.grown is not None:
             self.grown.clear()
@@ -75,6 +80,8 @@ class SlotTable:
             raise _protocol_error("two owners for one slot")
         for init in plan.inits:
             _check_init(init, self.capacity, self._loaded_adapters)
+        if plan.copy_states or (inits and self.capacity.has_recurrent_state):
+            _check_states(plan, _copied_states(plan, self._num_computed, self.snapshots), self.capacity)
         if len({*plan.decodes.slots, *[row.slot for row in plan.chunks]}) != plan.num_rows:
             raise _protocol_error("a slot has two rows")
         if plan.num_tokens > self.capacity.max_step_tokens:
@@ -89,6 +96,9 @@ class SlotTable:
 
     def apply(self, plan: StepPlan, drafts: Drafts) -> None:
         """Apply a checked plan, whose rows verify `drafts`."""
+        if plan.copy_states:
+            copied = _copied_states(plan, self._num_computed, self.snapshots)
+            self.snapshots.update((x, at) for x, at in copied.items() if x >= self.capacity.num_slots)
         for init in plan.inits:
             self._init_slot(init)
         decodes = plan.decodes
@@ -268,6 +278,30 @@ def _check_copies(copies: Sequence[BlockCopy], c: Capacity) -> dict[int, int]:
         elif count != c.block_size or min(source, target) >= c.num_blocks or target in read:
             raise _protocol_error("a host block that is copied in part, to another one, or both read and written")
     return {target: count for target, count in copied.items() if target < c.num_blocks}
+
+
+def _copied_states(plan: StepPlan, computed: Sequence[int], snapshots: Mapping[int, int]) -> dict[int, int]:
+    """Return how many positions each copied state is behind, by target; -1 for one that was never written."""
+    return {
+        copy.target: computed[copy.source] if 0 <= copy.source < len(computed) else snapshots.get(copy.source, -1)
+        for copy in plan.copy_states
+    }
+
+
+def _check_states(plan: StepPlan, copied: Mapping[int, int], c: Capacity) -> None:
+    """Check copies of recurrent states, and that each new sequence starts behind the positions of its state."""
+    states = [state for copy in plan.copy_states for state in copy]
+    if states and (not c.has_recurrent_state or min(states) < 0 or max(states) >= c.num_slots + c.num_state_snapshots):
+        raise _protocol_error("a copy of a recurrent state that does not exist")
+    if len(copied) != len(plan.copy_states):
+        raise _protocol_error("two copies to one recurrent state")
+    starts = {row.slot: row.start for row in plan.rows}
+    slots = {init.slot: starts.get(init.slot, len(init.blocks) * c.block_size) for init in plan.inits}
+    if any(target < c.num_slots and target not in slots for target in copied):
+        raise _protocol_error("a copy to the recurrent state of a sequence that runs")
+    for slot, start in slots.items():
+        if (behind := copied.get(slot, 0)) != start:
+            raise _protocol_error(f"a sequence that starts at {start} with a state behind {behind} positions")
 
 
 def _check_drafts(row: Row, num_blocks: int, c: Capacity, *, is_new: bool) -> None:

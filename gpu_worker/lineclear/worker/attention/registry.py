@@ -63,6 +63,8 @@ def choose(
 
     Raises ValueError for an unknown name, and for "auto" if no backend supports int8 keys and values here.
     """
+    if not layers:
+        return "torch_paged"  # of a model without attention: it has no pools, and no kernels
     if name == "auto":
         has_kernels = kv_dtype in (None, dtype) and all(x.head_dim <= MAX_HEAD_DIM for x in layers)
         if device.type == "cuda" and has_kernels and triton_support.is_usable():

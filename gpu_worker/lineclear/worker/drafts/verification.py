@@ -53,6 +53,20 @@ class Drafter(Protocol):
         ...
 
 
+class NoDrafter:
+    """Makes no drafts: for models whose recurrent state cannot be taken back behind a wrong one."""
+
+    def reset(self) -> None:
+        """Do nothing."""
+
+    def forget(self, slot: int) -> None:
+        """Do nothing."""
+
+    def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
+        """Return no drafts."""
+        return NO_DRAFTS
+
+
 def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
     """Return `result`, which has a sample for each position with a draft, without the samples behind a wrong draft.
 

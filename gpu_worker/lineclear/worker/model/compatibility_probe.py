@@ -7,9 +7,10 @@ blocks are compared with those of the model's own attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -21,15 +22,28 @@ from lineclear.worker.attention.reference import ReferenceAttention
 
 from .loaded_model import LoadedModel, ModelRefused, forward, use_attention, use_paged_attention
 
+if TYPE_CHECKING:
+    from lineclear.worker.recurrent.mixers import RecurrentLayer
+
 log = structlog.get_logger(__name__)
 
 NUM_TOKENS = 11
 """Length of the probe in tokens."""
+_CHUNKS = (0, 6), (6, NUM_TOKENS)
+"""The rows that compute it."""
+_ROWS_WITH_STATE = (0, 6), (6, 9), (9, 10), (10, NUM_TOKENS)
+"""For layers whose single tokens take another way than chunks."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest relative error of the probe's logits. Wide in bfloat16, where a near tie may route a token to another expert.
 A lost mask, bias or state causes an error of the size of the logits."""
 
 _CAPTURING = "lineclear_probe"
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})
+_RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})
+"""transformers' general names for layers with a recurrent state; a hybrid one has attention beside it."""
+_STATELESS = frozenset({"mlp", "moe"})
+"""Of Nemotron-H, where a feed-forward network is a layer of its own."""
+_WITHOUT_ATTENTION = _STATELESS | _RECURRENT - {"hybrid"}
 _HANDLED_ARGUMENTS = frozenset({"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal"})
 _HARMLESS_ARGUMENTS = frozenset({"position_ids", "cache_position", "position_embeddings", "logits_to_keep"})
 
@@ -41,19 +55,21 @@ def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
     """
     config = model.config.get_text_config()
     _check_config(config)
-    calls: list[_Call] = []
+    kinds, calls = _layer_kinds(config), list[_Call]()
+    recurrent = _recurrent_layers(model, kinds)
     ids, positions = _input(config, next(model.parameters()).device)
-    use_attention(model, _CAPTURING, _capture_calls(calls))
+    expected = sum(kind not in _WITHOUT_ATTENTION for kind in kinds)
+    if expected:
+        use_attention(model, _CAPTURING, _capture_calls(calls))
     kept = forward(model, ids, positions, logits_to_keep=torch.tensor([1, 3], device=ids.device))
     if len({id(call.module) for call in calls}) != len(calls):
         raise ModelRefused("layers share one attention module, so their keys and values cannot be separated")
-    expected = int(config.num_hidden_layers)
     if len(calls) != expected:
         raise ModelRefused(
             f"only {len(calls)} of the model's {expected} layers call the attention interface;"
             f" the others would not use the KV cache"
         )
-    _check_windows(config, calls)
+    _check_windows([kind for kind in kinds if kind not in _WITHOUT_ATTENTION], calls)
     vocab_size = int(kept.shape[-1])
     if model.get_input_embeddings().weight.shape[0] < vocab_size:
         raise ModelRefused("the model can sample tokens that it has no embedding for")
@@ -70,6 +86,7 @@ def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
         device=ids.device,
         selects_rows=kept.shape[0] == 2,
         weight_bytes=weight_bytes(model),
+        recurrent=recurrent,
     )
 
 
@@ -85,7 +102,8 @@ def check_against_eager(loaded: LoadedModel) -> Tensor:
     from the call. Leaves the model with paged attention. Raises ModelRefused.
     """
     expected = eager_logits(loaded.model)
-    use_paged_attention(loaded.model)
+    if loaded.layers:
+        use_paged_attention(loaded.model)
     computed = paged_logits(loaded)
     error = relative_error(computed, expected)
     if not error <= TOLERANCE[loaded.dtype]:
@@ -103,15 +121,19 @@ def eager_logits(model: Any) -> Tensor:
 
 
 def paged_logits(loaded: LoadedModel) -> Tensor:
-    """Return logits [NUM_TOKENS, vocabulary] of the probe, in two chunks over blocks in descending order."""
+    """Return logits [NUM_TOKENS, vocabulary] of the probe, in several rows over blocks in descending order."""
     ids, positions = _input(loaded.model.config.get_text_config(), loaded.device)
-    block_size, half = 4, 6
+    block_size = 4
     blocks = torch.arange(-(-NUM_TOKENS // block_size)).flip(0).numpy()
     backend = ReferenceAttention(loaded.layers, len(blocks), block_size, loaded.dtype, loaded.device)
-    loaded.attach(backend)
+    states = loaded.make_states(1, 0, len(blocks))
+    loaded.attach(backend, states)
     chunks = []
-    for start, end in ((0, half), (half, NUM_TOKENS)):
-        backend.start_step(pack_chunks([Chunk(0, end - start, start, blocks[: -(-end // block_size)])], block_size))
+    for start, end in _CHUNKS if states is None else _ROWS_WITH_STATE:
+        batch = pack_chunks([Chunk(0, end - start, start, blocks[: -(-end // block_size)])], block_size)
+        backend.start_step(batch)
+        if states is not None:
+            states.start_step(batch)
         rows = np.arange(end - start)
         logits = loaded.logits(ids, start + rows, positions[start:end].cpu().numpy(), rows).values
         chunks.append(logits.to(torch.float32, copy=True))  # the decoder overwrites them at the next call
@@ -134,15 +156,46 @@ def _input(config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _check_config(config: Any) -> None:
     """Refuse configured features that a probe of a few tokens cannot show."""
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    unsupported = layer_types - {"full_attention", "sliding_attention", "attention"}
-    if unsupported or getattr(config, "attention_chunk_size", None):
-        names = ", ".join(sorted(unsupported)) or "chunked_attention"
-        raise ModelRefused(f"layers of type {names} are not supported, only full and sliding-window attention")
+    if getattr(config, "attention_chunk_size", None):
+        raise ModelRefused("layers of type chunked_attention are not supported, only full and sliding-window attention")
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelRefused("the model attends to later tokens too, and a decoder cannot")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused("encoder-decoder models are not supported")
+
+
+def _layer_kinds(config: Any) -> list[str]:
+    """Return the type of each layer. Without such types, a configured window holds for all layers."""
+    if kinds := getattr(config, "layer_types", None):
+        return list(kinds)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return ["sliding_attention" if window else "full_attention"] * int(config.num_hidden_layers)
+
+
+def _recurrent_layers(model: Any, kinds: Sequence[str]) -> tuple[RecurrentLayer, ...]:
+    """Return the layers with a recurrent state. Raises ModelRefused for layers of another type than is supported."""
+    unusual = {kind for kind in kinds if kind not in _ATTENTION and kind not in _STATELESS}
+    if not unusual:
+        return ()
+    from lineclear.worker.recurrent.mixers import recurrent_layers  # other workers do without it
+
+    layers = recurrent_layers(model) if unusual <= _RECURRENT else ()
+    if len(layers) != sum(kind in unusual for kind in kinds):
+        names = ", ".join(sorted(_class_names(model, kinds, unusual) or unusual))
+        raise ModelRefused(
+            f"layers of type {names} are not supported, only full and sliding-window attention and the recurrent"
+            " layers that docs/supported.md lists"
+        )
+    return layers
+
+
+def _class_names(model: Any, kinds: Sequence[str], unusual: set[str]) -> set[str]:
+    """Return what the model's authors call the layers of types for which transformers has only general names."""
+    lists = (x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x) == len(kinds))
+    layers = [layer for layer, kind in zip(next(lists, ()), kinds, strict=False) if kind in unusual & _RECURRENT]
+    children = [child for layer in layers for child in layer.children()]
+    has_state = [x for x in children if {"cache_params", "past_key_values"} & signature(x.forward).parameters.keys()]
+    return {type(child).__name__ for child in has_state}
 
 
 @dataclass(slots=True)
@@ -197,13 +250,8 @@ def _layer_spec(
     )
 
 
-def _check_windows(config: Any, calls: list[_Call]) -> None:
+def _check_windows(kinds: Sequence[str], calls: list[_Call]) -> None:
     """Refuse layers whose sliding window is only in the mask: it would be lost, and a short probe cannot show it."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        # Without layer types, a configured window holds for all layers.
-        declared = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-        kinds = ["sliding_attention" if declared else "full_attention"] * len(calls)
     for kind, call in zip(kinds, calls, strict=True):
         if kind == "sliding_attention" and not call.spec.window:
             raise ModelRefused("a layer with a sliding window does not pass it to its attention, so it would be lost")

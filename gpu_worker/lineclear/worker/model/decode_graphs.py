@@ -60,13 +60,21 @@ class DecodeGraphs:
         place = bisect_left(self._batch_sizes, num_rows)
         return self._batch_sizes[place] if place < len(self._batch_sizes) else 0
 
-    def logits(self, num_rows: int, num_splits: int | None, inputs: Sequence[Tensor], run: Run) -> Logits:
+    def logits(
+        self,
+        num_rows: int,
+        num_splits: int | None,
+        inputs: Sequence[Tensor],
+        run: Run,
+        keep: Callable[[], Callable[[], None]] | None = None,
+    ) -> Logits:
         """Return the logits of the first `num_rows` rows of a padded step, valid until the next call.
 
         `inputs`: all tensors that change between steps, the first with one entry for each row. `run()` computes the
         step; it does so each time if `num_splits` is None, if it cannot be captured, or if the tensors have moved.
+        `keep()`: if a step that runs twice differs from one that runs once, returns what undoes the runs of a capture.
         """
-        graph = None if num_splits is None else self._graph(num_splits, inputs, run)
+        graph = None if num_splits is None else self._graph(num_splits, inputs, run, keep)
         if graph is None:
             padded = run()
         else:
@@ -76,11 +84,21 @@ class DecodeGraphs:
         values, max_values, max_ids = (tensor[:num_rows] for tensor in padded[:3])
         return Logits(values, max_values, max_ids, bad=None if padded.bad is None else padded.bad[:num_rows])
 
-    def _graph(self, num_splits: int, inputs: Sequence[Tensor], run: Run) -> _Graph | None:
+    def _graph(
+        self,
+        num_splits: int,
+        inputs: Sequence[Tensor],
+        run: Run,
+        keep: Callable[[], Callable[[], None]] | None,
+    ) -> _Graph | None:
         key, addresses = (len(inputs[0]), num_splits), tuple(tensor.data_ptr() for tensor in inputs)
         graph = self._graphs.get(key)
         if graph is None:
-            return self._captured(key, addresses, run)
+            restore = keep() if keep else None
+            graph = self._captured(key, addresses, run)
+            if restore:
+                restore()
+            return graph
         return graph if graph.addresses == addresses else None
 
     def _captured(self, key: tuple[int, int], addresses: tuple[int, ...], run: Run) -> _Graph | None:

@@ -32,6 +32,8 @@ _NORMS_OF_HEADS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 _FIRST = {"gate_proj": 1, "up_proj": 1, "gate_up_proj": 2, "fc1": 1, "c_fc": 1, "dense_h_to_4h": 1}
 """First layers of a feed-forward network, and how many equal parts their outputs have."""
 _LAST = ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
+_STATE_PARAMETERS = {"A_log"}
+"""Of layers with a recurrent state: each rank computes all of them."""
 _ADVICE = "leave --tensor-parallel-size at 1"
 _WHOLE = ("gate", "router", "shared_expert_gate")
 """Routers, whose choice every rank needs."""
@@ -70,7 +72,9 @@ def divide(model: Any, rank: int, count: int) -> None:
     for name, module in model.named_modules():
         children = {child: x for child, x in module.named_children() if isinstance(x, nn.Linear)}
         own = dict(module.named_parameters(recurse=False))
-        if type(module).__name__.endswith("Attention"):
+        if own.keys() & _STATE_PARAMETERS:
+            division.whole(children)
+        elif type(module).__name__.endswith("Attention"):
             division.attention(module, children)
         elif children.keys() & _FIRST.keys():
             division.feed_forward(name, children)
@@ -111,6 +115,10 @@ class _Division:
                 setattr(module, attribute, value // self._count)
         if isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):
             module.sinks = _parameter(take(sinks, 0, self._piece(heads)))
+
+    def whole(self, children: dict[str, nn.Linear]) -> None:
+        """Leave a layer whole on each rank."""
+        self._known.update(children.values())
 
     def feed_forward(self, name: str, children: dict[str, nn.Linear]) -> None:
         """Divide a feed-forward network by the features between its layers."""

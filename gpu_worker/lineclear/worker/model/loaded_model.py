@@ -22,6 +22,8 @@ from lineclear.worker.staging import to_device
 
 if TYPE_CHECKING:
     from lineclear.worker.cuda.fused_decoder import CudaFusedDecoder  # imports triton
+    from lineclear.worker.recurrent.mixers import RecurrentLayer
+    from lineclear.worker.recurrent.states import RecurrentStates
 
 _PAGED = "lineclear"
 
@@ -64,11 +66,30 @@ class LoadedModel:
     text_fingerprint: str = ""
     directory: Path | None = None
     """Model directory; None for a model from memory."""
+    recurrent: tuple[RecurrentLayer, ...] = ()
+    """The layers with a recurrent state. A layer of a hybrid may have attention as well, or instead."""
 
-    def attach(self, backend: AttentionBackend) -> None:
-        """Use `backend` for attention in every layer."""
+    def make_states(self, num_slots: int, num_snapshots: int, blocks_per_slot: int) -> RecurrentStates | None:
+        """Allocate the recurrent states, as many as RecurrentStates says; None for a model without."""
+        if not self.recurrent:
+            return None
+        from lineclear.worker.recurrent.states import RecurrentStates  # other workers do without it
+
+        specs = [layer.mixer.state for layer in self.recurrent]
+        return RecurrentStates(specs, num_slots, num_snapshots, blocks_per_slot, self.device)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of a slot."""
+        return sum(part.num_bytes for layer in self.recurrent for part in layer.mixer.state)
+
+    def attach(self, backend: AttentionBackend, states: RecurrentStates | None = None) -> None:
+        """Use `backend` for attention in every layer, and `states` in those with a recurrent state."""
         for index, module in enumerate(self.attention_modules):
             _attach(module, backend, index)
+        for index, layer in enumerate(self.recurrent):
+            assert states is not None
+            layer.attach(states, index)
         if self.decoder is not None:
             self.decoder.attach(backend)
 
@@ -76,7 +97,7 @@ class LoadedModel:
         """Return the logits of the packed tokens `sample_rows`; the packed tokens are `tokens[read_indices]`.
 
         A fused forward pass on a CPU takes arrays only.
-        Call `start_step` of the backend first.
+        Call `start_step` of the backend and of the states first.
         """
         if self.decoder is not None:
             return self.decoder.logits(tokens, read_indices, positions, sample_rows)
@@ -85,7 +106,7 @@ class LoadedModel:
     def forward(self, tokens: Tensor, read_indices: Indices, positions: Indices) -> ModelForward:
         """Run the layers over the packed tokens. The logits of any rows, and their hidden states, are computed later.
 
-        Call `start_step` of the backend first.
+        Call `start_step` of the backend and of the states first.
         """
         if self.decoder is not None:
             self.decoder.forward(tokens, read_indices, positions)
@@ -109,7 +130,7 @@ class LoadedModel:
         """Return what the model makes of hidden states: its projection, with its own scaling or soft cap."""
         name = self.model.base_model_prefix
         layers, zeros = getattr(self.model, name), torch.zeros(len(hidden), dtype=torch.int64, device=self.device)
-        setattr(self.model, name, _ComputedLayers(output, hidden))
+        setattr(self.model, name, _ComputedLayers(layers, output, hidden))
         try:
             return with_argmax(forward(self.model, zeros, zeros))
         finally:
@@ -137,10 +158,15 @@ class ModelForward(NamedTuple):
 class _ComputedLayers(nn.Module):
     """Stands for the layers of a transformers model whose hidden states are computed already."""
 
-    def __init__(self, output: Any, hidden: Tensor) -> None:
+    def __init__(self, layers: nn.Module, output: Any, hidden: Tensor) -> None:
         super().__init__()
+        self.__dict__["_layers"] = layers  # not as a submodule
         self._output = copy(output)
         self._output.last_hidden_state = hidden[None]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the layers: Falcon H1 keeps a factor of its logits there."""
+        return getattr(self.__dict__["_layers"], name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Return the layers' output with the hidden states."""
