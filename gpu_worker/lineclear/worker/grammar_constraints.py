@@ -209,12 +209,14 @@ class PendingMasks:
 class ConstraintTable:
     """The constraints of all slots. The launch thread calls the methods; other threads compute masks."""
 
-    def __init__(self, grammars: Grammars, vocab_size: int, threads: MaskThreads | None = None) -> None:
+    def __init__(
+        self, grammars: Grammars, vocab_size: int, threads: MaskThreads | None = None, *, may_defer: bool = True
+    ) -> None:
         self._grammars = grammars
         self._num_words = -(-vocab_size // _WORD_BITS)
         self.slots: dict[int, _Constraint] = {}
         """The constraints by slot. A step without any needs no call."""
-        self.may_defer = True
+        self.may_defer = may_defer
         """Steps go on without masks that are late. With a recurrent state no position can be computed twice."""
         self._threads = threads or MaskThreads()
 

@@ -45,7 +45,7 @@ from .sampler import Sampled, sample
 from .sampling_metadata import SamplingTable
 from .scores_and_vectors import ReportedRows, RowOutputs
 from .slot_table import Capacity
-from .staging import Staging
+from .staging import Put, Staging
 
 if TYPE_CHECKING:
     from .recurrent.states import RecurrentStates
@@ -84,8 +84,6 @@ class ModelRunner:
         self.capacity = capacity_of(loaded, options, draft_model, size)
         blocks = self.capacity.num_blocks + (graphs is not None)  # one for padding rows
         self.backend_name, self._backend = _make_backend(loaded, options, self._kv_dtype, blocks)
-        self._states = _make_states(loaded, self.capacity)
-        loaded.attach(self._backend, self._states)
         host_blocks = _make_host_blocks(self._backend, self.capacity, size) if options.swap_memory_bytes else None
         self._copy_blocks = host_blocks.copy if host_blocks else self._backend.copy
         self._swap_seconds = host_blocks.block_seconds if host_blocks else 0.0
@@ -95,14 +93,13 @@ class ModelRunner:
             loaded.decoder.use_adapters(self._adapters)
         self._batch = InputBatch(self.capacity, loaded.device, self._adapters, staging)
         put = self._backend.put = self._adapters.put = self._batch.staging.put
-        if self._states is not None:
-            self._states.put = put
+        self._states = _make_states(loaded, self.capacity, put)
+        loaded.attach(self._backend, self._states)
         self.snapshots = self._batch.slots.snapshots
         self._sampling = SamplingTable(options.num_slots, loaded.vocab_size, loaded.device, put)
         self._row_outputs = RowOutputs(self._batch.flat_tokens, loaded.device)
         self._grammars = GrammarCompiler(loaded.directory, loaded.vocab_size, loaded.eos_token_ids)
-        self._constraints = ConstraintTable(self._grammars, loaded.vocab_size)
-        self._constraints.may_defer = not loaded.recurrent
+        self._constraints = ConstraintTable(self._grammars, loaded.vocab_size, may_defer=not loaded.recurrent)
         self._draft_model_id = draft_model.model_id if draft_model else ""
         self._drafter = drafter or _make_drafter(loaded, draft_model, options, self._batch)
         self._drafting = set[int]()  # slots that the drafter may know
@@ -137,7 +134,6 @@ class ModelRunner:
             has_recurrent_state=c.has_recurrent_state,
             num_state_snapshots=c.num_state_snapshots,
             load_seconds=self.load_seconds,
-            has_recurrent_state=False,
             **self._memory,
         )
 
@@ -316,10 +312,10 @@ def _zero_from(backend: AttentionBackend, cells: Iterable[tuple[int, int]]) -> N
         backend.copy(partial_blocks)
 
 
-def _make_states(loaded: LoadedModel, c: Capacity) -> RecurrentStates | None:
+def _make_states(loaded: LoadedModel, c: Capacity, put: Put) -> RecurrentStates | None:
     """Return the recurrent states; None for a model without. Raises ModelRefused if the system refuses the memory."""
     try:
-        return loaded.make_states(c.num_slots, c.num_state_snapshots, -(-c.max_model_len // c.block_size))
+        states = loaded.make_states(c.num_slots, c.num_state_snapshots, -(-c.max_model_len // c.block_size))
     except RuntimeError as error:
         if loaded.device.type != "cpu":
             raise  # as in `_make_backend`
@@ -328,6 +324,9 @@ def _make_states(loaded: LoadedModel, c: Capacity) -> RecurrentStates | None:
             f"the system refuses memory for {count} recurrent states of {loaded.state_bytes} bytes ({error});"
             " lower --max-batch-size"
         ) from error
+    if states is not None:
+        states.put = put
+    return states
 
 
 def _make_drafter(loaded: LoadedModel, draft: LoadedModel | None, options: RunnerOptions, batch: InputBatch) -> Drafter:

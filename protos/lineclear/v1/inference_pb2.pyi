@@ -2677,9 +2677,9 @@ class WorkerStats(_message.Message):
     int8 quantization and packing. With tensor parallelism: of one rank.
     """
     kv_cache_bytes: _builtins.int
-    """Bytes of all KV blocks, those of the draft model included. On a CPU, memory
-    of blocks that were never used is not taken yet. With tensor parallelism:
-    of one rank.
+    """Bytes of all KV blocks, those of the draft model included, and of recurrent
+    states. On a CPU, memory of blocks that were never used is not taken yet.
+    With tensor parallelism: of one rank.
     """
     step_memory_bytes: _builtins.int
     """Bytes that the largest possible step takes on a GPU besides weights and KV

@@ -34,7 +34,7 @@ HELP = {
     "WorkerStats.blocks_cached": "Free KV blocks that keep a prefix.",
     "WorkerStats.load_seconds": "Seconds from the start of the process, or from its promotion as a standby, until it was ready: mostly imports and loading the model.",  # noqa: E501
     "WorkerStats.weight_bytes": "Bytes of the weights of the model and of the draft model, as loaded: before int8 quantization and packing. With tensor parallelism: of one rank.",  # noqa: E501
-    "WorkerStats.kv_cache_bytes": "Bytes of all KV blocks, those of the draft model included. On a CPU, memory of blocks that were never used is not taken yet. With tensor parallelism: of one rank.",  # noqa: E501
+    "WorkerStats.kv_cache_bytes": "Bytes of all KV blocks, those of the draft model included, and of recurrent states. On a CPU, memory of blocks that were never used is not taken yet. With tensor parallelism: of one rank.",  # noqa: E501
     "WorkerStats.step_memory_bytes": "Bytes that the largest possible step takes on a GPU besides weights and KV blocks, as measured at the start. 0 on a CPU, and with --num-blocks. With tensor parallelism: of one rank.",  # noqa: E501
     "WorkerStats.swap_memory_bytes": "Bytes of host memory for KV blocks of preempted requests.",
     "WorkerStats.num_state_snapshots": "Snapshots of recurrent states that the worker can keep behind cached blocks. 0 for models without recurrent state.",  # noqa: E501
