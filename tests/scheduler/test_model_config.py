@@ -63,12 +63,29 @@ CONFIGS: dict[str, tuple[dict[str, Any] | bytes, list[str]]] = {
         {"model_type": "llama4_text", "layer_types": ["chunked_attention", "full_attention"]},
         ["has layers of type chunked_attention, which are not supported"],
     ),
-    "gptq": (quantized("gptq", bits=4), ["is quantized (GPTQ, 4 bits)", "-- --quantization int8"]),
-    "fp8": (quantized("fp8"), ["is quantized (FP8)"]),
-    "compressed-tensors": (quantized("compressed-tensors"), ["is quantized (compressed-tensors)"]),
+    "gptq": (quantized("gptq", bits=3), ["is quantized (GPTQ, 3 bits)", "neither 4 nor 8", "-- --quantization int8"]),
+    "gptq of a third form": (quantized("gptq", bits=4, checkpoint_format="marlin"), ["checkpoint_format marlin"]),
+    "awq": (quantized("awq", bits=4, version="gemv_fast"), ["is of the version gemv_fast, not gemm or gemv"]),
+    "awq of 3 bits": (quantized("awq", w_bit=3), ["has codes of 3 bits, not 4"]),
+    "fp8": (quantized("fp8", weight_block_size=[128]), ["is quantized (FP8)", "lacks what its method needs"]),
+    "hqq": (quantized("hqq"), ["is quantized (HQQ)", "a format that lineclear does not read", "or one in GPTQ, AWQ"]),
+    "compressed-tensors": (quantized("compressed-tensors"), ["is quantized (compressed-tensors)", "lacks what"]),
+    "nvfp4": (
+        quantized(
+            "compressed-tensors",
+            format="nvfp4-pack-quantized",
+            config_groups={"group_0": {"weights": {"num_bits": 4, "type": "float"}}},
+        ),
+        ["is of the format nvfp4-pack-quantized with weights of 4 bits (float)"],
+    ),
+    "sparse": (
+        quantized("compressed-tensors", sparsity_config={"format": "sparse-24-bitmask"}, config_groups={}),
+        ["is sparse, too"],
+    ),
+    "quantization of another form": (LLAMA | {"quantization_config": [4]}, ["that is not a JSON object"]),
     "bitsandbytes": (
         LLAMA | {"quantization_config": {"load_in_4bit": True}},
-        ["is quantized (bitsandbytes, 4 bits)", "the checkpoint that it was made from"],
+        ["is quantized (bitsandbytes, 4 bits)", "a table of fractions", "the checkpoint that it was made from"],
     ),
     "unnamed quantization": (LLAMA | {"quantization_config": {"x": 1}}, ["is quantized (an unnamed method)"]),
 }
@@ -158,7 +175,7 @@ def test_serve_starts_no_worker(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert done.returncode == ExitCode.CONFIGURATION
     assert [line["event"] for line in lines] == ["settings", "configuration_error"]
-    assert lines[-1]["problem"].startswith(f"--draft-model {path} is quantized (GPTQ, 4 bits)")
+    assert lines[-1]["problem"].startswith(f"--draft-model {path} is quantized (GPTQ, 3 bits)")
 
 
 def test_worker_refuses_before_it_imports_torch(tmp_path: Path) -> None:

@@ -153,8 +153,8 @@ def test_unneeded_custom_code_is_ignored(tmp_path: Path) -> None:
     assert load(str(saved(tmp_path, auto_map=CODE)), CPU, None).family == "llama"
 
 
-def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
-    changes = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+def test_unknown_quantization_is_refused(tmp_path: Path) -> None:
+    changes = {"quantization_config": {"quant_method": "gptq", "bits": 3}}
     assert "quantized" in refusal(saved(tmp_path, **changes))
 
 

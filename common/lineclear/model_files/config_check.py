@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import quantization_check
+
 CONFIG = "config.json"
 _ENCODERS = frozenset(
     {
@@ -32,7 +34,6 @@ UNSUPPORTED = {
     "gptj": "an attention of its own",
 }
 """Types of transformers that the worker's probe refuses, and what they have that paged attention does not support."""
-_METHODS = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "hqq": "HQQ", "aqlm": "AQLM"}
 _LAYER_TYPES = frozenset(
     {"full_attention", "sliding_attention", "attention", "linear_attention", "mamba", "conv", "hybrid", "mlp", "moe"}
 )
@@ -65,24 +66,10 @@ def problem(config: dict[str, Any], *, with_transformers: bool) -> str | None:
     if not isinstance(kind, str) or not kind:
         return f"has no model_type in {CONFIG}, which names the architecture; give the {CONFIG} of the original model"
     return (
-        _of_quantization(config)
+        quantization_check.problem(quantization_check.of_config(config))
         or _of_architecture(config, kind)
         or _of_layers(config)
         or (_of_type(config, kind) if with_transformers else None)
-    )
-
-
-def _of_quantization(config: dict[str, Any]) -> str | None:
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if not isinstance(quantization, dict):
-        return None
-    in_bits = next((bits for bits in (4, 8) if quantization.get(f"load_in_{bits}bit")), None)
-    method = quantization.get("quant_method") or ("bitsandbytes" if in_bits else "an unnamed method")
-    bits = quantization.get("bits") or in_bits
-    shown = f"{_METHODS.get(str(method), method)}, {bits} bits" if bits else _METHODS.get(str(method), method)
-    return (
-        f"is quantized ({shown}); lineclear loads float32, bfloat16 and float16 weights. Give the checkpoint that it"
-        " was made from; on a CPU, -- --quantization int8 quantizes that while it is loaded"
     )
 
 

@@ -36,7 +36,7 @@ def text_fingerprint(directory: Path) -> str:
 
 def weights_fingerprint(directory: Path) -> str:
     """Return a digest of config.json and the safetensors files. Raises OSError."""
-    parts = [f"{path.name} {_weights_digest(path)}" for path in _weight_files(directory)]
+    parts = [f"{path.name} {_weights_digest(path)}" for path in weight_files(directory)]
     return combined([f"{CONFIG_FILE} {_file_digest(directory / CONFIG_FILE)}", *parts])
 
 
@@ -59,13 +59,13 @@ def stamps(directory: Path) -> tuple[tuple[str, int, int, str], ...]:
     The digest of weights covers the header and a few ranges, so that it is fast before the file is cached. Inode and
     ctime do not count: FUSE and network file systems change them for unchanged files. Follows links. Raises OSError.
     """
-    weights = [_stamp(path, _weights_digest(path, max_ranges=_QUICK_RANGES)) for path in _weight_files(directory)]
+    weights = [_stamp(path, _weights_digest(path, max_ranges=_QUICK_RANGES)) for path in weight_files(directory)]
     names = (CONFIG_FILE, INDEX, *TEXT_FILES)
     others = [_stamp(path, _file_digest(path)) for name in names if (path := directory / name).exists()]
     return tuple(sorted((*weights, *others)))
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     """Return the weight files that are loaded: the single one, else those of the index."""
     if (single := directory / SINGLE).is_file():
         return [single]

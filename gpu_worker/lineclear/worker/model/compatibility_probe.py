@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lineclear.worker.attention.base import Chunk, LayerSpec, pack_chunks
 from lineclear.worker.attention.reference import ReferenceAttention
+from lineclear.worker.quantization.modules import quantized_bytes
 
 from .loaded_model import LoadedModel, ModelRefused, forward, use_attention, use_paged_attention
 
@@ -92,7 +93,8 @@ def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
 
 def weight_bytes(model: nn.Module) -> int:
     """Return the bytes of all weights; shared weights count once."""
-    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    plain = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return plain + quantized_bytes(model)
 
 
 def check_against_eager(loaded: LoadedModel) -> Tensor:

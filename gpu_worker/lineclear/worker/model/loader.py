@@ -16,10 +16,11 @@ import structlog
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.import_utils import is_accelerate_available
 
-from lineclear.model_files import fingerprint, model_directory
+from lineclear.model_files import config_check, fingerprint, model_directory, quantization_check
 from lineclear.worker import triton_support
 from lineclear.worker.cpu.fused_decoder import FusedDecoder, can_build
 from lineclear.worker.cpu.int8_linear import pack_int8
@@ -44,6 +45,7 @@ from .verified_families import VERIFIED
 
 if TYPE_CHECKING:
     from lineclear.worker.cuda.fused_decoder import CudaFusedDecoder
+    from lineclear.worker.quantization.checkpoint import Checkpoint
 
 log = structlog.get_logger(__name__)
 
@@ -77,14 +79,19 @@ def load(
     except model_directory.NotServable as error:
         raise ModelRefused(str(error)) from None
     before = _stamps(directory)
+    checkpoint = _quantized(directory)
+    if checkpoint is not None and divided is not None:
+        raise ModelRefused("a quantized checkpoint cannot be divided: leave --tensor-parallel-size at 1")
     model_id = directory.resolve().name if Path(source).is_dir() else source
-    read = partial(_read_model, directory, "auto" if dtype is None else dtype)
+    read = partial(_read_model, directory, checkpoint, dtype or "auto")
 
     def wrap(model: Any) -> LoadedModel:
         return wrap_model(model, model_id, max_model_len)
 
     loaded = wrap(read(device)) if divided is None else divided(read, lambda part: wrap(part.to(device)))
     loaded = _with_fingerprints(loaded, directory)
+    if checkpoint is not None:
+        loaded = replace(loaded, weights=checkpoint.weights)
     if _stamps(directory) != before:
         raise ModelFilesChanged("files of the model directory changed while it was loaded; it is loaded again")
     return loaded
@@ -114,6 +121,8 @@ def build_fused(
     `packer` None: the fastest one whose weights fit into memory. Unless `keep_weights`, each matrix of the transformers
     model is freed as soon as it is packed, and that model cannot be used afterwards. All ranks do the same.
     """
+    if loaded.weights:
+        return loaded  # its matrices are quantized
     if loaded.device.type == "cuda":
         return build_cuda(loaded, agree) if agree(triton_support.is_usable()) else loaded
     described = _described(loaded)
@@ -198,6 +207,8 @@ def _fastest(loaded: LoadedModel, agree: Agree) -> Packer:
 
 def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
     """Return the model with a fused forward pass over int8 weights. Raises ModelRefused if it cannot have one."""
+    if loaded.weights:
+        raise ModelRefused(f"its weights are quantized already ({loaded.weights}): leave --quantization at none")
     described = _described(loaded)
     has_kernels = described is not None and can_build(described)
     exact = build_fused(loaded, leave_unpacked, keep_weights=True) if has_kernels else None
@@ -262,8 +273,6 @@ def _read_config(directory: Path) -> Any:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except (ValueError, KeyError, OSError, RecursionError) as error:
         raise ModelRefused(f"transformers cannot read config.json: {_first_line(error)}") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelRefused("quantized checkpoints are not supported; use the bfloat16 or float16 checkpoint")
     return config
 
 
@@ -282,11 +291,32 @@ def _with_fingerprints(loaded: LoadedModel, directory: Path) -> LoadedModel:
     return replace(loaded, weights_fingerprint=weights, text_fingerprint=text, directory=directory)
 
 
-def _read_model(directory: Path, dtype: str | torch.dtype, device: torch.device = _HOST) -> Any:
-    """Return the whole model with eager attention, on `device`. Raises ModelRefused."""
-    config, is_direct = _read_config(directory), _can_read_directly(device)
+def _quantized(directory: Path) -> Checkpoint | None:
+    """Map a checkpoint of quantized matrices; None if it has none. Raises ModelRefused."""
+    quantization = quantization_check.of_config(config_check.read(directory / config_check.CONFIG))
+    if quantization is None:
+        return None
+    from lineclear.worker.quantization.checkpoint import open_checkpoint  # other models do without it
+
     try:
-        model, report = _from_pretrained(directory, config, dtype, device if is_direct else None)
+        return open_checkpoint(directory, quantization)
+    except (OSError, SafetensorError) as error:
+        raise ModelRefused(f"the checkpoint cannot be read: {_first_line(error)}") from error
+
+
+def _read_model(
+    directory: Path, checkpoint: Checkpoint | None, dtype: str | torch.dtype, device: torch.device = _HOST
+) -> Any:
+    """Return the whole model with eager attention, on `device`. Raises ModelRefused."""
+    config, is_direct = _read_config(directory), checkpoint is None and _can_read_directly(device)
+    try:
+        if checkpoint is None:
+            model, report = _from_pretrained(directory, config, dtype, device if is_direct else None)
+        else:
+            from .quantized_model import quantized_model
+
+            model, report = quantized_model(config, checkpoint, dtype, device)
+            model.generation_config = _generation_config(directory, model)
     except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelRefused(f"transformers cannot load this checkpoint: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"])
@@ -294,7 +324,14 @@ def _read_model(directory: Path, dtype: str | torch.dtype, device: torch.device 
         raise ModelRefused(
             f"the checkpoint lacks weights that its config.json asks for: {len(missing)}, as {missing[0]}"
         )
-    return model if is_direct else model.to(device)
+    return model if is_direct or checkpoint is not None else model.to(device)
+
+
+def _generation_config(directory: Path, model: Any) -> Any:
+    """Return the generation configuration of the directory, else what the model's configuration says."""
+    if (directory / GENERATION_CONFIG_NAME).is_file():
+        return GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return model.generation_config
 
 
 def _can_read_directly(device: torch.device) -> bool:

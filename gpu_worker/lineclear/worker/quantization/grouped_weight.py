@@ -6,7 +6,7 @@ zero points and tables differ only in how they are stored. Kernels pack it; `deq
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,17 @@ class GroupedWeight:
         """Return the memory that it takes."""
         parts = (self.codes, self.scale, self.minimum, self.table, self.input_order)
         return sum(part.nbytes for part in parts if part is not None)
+
+    def rows(self, rows: slice | Tensor) -> GroupedWeight:
+        """Return the matrix of these outputs. One of a slice shares this one's memory."""
+        minimum = None if self.minimum is None else self.minimum[rows]
+        return replace(self, codes=self.codes[rows], scale=self.scale[rows], minimum=minimum)
+
+    def to(self, device: torch.device) -> GroupedWeight:
+        """Return the matrix on a device."""
+        names = ("codes", "scale", "minimum", "table", "input_order")
+        parts = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
 
     def values(self) -> Tensor:
         """Return the values, int8 [outputs, inputs]."""

@@ -1,0 +1,182 @@
+"""Makes a transformers model whose matrices stay quantized: its modules from the configuration, without memory, then
+each quantized matrix in place of the parameter that it stands for, then the plain tensors by transformers' own loader.
+
+Names go through transformers' renaming and merging for the type of the model, as those of a plain checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from lineclear.worker.quantization.checkpoint import Checkpoint, Make
+from lineclear.worker.quantization.modules import (
+    QuantizedEmbedding,
+    QuantizedExperts,
+    QuantizedLinear,
+    QuantizedWeight,
+)
+from lineclear.worker.quantization.packed_codes import MatrixBroken
+
+from .loaded_model import ModelRefused
+
+_TRANSPOSED_EXPERTS = frozenset({"gpt_oss"})
+"""Model types whose experts multiply [inputs, outputs]."""
+
+
+def quantized_model(
+    config: Any, checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.device
+) -> tuple[Any, dict[str, Any]]:
+    """Return a model on `device` with eager attention, and transformers' report of missing weights.
+
+    Raises ModelRefused for a matrix that has no place or is damaged, and errors as `from_pretrained`.
+    """
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+
+    def build(self: Any, *arguments: Any, **others: Any) -> None:
+        kind.__init__(self, *arguments, **others)
+        with torch.device("cpu"):  # modules are made on the meta device
+            _Filling(self).place(checkpoint)
+
+    config.quantization_config = None
+    del config.quantization_config
+    # Of the same name in the same module, because transformers looks for conversions by both.
+    skeleton: Any = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
+    model, report = skeleton.from_pretrained(
+        None,
+        config=config,
+        state_dict=checkpoint.plain,
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
+    model.__class__ = kind
+    checkpoint.adjust(model)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_shared = head.weight is embeddings.weight
+    model.to(device)
+    if is_shared:
+        head.weight = embeddings.weight
+    return model, report
+
+
+class _Filling:
+    """Puts quantized matrices into a model without memory."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping  # missing in some releases
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self._model, self._parameters = model, dict(model.state_dict())
+        transforms = get_model_conversion_mapping(model)
+        self._renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
+        self._converters = [x for x in transforms if isinstance(x, WeightConverter)]
+
+    def place(self, checkpoint: Checkpoint) -> None:
+        """Replace each parameter that `checkpoint` has as a quantized matrix. Raises ModelRefused."""
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+        merged: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        prefix = self._model.base_model_prefix
+        for name in sorted(checkpoint.matrices, key=dot_natural_key):
+            target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._parameters)
+            if target not in self._parameters:
+                continue  # of a part that is not used, as layers that predict further tokens
+            if pattern is None:
+                self._replace(target, name, checkpoint.matrices[name])
+            else:
+                merged[target][pattern].append(name)
+        for target, sources in merged.items():
+            self._merge(target, self._ordered(target, sources), checkpoint)
+        self._share_tied_weights(checkpoint)
+
+    def _replace(self, target: str, name: str, make: Make) -> None:
+        owner, _, attribute = target.rpartition(".")
+        module, parameter = self._model.get_submodule(owner), self._parameters[target]
+        if parameter.dim() == 3:
+            is_transposed = self._model.config.model_type in _TRANSPOSED_EXPERTS
+            matrices = _made(name, make, parameter.shape[1 if is_transposed else 2])
+            experts = [[matrix] for matrix in matrices]
+            self._set_experts(target, QuantizedExperts(experts, parameter.dtype, is_transposed=is_transposed))
+            return
+        if parameter.dim() != 2 or attribute != "weight" or not isinstance(module, nn.Linear | nn.Embedding):
+            raise ModelRefused(
+                f"{name} is quantized, and {type(module).__name__} cannot compute with a quantized {attribute}; give a"
+                " checkpoint where it is not"
+            )
+        (weight,) = _made(name, make, parameter.shape[1])
+        if tuple(weight.shape) != tuple(parameter.shape):
+            raise ModelRefused(
+                f"{name} is a matrix of {list(weight.shape)}, and the model's is {list(parameter.shape)}"
+            )
+        self._model.set_submodule(owner, _replacement(module, weight, parameter.dtype))
+
+    def _ordered(self, target: str, sources: dict[str, list[str]]) -> list[list[str]]:
+        """Return the names of each expert's matrices, in the order of their outputs. Raises ModelRefused."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        first = next(iter(sources))
+        converter = next(x for x in self._converters if first in x.source_patterns)
+        steps = [(type(step), step.dim) for step in converter.operations if hasattr(step, "dim")]
+        lists = [sources.get(pattern, []) for pattern in converter.source_patterns]
+        is_known = steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+        if not is_known or len(steps) != len(converter.operations) or len(set(map(len, lists))) != 1:
+            raise ModelRefused(
+                f"{target} is made of quantized matrices in a way that is not supported, as {lists[0][0]}"
+            )
+        return [list(names) for names in zip(*lists, strict=True)]
+
+    def _merge(self, target: str, names: Sequence[Sequence[str]], checkpoint: Checkpoint) -> None:
+        """Put the matrices of all experts in place of one parameter."""
+        parameter = self._parameters[target]
+        count, outputs, inputs = parameter.shape
+        experts = [[_made(name, checkpoint.matrices[name], inputs)[0] for name in expert] for expert in names]
+        if len(experts) != count or any(sum(part.shape[0] for part in expert) != outputs for expert in experts):
+            raise ModelRefused(
+                f"{target} has {len(experts)} quantized experts that do not fit into {list(parameter.shape)}"
+            )
+        self._set_experts(target, QuantizedExperts(experts, parameter.dtype))
+
+    def _set_experts(self, target: str, experts: QuantizedExperts) -> None:
+        shapes = {(len(experts.weights), sum(part.shape[0] for part in parts)) for parts in experts.weights}
+        outputs = self._parameters[target].shape[2 if experts.is_transposed else 1]
+        if shapes != {(self._parameters[target].shape[0], outputs)}:
+            raise ModelRefused(f"{target} has experts that do not fit into {list(self._parameters[target].shape)}")
+        owner, _, attribute = target.rpartition(".")
+        module = self._model.get_submodule(owner)
+        delattr(module, attribute)
+        setattr(module, attribute, experts)
+
+    def _share_tied_weights(self, checkpoint: Checkpoint) -> None:
+        """Let a tied output layer use the quantized embeddings, and keep transformers from tying what is replaced."""
+        embeddings, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        tied = self._model.all_tied_weights_keys
+        name = next(name for name, module in self._model.named_modules() if module is head)
+        is_tied = f"{name}.weight" in tied and f"{name}.weight" not in checkpoint.plain
+        if is_tied and isinstance(embeddings, QuantizedEmbedding) and isinstance(head, nn.Linear):
+            self._model.set_submodule(name, QuantizedLinear(embeddings.weight, head.bias))
+        left = self._model.state_dict()
+        self._model.all_tied_weights_keys = {
+            name: source for name, source in tied.items() if name in left and source in left
+        }
+
+
+def _made(name: str, make: Make, inputs: int) -> list[QuantizedWeight]:
+    try:
+        made = make(int(inputs))
+    except MatrixBroken as error:
+        raise ModelRefused(f"the quantized matrix {name} {error}") from None
+    return made if isinstance(made, list) else [made]
+
+
+def _replacement(module: nn.Module, weight: QuantizedWeight, dtype: torch.dtype) -> nn.Module:
+    if isinstance(module, nn.Linear):
+        return QuantizedLinear(weight, module.bias)
+    factor = getattr(module, "scalar_embed_scale", 1.0)
+    return QuantizedEmbedding(weight, dtype, float(factor))
