@@ -98,10 +98,11 @@ browser-test: ready ## Test the status page in a headless Chromium; IMAGES=FOLDE
 simulation: ready ## Simulate SEEDS (20,000) histories, half with faults to the end, half without at the end
 	@$(BIN)/python tests/simulation/replay.py 0 $(or $(SEEDS),20000) --check
 
-fuzz: ready ## Send 100,000 damaged frames to decoder and link, and as many damaged requests to a server
+fuzz: ready ## Send 100,000 damaged frames to decoder and link, as many damaged requests to a server, and read as many model files
 	@cd tests && ../$(BIN)/python -m fuzz.frames --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m fuzz.requests --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
 	@cd tests && ../$(BIN)/python -m fuzz.requests --cancels 20000
+	@cd tests && ../$(BIN)/python -m fuzz.model_files --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
 
 chaos: ready ## Kill workers and schedulers under load, and update the model
 	@cd tests && ../$(BIN)/python -m campaigns.chaos --of worker --kills $(or $(KILLS),3000) --seed $(or $(SEED),1)

@@ -25,12 +25,18 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 ADAPTER = '{"peft_type": "LORA", "base_model_name_or_path": "org/base-7b", "r": 8}'
 
 MISTAKES: dict[str, tuple[dict[str, str], str, list[str]]] = {
-    "GGUF file": ({"m-q4.gguf": GGUF}, "m-q4.gguf", ["is a GGUF file", "config.json, tokenizer.json", "hf download"]),
-    "GGUF file of another name": ({"model": GGUF}, "model", ["is a GGUF file"]),
+    "GGUF file": ({"m-q4.gguf": GGUF}, "m-q4.gguf", ["has no tokenizer.ggml.tokens", "hf download"]),
+    "GGUF file of another name": ({"model": GGUF}, "model", ["has no tokenizer.ggml.tokens"]),
+    "GGUF file cut short": (
+        {"m-q4.gguf": GGUF[:20]},
+        "m-q4.gguf",
+        ["cut short within its header", "download it again"],
+    ),
+    "big-endian GGUF file": ({"m.gguf": "GGUF\0\0\0\3" + 16 * "\0"}, "m.gguf", ["is big-endian"]),
     "GGUF folder": (
-        {"m-q4.gguf": GGUF, "config.json": LLAMA},
+        {"m-q4.gguf": GGUF, "m-q8.gguf": GGUF, "config.json": LLAMA},
         "",
-        ["holds GGUF weights (m-q4.gguf)", "*.safetensors", "hf download"],
+        ["holds 2 GGUF files (m-q4.gguf and 1 more); give one of them, as --model", "m-q4.gguf"],
     ),
     "file of weights": (
         {"model.safetensors": NO_TENSORS},

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from fuzz import model_files
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from support.quantized_checkpoints import FORMATS, edit, write
@@ -222,3 +223,10 @@ def test_lost_parts_are_named(tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.up_proj.qzeros"]
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     assert "the quantized matrix model.layers.1.mlp.up_proj.weight has no qzeros" in refusal(directory)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_damaged_matrices_are_refused_or_read(name: str) -> None:
+    found = model_files.matrices(FORMATS[name], count=60, seed=1)
+    assert found["refused"] >= 15
+    assert found["read"] >= 1

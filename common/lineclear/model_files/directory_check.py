@@ -9,16 +9,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import config_check, safetensors_check
+from .gguf_file import LINK, MAGIC
 
-_WANTED = "lineclear serves Hugging Face directories: config.json, tokenizer.json and *.safetensors"
+_WANTED = "lineclear serves Hugging Face directories: config.json, tokenizer.json and *.safetensors; and GGUF files"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LFS = b"version https://git-lfs"
 
 
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is a GGUF file, by its name or its first bytes."""
+    return path.is_file() and (path.suffix.lower() == ".gguf" or _begins(path, MAGIC))
+
+
+def gguf_in(directory: Path) -> Path | None:
+    """Return the only GGUF file of a directory that has no other weights, None if there is none."""
+    names = [path for path in directory.iterdir() if path.suffix.lower() in (".gguf", ".safetensors")]
+    return names[0] if len(names) == 1 and names[0].name != LINK and is_gguf(names[0]) else None
+
+
 def of_file(path: Path) -> str:
     """Return why a file is not a model."""
-    if path.suffix.lower() == ".gguf" or _begins(path, b"GGUF"):
-        return f"is a GGUF file. {_instead_of_gguf()}"
     if path.suffix == ".safetensors":
         return f"is a file of weights; give its directory, {path.parent}"
     return f"is a file; give a directory. {_WANTED}"
@@ -37,9 +47,11 @@ def of_directory(directory: Path, *, is_loaded_here: bool) -> str | None:
     is_model = "config.json" in names
     if "adapter_config.json" in names and not is_model:
         return _instead_of_adapter(directory)
+    if LINK in names and is_model and not has_weights:
+        return None  # made of a file that was checked
     gguf = [name for name in names if name.lower().endswith(".gguf")]
     if gguf and not has_weights:
-        return f"holds GGUF weights ({_some(gguf)}). {_instead_of_gguf()}"
+        return f"holds {len(gguf)} GGUF files ({_some(gguf)}); give one of them, as --model {directory / gguf[0]}"
     if "model_index.json" in names and not is_model:
         return f"is a diffusers pipeline, which makes images. {_WANTED}"
     if {"snapshots", "refs"} <= set(names):
@@ -95,10 +107,6 @@ def _instead_of_adapter(directory: Path) -> str:
         f"is a LoRA adapter{of}, not a model. Serve it beside its base model: --model {model} --lora-modules"
         f" NAME={directory}; or merge both (peft: merge_and_unload, then save_pretrained) and give the result"
     )
-
-
-def _instead_of_gguf() -> str:
-    return f"{_WANTED}. Give the directory of the model that the GGUF was made from: hf download OWNER/NAME"
 
 
 def _some(names: list[str]) -> str:

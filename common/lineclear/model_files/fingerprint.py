@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from .gguf_file import LINK, MAGIC
 from .safetensors_check import INDEX, MAX_HEADER_BYTES, SINGLE
 
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -26,6 +27,7 @@ _HEX_DIGITS = 16
 _SAMPLES = 4  # of each tensor
 _SAMPLE_BYTES = 64
 _QUICK_RANGES = 16
+_GGUF_RANGES = 4096
 _CHUNK_BYTES = 1 << 20
 
 
@@ -66,8 +68,8 @@ def stamps(directory: Path) -> tuple[tuple[str, int, int, str], ...]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the weight files that are loaded: the single one, else those of the index."""
-    if (single := directory / SINGLE).is_file():
+    """Return the weight files that are loaded: the single one, else those of the index; or a GGUF file."""
+    if (single := directory / SINGLE).is_file() or (single := directory / LINK).is_file():
         return [single]
     try:
         names = set(json.loads((directory / INDEX).read_bytes())["weight_map"].values())
@@ -98,6 +100,8 @@ def _weights_digest(path: Path, max_ranges: int | None = None) -> str:
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         digest.update(size.to_bytes(8, "little"))
+        if os.pread(file.fileno(), len(MAGIC), 0) == MAGIC:
+            return _gguf_digest(file.fileno(), size, max_ranges or _GGUF_RANGES)
         header_len = min(int.from_bytes(os.pread(file.fileno(), 8, 0), "little"), MAX_HEADER_BYTES)
         header = os.pread(file.fileno(), header_len, 8)
         digest.update(header)
@@ -106,6 +110,18 @@ def _weights_digest(path: Path, max_ranges: int | None = None) -> str:
         step = 1 if max_ranges is None else max(1, -(-len(ranges) // max_ranges))
         for start, length in ranges[::step]:
             digest.update(os.pread(file.fileno(), length, 8 + header_len + start))
+    return digest.hexdigest()
+
+
+def _gguf_digest(file: int, size: int, num_ranges: int) -> str:
+    """Return a digest of the start of a GGUF file and of ranges all over it, without the cost of parsing its head.
+
+    What the head says of the model is in the files that are made of it, which count too.
+    """
+    digest = hashlib.sha256(size.to_bytes(8, "little") + os.pread(file, _SAMPLE_BYTES * _GGUF_RANGES, 0))
+    for number in range(num_ranges):
+        start = max(0, size - _SAMPLE_BYTES) * number // max(1, num_ranges - 1)
+        digest.update(os.pread(file, _SAMPLE_BYTES, start))
     return digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import config_check, directory_check
+from .gguf_file import GgufBroken
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -19,13 +20,17 @@ class NotServable(ValueError):
 def locate(model: str, flag: str = "--model") -> Path:
     """Return `model` if it is a directory, else the local copy of the Hugging Face repository `owner/name`.
 
-    Raises NotServable if neither exists.
+    For a GGUF file, or a directory with one and no safetensors, it is the directory that gguf_directory.py makes.
+    Raises NotServable if there is no model.
     """
     path = Path(model).expanduser()
     if path.is_dir():
         if not os.access(path, os.R_OK | os.X_OK):
             raise NotServable(f"{flag} {model}: no permission to read the directory")
-        return path.resolve()
+        found = directory_check.gguf_in(path)
+        return path.resolve() if found is None else _of_gguf(found, flag)
+    if directory_check.is_gguf(path):
+        return _of_gguf(path, flag)
     if path.exists():
         raise NotServable(f"{flag} {model} {directory_check.of_file(path)}")
     if _REPOSITORY.fullmatch(model):
@@ -47,6 +52,19 @@ def check(model: str, directory: Path, flag: str = "--model", *, is_loaded_here:
     """
     if reason := directory_check.of_directory(directory, is_loaded_here=is_loaded_here):
         raise NotServable(f"{flag} {model} {reason}")
+
+
+def _of_gguf(path: Path, flag: str) -> Path:
+    from . import gguf_directory  # other models do without it
+
+    try:
+        return gguf_directory.directory_of(path)
+    except GgufBroken as error:
+        raise NotServable(f"{flag} {path} {error}") from None
+    except gguf_directory.NoPlace as error:
+        raise NotServable(f"{flag} {path}: its configuration needs a directory, and {error}") from None
+    except OSError as error:
+        raise NotServable(f"{flag} {path} cannot be read: {error.strerror}") from None
 
 
 class ModelNames(NamedTuple):

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _CURE = (
-    "Give the checkpoint that it was made from, or one in GPTQ, AWQ, compressed-tensors (integers or FP8), FP8 or"
-    " MXFP4; on a CPU, -- --quantization int8 quantizes while loading"
+    "Give the checkpoint that it was made from, or one in GPTQ, AWQ, compressed-tensors (integers or FP8), FP8,"
+    " MXFP4 or GGUF; on a CPU, -- --quantization int8 quantizes while loading"
 )
 _NAMES = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "hqq": "HQQ", "aqlm": "AQLM"}
 

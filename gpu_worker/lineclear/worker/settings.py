@@ -37,8 +37,8 @@ class WorkerSettings(settings_base.ProcessSettings):
     program: ClassVar[str] = "lineclear-worker"
 
     model: str = MODEL.field(min_length=1)
-    """Directory with config.json and safetensors weights. The id of a Hugging Face repository in the local cache will
-    do; nothing is downloaded."""
+    """Directory of a model, or a GGUF file. A directory has config.json and safetensors weights. The id of a Hugging
+    Face repository in the local cache will do; nothing is downloaded."""
     socket_directory: str = SOCKETS.field(min_length=1)
     """Private directory of the sockets to the scheduler. It has mode 0700 and belongs to the user of both processes."""
 

@@ -21,6 +21,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.import_utils import is_accelerate_available
 
 from lineclear.model_files import config_check, fingerprint, model_directory, quantization_check
+from lineclear.model_files.gguf_file import LINK, GgufBroken
 from lineclear.worker import triton_support
 from lineclear.worker.cpu.fused_decoder import FusedDecoder, can_build
 from lineclear.worker.cpu.int8_linear import pack_int8
@@ -81,8 +82,8 @@ def load(
     before = _stamps(directory)
     checkpoint = _quantized(directory)
     if checkpoint is not None and divided is not None:
-        raise ModelRefused("a quantized checkpoint cannot be divided: leave --tensor-parallel-size at 1")
-    model_id = directory.resolve().name if Path(source).is_dir() else source
+        raise ModelRefused("a quantized checkpoint or GGUF file cannot be divided: leave --tensor-parallel-size at 1")
+    model_id = directory.resolve().name if Path(source).expanduser().exists() else source
     read = partial(_read_model, directory, checkpoint, dtype or "auto")
 
     def wrap(model: Any) -> LoadedModel:
@@ -292,7 +293,14 @@ def _with_fingerprints(loaded: LoadedModel, directory: Path) -> LoadedModel:
 
 
 def _quantized(directory: Path) -> Checkpoint | None:
-    """Map a checkpoint of quantized matrices; None if it has none. Raises ModelRefused."""
+    """Map a checkpoint of quantized matrices, or a GGUF file; None for another one. Raises ModelRefused."""
+    if (directory / LINK).exists():
+        from lineclear.worker.quantization.gguf import open_gguf
+
+        try:
+            return open_gguf(directory)
+        except (GgufBroken, OSError) as error:
+            raise ModelRefused(f"{(directory / LINK).resolve()} {_first_line(error)}") from error
     quantization = quantization_check.of_config(config_check.read(directory / config_check.CONFIG))
     if quantization is None:
         return None

@@ -43,8 +43,8 @@ def quantized_model(
         with torch.device("cpu"):  # modules are made on the meta device
             _Filling(self).place(checkpoint)
 
-    config.quantization_config = None
-    del config.quantization_config
+    for part in (config, config.get_text_config()):  # or transformers looks for packages that read it
+        vars(part).pop("quantization_config", None)
     # Of the same name in the same module, because transformers looks for conversions by both.
     skeleton: Any = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
     model, report = skeleton.from_pretrained(

@@ -1,0 +1,275 @@
+"""GGUF files: their tensors under transformers' names, and ggml's blocks as `GroupedWeight`.
+
+Blocks are as in ggml's ggml-quants.c. Formats of 4 bits stay 4 bits; those of 5 and 6 take 8, because a kernel for each
+would gain little. Scales and minima, products of two small numbers in the file, are exact in float32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineclear.model_files.gguf_config import architecture_of
+from lineclear.model_files.gguf_directory import CONFIG, config_text
+from lineclear.model_files.gguf_file import LINK, GgufBroken, GgufHead, GgufTensor, read_head
+
+from .checkpoint import Checkpoint, Make
+from .grouped_weight import GroupedWeight
+from .packed_codes import MatrixBroken, repacked
+
+_PIECE_BYTES = 1 << 20
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_GEMMA = _NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OF_ARCHITECTURE = {
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "phi3": {**_NAMES, "ffn_up": "mlp.gate_up_proj"},
+    "llama": {**_NAMES, "ffn_gate_inp": "block_sparse_moe.gate"},
+}
+_EXPERTS = {
+    "llama": "block_sparse_moe.experts.{}.{}",
+    "qwen3moe": "mlp.experts.{}.{}",
+}
+_EXPERT_PARTS = {
+    "llama": {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"},
+    "qwen3moe": {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"},
+}
+_IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Numbers of RoPE, which are not weights of a layer."""
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,6})\.)?(?P<part>[a-z_]+)\.(?P<kind>weight|bias)")
+
+
+def open_gguf(directory: Path) -> Checkpoint:
+    """Map the GGUF file of a directory that gguf_directory.py made. Raises GgufBroken, and OSError."""
+    path = (directory / LINK).resolve()
+    head = read_head(path)
+    if config_text(path, head) != (directory / CONFIG).read_text("utf-8"):
+        raise GgufBroken("has changed since its directory was made; start the server again")
+    architecture = architecture_of(head)
+    data = torch.from_file(str(path), shared=False, size=head.size, dtype=torch.uint8)
+    plain: dict[str, Tensor] = {}
+    matrices: dict[str, Make] = {}
+    for tensor in head.tensors.values():
+        for name, part in _named(tensor, architecture):
+            rows = _RowOrder.of(tensor.name, head, architecture)
+            if part.type.name in _PLAIN:
+                plain[name] = _plain(data, part, rows, is_offset=architecture.startswith("gemma"))
+            else:
+                matrices[name] = partial(_matrix, data, part, rows)
+    label = f"gguf-{_largest(head)}" if matrices else ""
+    return Checkpoint(label, plain, matrices, partial(_scale_frequencies, data, head.tensors.get(_IGNORED[0])))
+
+
+def _named(tensor: GgufTensor, architecture: str) -> Iterator[tuple[str, GgufTensor]]:
+    """Return the name that transformers has for a tensor; one for each expert. Raises GgufBroken."""
+    if tensor.name in _IGNORED:
+        return
+    match = _NAME.fullmatch(tensor.name)
+    names = _OF_ARCHITECTURE.get(architecture, _NAMES)
+    layer = f"model.layers.{match['layer']}." if match and match["layer"] else ""
+    if match and match["part"] in names:
+        yield f"{layer}{names[match['part']]}.{match['kind']}", tensor
+        return
+    expert_part = _EXPERT_PARTS.get(architecture, {}).get(match["part"] if match else "")
+    if not match or not expert_part or len(tensor.shape) != 3:
+        raise GgufBroken(f"has an unknown tensor of {architecture}, {tensor.name[:100]}; convert the model again")
+    count, *shape = tensor.shape
+    for expert in range(count):
+        start, size = tensor.start + expert * (tensor.size // count), tensor.size // count
+        name = _EXPERTS[architecture].format(expert, expert_part)
+        yield f"{layer}{name}.{match['kind']}", GgufTensor(tensor.name, tensor.type, tuple(shape), start, size)
+
+
+class _RowOrder(NamedTuple):
+    """How the converter of the architecture llama turned the rows of queries and keys: pairs side by side."""
+
+    heads: int
+
+    @staticmethod
+    def of(name: str, head: GgufHead, architecture: str) -> _RowOrder | None:
+        """Return the order of a tensor's rows, None if it is transformers' own."""
+        if architecture != "llama" or (".attn_q." not in name and ".attn_k." not in name):
+            return None
+        heads = head.metadata["llama.attention.head_count"]
+        kv_heads = head.metadata.get("llama.attention.head_count_kv", heads)
+        found = heads if ".attn_q." in name else kv_heads
+        return _RowOrder(found if isinstance(found, int) else found[0])
+
+    def restored(self, rows: Tensor) -> Tensor:
+        """Return the rows in transformers' order. Raises MatrixBroken."""
+        if len(rows) % (2 * self.heads):
+            raise MatrixBroken(f"has {len(rows)} rows, which are not {self.heads} heads")
+        order = torch.arange(len(rows)).view(self.heads, -1, 2).transpose(1, 2).reshape(-1)
+        return rows[order]
+
+
+def _plain(data: Tensor, tensor: GgufTensor, rows: _RowOrder | None, *, is_offset: bool) -> Tensor:
+    stored = data[tensor.start : tensor.start + tensor.size]
+    if tensor.start % tensor.type.block_bytes:
+        stored = stored.clone()
+    values = stored.view(_PLAIN[tensor.type.name]).view(tensor.shape)
+    if is_offset and tensor.name.endswith("norm.weight"):
+        return values - 1  # the converter adds 1
+    try:
+        return values if rows is None else rows.restored(values)
+    except MatrixBroken as error:
+        raise GgufBroken(f"has a tensor {tensor.name[:100]} that {error}") from None
+
+
+def _matrix(data: Tensor, tensor: GgufTensor, rows: _RowOrder | None, inputs: int) -> GroupedWeight:
+    if len(tensor.shape) != 2 or tensor.shape[1] != inputs:
+        raise MatrixBroken(f"has the shape {list(tensor.shape)}, which is no matrix of {inputs} inputs")
+    stored = data[tensor.start : tensor.start + tensor.size].view(tensor.shape[0], -1)
+    return matrix_of(tensor.type.name, stored if rows is None else rows.restored(stored))
+
+
+def matrix_of(kind: str, stored: Tensor) -> GroupedWeight:
+    """Return the matrix of blocks uint8 [outputs, bytes of a row], a few rows at a time."""
+    read, block_bytes = _BLOCKS[kind]
+    bits = 4 if kind.startswith("Q4") else 8
+    step = max(1, _PIECE_BYTES // stored.shape[1])
+    whole: list[Tensor] = []
+    for start in range(0, len(stored), step):
+        piece = stored[start : start + step]
+        codes, scale, minimum = read(piece.reshape(len(piece), -1, block_bytes))
+        codes = repacked(codes.flatten(1), bits) if bits == 4 else codes.flatten(1).to(torch.int8)
+        parts = [codes, scale.flatten(1), *([] if minimum is None else [minimum.flatten(1)])]
+        whole = whole or [part.new_empty(len(stored), part.shape[1]) for part in parts]
+        for target, part in zip(whole, parts, strict=True):
+            target[start : start + step] = part
+    return GroupedWeight(whole[0], bits, whole[1], whole[2] if len(whole) == 3 else None)
+
+
+def _largest(head: GgufHead) -> str:
+    """Return the format of most numbers, as the file is called after."""
+    sizes: dict[str, int] = {}
+    for tensor in head.tensors.values():
+        sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.size
+    return max(sizes, key=lambda name: sizes[name]).lower()
+
+
+def _scale_frequencies(data: Tensor, factors: GgufTensor | None, model: Any) -> None:
+    """Divide the frequencies of RoPE by the factors in the file (Llama 3.1). Raises GgufBroken."""
+    if factors is None:
+        return
+    rotary = model.model.rotary_emb
+    values = _plain(data, factors, None, is_offset=False).float()
+    if values.shape != rotary.inv_freq.shape:
+        raise GgufBroken(f"has {list(values.shape)} factors of RoPE for {list(rotary.inv_freq.shape)} frequencies")
+    rotary.inv_freq = rotary.inv_freq / values
+    rotary.original_inv_freq = rotary.inv_freq.clone()
+
+
+# --- blocks: uint8 [rows, blocks, bytes] to codes, scale and minimum [rows, blocks, ...] -----------------------------
+
+_Read = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """Return a float16 of each block as float32, [rows, blocks, 1]."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """Return the codes of bytes: first all low halves, then all high ones."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+def _chunks(part: Tensor, count: int) -> Tensor:
+    """Return bytes [..., n] as [..., count, n / count]."""
+    return part.reshape(*part.shape[:-1], count, -1)
+
+
+def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
+    """Return bit 4 of 32 codes, from 4 bytes with the first code in the lowest bit."""
+    places = torch.arange(8, dtype=torch.uint8)
+    return (blocks[..., at : at + 4, None] >> places & 1).flatten(-2) << 4
+
+
+def _q4_0(blocks: Tensor) -> _Read:
+    scale = _half(blocks, 0)
+    return _halves(blocks[..., 2:]), scale, scale * 8
+
+
+def _q4_1(blocks: Tensor) -> _Read:
+    return _halves(blocks[..., 4:]), _half(blocks, 0), -_half(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> _Read:
+    codes = _halves(blocks[..., 6:]) | _fifth_bits(blocks, 2)
+    return codes.to(torch.int8) - 16, _half(blocks, 0), None
+
+
+def _q5_1(blocks: Tensor) -> _Read:
+    return _halves(blocks[..., 8:]) | _fifth_bits(blocks, 4), _half(blocks, 0), -_half(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> _Read:
+    return blocks[..., 2:].view(torch.int8), _half(blocks, 0), None
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scale and minimum of the 8 groups of a K block: two float16, times 6 bits each in 12 bytes."""
+    first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scale = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), dim=-1)
+    minimum = torch.cat((second & 63, (third >> 4) | (second >> 6 << 4)), dim=-1)
+    return _half(blocks, 0) * scale, _half(blocks, 2) * minimum
+
+
+def _q4_k(blocks: Tensor) -> _Read:
+    return _halves(_chunks(blocks[..., 16:], 4)), *_scales_and_minima(blocks)
+
+
+def _q5_k(blocks: Tensor) -> _Read:
+    places = torch.arange(8, dtype=torch.uint8)[:, None]
+    fifth = (blocks[..., None, 16:48] >> places & 1) << 4
+    codes = _halves(_chunks(blocks[..., 48:], 4)) | fifth.view(*blocks.shape[:-1], 4, 64)
+    return codes.flatten(-2), *_scales_and_minima(blocks)
+
+
+def _q6_k(blocks: Tensor) -> _Read:
+    low = _halves(_chunks(blocks[..., :128], 2))  # of each 128 codes
+    places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    high = (_chunks(blocks[..., 128:192], 2)[..., None, :] >> places & 3).flatten(-2) << 4
+    codes = (low | high).flatten(-2).to(torch.int8) - 32
+    return codes, _half(blocks, 208) * blocks[..., 192:208].view(torch.int8), None
+
+
+_BLOCKS: dict[str, tuple[Callable[[Tensor], _Read], int]] = {
+    "Q4_0": (_q4_0, 18),
+    "Q4_1": (_q4_1, 20),
+    "Q5_0": (_q5_0, 22),
+    "Q5_1": (_q5_1, 24),
+    "Q8_0": (_q8_0, 34),
+    "Q4_K": (_q4_k, 144),
+    "Q5_K": (_q5_k, 176),
+    "Q6_K": (_q6_k, 210),
+}

@@ -1,0 +1,292 @@
+"""GGUF files written by the package `gguf`: their models answer as transformers' own, and damaged ones are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from fuzz import model_files
+from gguf import GGMLQuantizationType as Type
+from support import gguf_files, small_tokenizers
+from tokenizers import Tokenizer
+
+from lineclear.model_files import gguf_file, model_directory
+from lineclear.model_files.gguf_file import TYPES, read_head
+from lineclear.model_files.gguf_tokenizer import _SPLITS
+from lineclear.worker import self_test
+from lineclear.worker.model.loaded_model import LoadedModel, ModelRefused
+from lineclear.worker.model.loader import load
+from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.quantization.gguf import matrix_of
+from lineclear.worker.quantization.modules import QuantizedEmbedding, QuantizedLinear
+
+CPU = torch.device("cpu")
+BLOCKS = [kind for kind in Type if kind.name in {each.name for each in TYPES.values() if each.block > 1}]
+CASES = [
+    *(("llama", kind) for kind in (*BLOCKS, Type.F16, Type.BF16, Type.F32)),
+    *((family, Type.Q4_K) for family in ("qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")),
+    *((family, Type.Q8_0) for family in ("mixtral", "qwen3_moe", "qwen3")),
+    *((family, Type.Q5_0) for family in ("qwen2", "gemma3_text")),
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def loaded_file(path: Path, dtype: torch.dtype | None = torch.float32) -> LoadedModel:
+    return load(str(path), CPU, dtype)
+
+
+def expect_same_answers(loaded: LoadedModel, model: Any) -> None:
+    answers = self_test.expected_answers(loaded)
+    assert len(answers) == 2
+    for answer in answers:
+        ids = torch.tensor([answer.prompt])
+        own = model.generate(ids, max_new_tokens=len(answer.tokens), do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert own[0, len(answer.prompt) :].tolist() == answer.tokens
+    runner = ModelRunner(loaded, RunnerOptions(num_blocks=64, block_size=4, num_slots=4, max_step_tokens=64))
+    self_test.check(runner, answers, loaded.dtype)
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_blocks_are_those_of_the_reference_reader(kind: Type) -> None:
+    dice = np.random.default_rng(kind.value)
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    raw = dice.integers(0, 256, (6, 5, size), dtype=np.uint8)
+    for at in gguf_files.K_SCALES.get(kind, (0, 2) if kind.name.endswith("_1") else (0,)):
+        raw[..., at : at + 2] = dice.normal(size=(6, 5, 1)).astype(np.float16).view(np.uint8)
+    raw = raw.reshape(6, -1)
+    matrix = matrix_of(kind.name, torch.from_numpy(raw))
+    assert np.array_equal(matrix.dequantized().numpy(), gguf.dequantize(raw, kind))
+    assert matrix.bits == (4 if kind.name.startswith("Q4") else 8)
+
+
+def test_blocks_of_large_matrices_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = torch.randint(0, 255, (50, 144 * 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    whole = matrix_of("Q4_K", raw)
+    monkeypatch.setattr("lineclear.worker.quantization.gguf._PIECE_BYTES", 144 * 2 * 7)
+    pieces = matrix_of("Q4_K", raw)
+    assert torch.equal(whole.codes, pieces.codes)
+    assert torch.equal(whole.scale.nan_to_num(), pieces.scale.nan_to_num())
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES, ids=lambda x: getattr(x, "name", x))
+def test_answers_are_those_of_transformers(family: str, kind: Type, tmp_path: Path) -> None:
+    path = tmp_path / "tiny-model.gguf"
+    model = gguf_files.write(path, family, kind)
+    loaded = loaded_file(path)
+    assert (loaded.model_id, loaded.family) == ("tiny-model", family)
+    assert loaded.eos_token_ids == (1,)
+    is_quantized = kind in BLOCKS
+    assert loaded.weights == (f"gguf-{kind.name.lower()}" if is_quantized else "")
+    assert isinstance(loaded.model.model.embed_tokens, QuantizedEmbedding) is is_quantized
+    assert isinstance(loaded.model.model.layers[0].self_attn.o_proj, QuantizedLinear) is is_quantized
+    expect_same_answers(loaded, model)
+
+
+def test_tied_embeddings_are_held_once(tmp_path: Path) -> None:
+    path = tmp_path / "tied.gguf"
+    model = gguf_files.write(path, "qwen3", Type.Q6_K, tie_word_embeddings=True)
+    loaded = loaded_file(path)
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    expect_same_answers(loaded, model)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scaled_rope(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_type": kind, "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    path = tmp_path / "scaled.gguf"
+    model = gguf_files.write(path, "llama", rope_parameters=rope)
+    expect_same_answers(loaded_file(path), model)
+
+
+def test_dtype_is_that_of_the_file(tmp_path: Path) -> None:
+    for kind, dtype in ((Type.F32, torch.float32), (Type.BF16, torch.bfloat16), (Type.Q4_0, torch.bfloat16)):
+        gguf_files.write(tmp_path / "x.gguf", "llama", kind)
+        assert loaded_file(tmp_path / "x.gguf", None).dtype is dtype
+
+
+def test_factors_of_rope_divide_its_frequencies(tmp_path: Path) -> None:
+    """As the converter writes them for Llama 3.1."""
+    factors = [1.0] * 10 + [2.0, 3.0] + [8.0] * 20
+    path = tmp_path / "llama3.gguf"
+    model = gguf_files.write(path, "llama", rope_factors=factors)
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq / torch.tensor(factors)
+    expect_same_answers(loaded_file(path), model)
+
+
+def test_long_rope_is_read_from_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "phi3.gguf"
+    gguf_files.write(path, "phi3", rope_long=([1.0] * 31 + [1.5], [2.0] * 32))
+    rope = json.loads((model_directory.locate(str(path)) / "config.json").read_text())["rope_parameters"]
+    assert (rope["rope_type"], rope["short_factor"], rope["long_factor"]) == (
+        "longrope",
+        [1.0] * 31 + [1.5],
+        [2.0] * 32,
+    )
+    assert loaded_file(path).max_model_len == 64  # the frequencies change behind it
+
+
+# --- tokenizer -------------------------------------------------------------------------------------------------------
+
+SAMPLES = [
+    "",
+    " ",
+    "Hello, world!",
+    "  two  spaces",
+    "x=1\n\ty\r\n",
+    "Zwölf Boxkämpfer",
+    "いろは \U0001f600",
+    "<think>a</think>b",
+    "12345",
+]
+
+
+def converted(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model_directory.locate(str(path)) / "tokenizer.json"))
+
+
+def tokenizer_file(path: Path, tokenizer: Tokenizer, pre: str = "gpt-2") -> Path:
+    model = gguf_files.tiny_model("llama", **gguf_files.SIZES | {"vocab_size": tokenizer.get_vocab_size() + 3})
+    gguf_files.write_model(path, model, Type.F16, tokenizer, "{{ messages }}", pre)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "gemma_like"])
+def test_tokens_are_those_of_the_original_tokenizer(kind: str, tmp_path: Path) -> None:
+    original = small_tokenizers.KINDS[kind]()
+    found = converted(tokenizer_file(tmp_path / "x.gguf", original))
+    for text in [*SAMPLES, *small_tokenizers.TEXT[:5], "<s>[INST]hi[/INST]</s>"]:
+        ids = original.encode(text).ids
+        assert found.encode(text).ids == ids, text
+        assert found.decode(ids) == original.decode(ids), text
+    special = {token.content for token in original.get_added_tokens_decoder().values() if token.special}
+    assert {token.content for token in found.get_added_tokens_decoder().values() if token.special} == special
+
+
+@pytest.mark.parametrize("pre", sorted(_SPLITS))
+def test_known_expressions_can_be_used(pre: str, tmp_path: Path) -> None:
+    found = converted(tokenizer_file(tmp_path / "x.gguf", small_tokenizers.byte_level(), pre))
+    for text in SAMPLES:
+        assert found.decode(found.encode(text).ids, skip_special_tokens=True) == text
+
+
+def test_template_and_ends_of_an_answer(tmp_path: Path) -> None:
+    directory = model_directory.locate(str(tokenizer_file(tmp_path / "x.gguf", small_tokenizers.byte_level())))
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    assert config == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": "{{ messages }}"}
+    assert json.loads((directory / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": [1]}
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelRefused) as caught:
+        loaded_file(path)
+    return str(caught.value)
+
+
+def test_a_directory_with_one_file_is_that_file(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    gguf_files.write(tmp_path / "models" / "one.gguf", "llama")
+    assert loaded_file(tmp_path / "models").model_id == "one"
+    first = model_directory.locate(str(tmp_path / "models"))
+    assert first == model_directory.locate(str(tmp_path / "models" / "one.gguf"))
+    assert first.name == "one"
+    (tmp_path / "models" / "two.gguf").write_bytes((tmp_path / "models" / "one.gguf").read_bytes())
+    assert "holds 2 GGUF files (one.gguf and 1 more); give one of them, as --model" in refusal(tmp_path / "models")
+
+
+def test_a_changed_file_has_another_directory(tmp_path: Path) -> None:
+    path = tmp_path / "one.gguf"
+    gguf_files.write(path, "llama")
+    first = model_directory.locate(str(path))
+    loaded = load(str(first), CPU, None)
+    gguf_files.write(path, "llama", num_hidden_layers=1)
+    assert "has changed since its directory was made; start the server again" in refusal(first)
+    other = loaded_file(path)
+    assert model_directory.locate(str(path)) != first
+    assert other.weights_fingerprint != loaded.weights_fingerprint
+    assert other.text_fingerprint == loaded.text_fingerprint
+
+
+def test_copies_have_one_fingerprint(tmp_path: Path) -> None:
+    gguf_files.write(tmp_path / "one.gguf", "llama", Type.Q8_0)
+    (tmp_path / "two.gguf").write_bytes((tmp_path / "one.gguf").read_bytes())
+    one, two = loaded_file(tmp_path / "one.gguf"), loaded_file(tmp_path / "two.gguf")
+    assert (one.weights_fingerprint, one.text_fingerprint) == (two.weights_fingerprint, two.text_fingerprint)
+
+
+def test_a_directory_that_others_may_write_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "one.gguf"
+    gguf_files.write(path, "llama")
+    directory = model_directory.locate(str(path))
+    directory.chmod(0o777)
+    assert model_directory.locate(str(path)) != directory
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda writer: writer.add_key_value("split.count", 2, gguf.GGUFValueType.UINT16), "llama-gguf-split --merge"),
+        (
+            lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", np.ones(4, np.float32)),
+            "an unknown tensor of llama",
+        ),
+        (
+            lambda writer: writer.add_tensor(
+                "blk.0.x.weight", np.zeros((1, 98), np.uint8), raw_dtype=Type.IQ3_XXS, raw_shape=(1, 98)
+            ),
+            "blk.0.x.weight in the format IQ3_XXS; F32, F16, Q4_0",
+        ),
+    ],
+)
+def test_other_files_are_refused(change: Any, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = gguf_files._write_config
+    monkeypatch.setattr(gguf_files, "_write_config", lambda writer, *rest: change(writer) or original(writer, *rest))
+    gguf_files.write(tmp_path / "x.gguf", "llama")
+    assert sentence in refusal(tmp_path / "x.gguf")
+
+
+def test_other_architectures_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf_files.write(tmp_path / "x.gguf", "llama")
+    data = (tmp_path / "x.gguf").read_bytes()
+    (tmp_path / "x.gguf").write_bytes(data.replace(b"llama", b"mamba", 1))
+    assert "is of the architecture mamba; llama, qwen2" in refusal(tmp_path / "x.gguf")
+
+
+def test_truncated_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    gguf_files.write(path, "llama")
+    data, head = path.read_bytes(), read_head(path)
+    path.write_bytes(data[:-100])
+    assert "is cut short: the tensor" in refusal(path)
+    path.write_bytes(data[: min(tensor.start for tensor in head.tensors.values()) // 2])
+    assert "is cut short within its header" in refusal(path)
+    path.write_bytes(b"GGUF\3")
+    assert "is cut short within its header" in refusal(path)
+
+
+def test_heads_larger_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.gguf"
+    gguf_files.write(path, "llama")
+    whole, raw = read_head(path), path.read_bytes()
+    for length in range(24, 4000, 97):
+        with pytest.raises(gguf_file._MoreNeeded):
+            gguf_file.parse_head(raw[:length], len(raw))
+    assert gguf_file.parse_head(raw, len(raw)) == whole
+
+
+def test_damaged_files_are_refused_or_read(tmp_path: Path) -> None:
+    found = model_files.gguf_files(300, seed=1, directory=tmp_path)
+    assert found["refused"] > 150
+    assert found["read"] > 20
