@@ -26,7 +26,7 @@ VARIANTS = {
         "x86_64_avx512bf16": f"{AVX512} -mavx512vnni -mavx512bf16",
         "x86_64_avx512vnni": f"{AVX512} -mavx512vnni",
         "x86_64_avx512": AVX512,
-        "x86_64_avx2": "-mavx2 -mfma",
+        "x86_64_avx2": "-mavx2 -mfma -mf16c",
         # The source as ARM has it. Without fused multiply-add it would round otherwise than the others.
         "x86_64_fma": "-mfma",
     },

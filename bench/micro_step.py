@@ -27,7 +27,7 @@ from lineclear.worker.settings import WorkerSettings, load
 BATCHES = (1, 8, 32, 64)
 CHUNK = 256
 CONTEXT = 256
-PRODUCTS = ("lineclear_gemm", "lineclear_int8_gemm", "multiply")
+PRODUCTS = ("lineclear_gemm", "lineclear_grouped_gemm", "multiply")
 """Names of matrix products in the call graph: kernels, and Python calls of oneDNN."""
 ATTENTION = ("lineclear_paged_attention", "attend")
 _STEPS = 20

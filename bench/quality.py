@@ -1,4 +1,4 @@
-"""Measures the accuracy of 8-bit formats: perplexity, and how often the most likely next token stays the same.
+"""Measures the accuracy of 4- and 8-bit formats: perplexity, and how often the most likely next token stays the same.
 
     python -m bench.quality [--model demo/model] [--text FILE ...] [--out bench/results/quality-NAME]
 
@@ -27,7 +27,7 @@ from bench.measure import commit, machine, versions
 from lineclear.worker.attention.base import Chunk, pack_chunks
 from lineclear.worker.attention.registry import BACKENDS, choose
 from lineclear.worker.model.loaded_model import LoadedModel
-from lineclear.worker.model.loader import build_fused, load, to_int8
+from lineclear.worker.model.loader import build_fused, load, to_quantized
 
 TOP = Path(__file__).parents[1]
 DEMO = TOP / "demo"
@@ -47,7 +47,7 @@ class Variant:
     def load(self, model: str) -> LoadedModel:
         """Load the model in these formats."""
         loaded = load(model, CPU, self.dtype)
-        found = to_int8(loaded) if self.weights == "int8" else build_fused(loaded)
+        found = build_fused(loaded) if self.weights == "auto" else to_quantized(loaded, self.weights)
         assert found is not None, "its fused forward pass is not the model"
         return found
 
@@ -56,6 +56,7 @@ VARIANTS = (
     Variant("float32", torch.float32),
     Variant("bfloat16", torch.bfloat16),
     Variant("int8 weights, bfloat16", torch.bfloat16, "int8"),
+    Variant("int4 weights, bfloat16", torch.bfloat16, "int4"),
     Variant("int8 KV, bfloat16", torch.bfloat16, kv_dtype=torch.int8),
     Variant("int8 weights and KV, bfloat16", torch.bfloat16, "int8", torch.int8),
 )

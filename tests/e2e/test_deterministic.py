@@ -22,7 +22,7 @@ from lineclear.worker.decoder_layers import FAMILIES
 from lineclear.worker.deterministic import DeterministicRunner, OneTokenRunner, runner_type
 from lineclear.worker.drafts.verification import Drafts, ReadTokens
 from lineclear.worker.model.loaded_model import LoadedModel
-from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
+from lineclear.worker.model.loader import build_fused, to_quantized, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.sampling_metadata import SamplingTable
 
@@ -161,9 +161,12 @@ def test_fused_pass(family: str, dtype: torch.dtype, kv_dtype: torch.dtype | Non
 
 
 @needs_kernels
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.bfloat16, None), (torch.float32, torch.int8)])
-def test_int8_weights(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
-    loaded = to_int8(wrap_model(tiny_model("mistral", dtype=dtype, **SIZES)))
+@pytest.mark.parametrize(
+    ("form", "dtype", "kv_dtype"),
+    [("int8", torch.bfloat16, None), ("int8", torch.float32, torch.int8), ("int4", torch.bfloat16, None)],
+)
+def test_quantized_weights(form: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    loaded = to_quantized(wrap_model(tiny_model("mistral", dtype=dtype, **SIZES)), form)
     assert not [*Path(loaded, DeterministicRunner, kv_dtype).differing()]
 
 

@@ -15,7 +15,7 @@ from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
 from lineclear.worker.decoder_layers import FAMILIES
 from lineclear.worker.model.loaded_model import LoadedModel
-from lineclear.worker.model.loader import to_int8, wrap_model
+from lineclear.worker.model.loader import to_quantized, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
 pytestmark = needs_kernels
@@ -47,7 +47,7 @@ def server(
     ("family", "kv_dtype"), [*((family, None) for family in sorted(FAMILIES)), ("llama", torch.int8)]
 )
 def test_answers_do_not_depend_on_the_batch(family: str, kv_dtype: torch.dtype | None) -> None:
-    loaded = to_int8(wrap_model(tiny_model(family, **WIDE)))
+    loaded = to_quantized(wrap_model(tiny_model(family, **WIDE)))
     alone = server(loaded, kv_dtype=kv_dtype)
     expected = {x.request_id: alone.serve([x])[x.request_id] for x in requests()}
     assert server(loaded, kv_dtype=kv_dtype).serve(requests()) == expected
@@ -78,7 +78,7 @@ def test_answers_do_not_depend_on_the_batch(family: str, kv_dtype: torch.dtype |
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probabilities_are_bitwise_reproducible(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     """Bfloat16 weights cannot guarantee that: the order of their sums, and so the rounding, depends on the batch."""
-    loaded = to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE)))
+    loaded = to_quantized(wrap_model(tiny_model("llama", dtype=dtype, **WIDE)))
     alone = server(loaded, kv_dtype=kv_dtype)
     for x in requests():
         alone.serve([x])

@@ -20,7 +20,7 @@ from lineclear.wire.messages import Sampling
 from lineclear.worker.attention.registry import BACKENDS, ON_CUDA
 from lineclear.worker.kernels.native_library import selected_library
 from lineclear.worker.model.loaded_model import LoadedModel
-from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
+from lineclear.worker.model.loader import build_fused, to_quantized, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
 BLOCK_SIZE, MAX_TOKENS = 16, 6
@@ -75,7 +75,7 @@ def make_served(request: pytest.FixtureRequest) -> Served:
         assert found is not None
         loaded = found
     elif layers == "int8":
-        return Served(to_int8(loaded), options, None)
+        return Served(to_quantized(loaded), options, None)
     return Served(loaded, options, tiny_model(family, **WIDE))
 
 

@@ -28,7 +28,7 @@ from lineclear.worker.kernels.native_library import NONE
 from lineclear.worker.model import loader
 from lineclear.worker.model.compatibility_probe import paged_logits
 from lineclear.worker.model.loaded_model import LoadedModel
-from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
+from lineclear.worker.model.loader import build_fused, to_quantized, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
 
@@ -118,7 +118,7 @@ def test_model_on_a_gpu_is_fused_with_triton(has_triton: bool, monkeypatch: pyte
 
 
 @needs_kernels
-@pytest.mark.parametrize("build", [build_fused, to_int8])
+@pytest.mark.parametrize("build", [build_fused, to_quantized])
 def test_packing_frees_the_matrices(build: Callable[[LoadedModel], LoadedModel | None]) -> None:
     model = tiny_model("llama", **WIDE)
     before = sum(p.numel() for p in model.parameters())

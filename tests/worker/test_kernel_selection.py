@@ -63,7 +63,7 @@ def test_candidates_match_the_processor(monkeypatch: pytest.MonkeyPatch) -> None
     assert kernels.candidates() == []
     has |= {"fma"}
     assert kernels.candidates() == ["x86_64_fma"]
-    has |= {"avx2"}
+    has |= {"avx2", "f16c"}
     assert kernels.candidates() == ["x86_64_avx2", "x86_64_fma"]
     has |= {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
     assert kernels.candidates() == [*avx512[2:], "x86_64_avx2", "x86_64_fma"]

@@ -24,7 +24,7 @@ from lineclear.scheduler.core.events import Pooled, Scored
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.wire.messages import Pooling, PoolingKind, Row, Sampling, SlotInit, StepErrorKind, StepPlan
-from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
+from lineclear.worker.model.loader import build_fused, to_quantized, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner_interface import StepFailed
 
@@ -176,7 +176,7 @@ def test_adapter_changes_quantised_and_bf16_models(quantise: bool, tmp_path: Pat
     def logprobs(dtype: torch.dtype, directory: Path | None) -> torch.Tensor:
         model = tiny_model("llama", **WIDE).to(dtype)
         loaded = wrap_model(model)
-        built = to_int8(loaded) if quantise and dtype == torch.bfloat16 else build_fused(loaded)
+        built = to_quantized(loaded) if quantise and dtype == torch.bfloat16 else build_fused(loaded)
         assert built is not None
         server = InProcess(ModelRunner(built, RunnerOptions(num_blocks=64)))
         key = b"" if directory is None else server.load_adapter(directory)

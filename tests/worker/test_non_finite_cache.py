@@ -18,7 +18,7 @@ from lineclear.errors import NonFiniteLogits
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Logprobs, Sampling
-from lineclear.worker.model.loader import to_int8, wrap_model
+from lineclear.worker.model.loader import to_quantized, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
 pytestmark = needs_kernels
@@ -46,7 +46,7 @@ class Served(NamedTuple):
 
 
 def served(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> Served:
-    loaded = to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE)))
+    loaded = to_quantized(wrap_model(tiny_model("llama", dtype=dtype, **WIDE)))
     runner = ModelRunner(loaded, RunnerOptions(num_blocks=18, num_slots=8, max_step_tokens=64, kv_dtype=kv_dtype))
     return Served(InProcess(runner, LIMITS), loaded.model.model.embed_tokens.weight)
 

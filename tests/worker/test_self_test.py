@@ -19,7 +19,7 @@ from lineclear.worker.attention.torch_paged import TorchPagedAttention
 from lineclear.worker.input_batch import InputBatch
 from lineclear.worker.kernels.native_library import NONE, selected_library
 from lineclear.worker.model.loaded_model import LoadedModel
-from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
+from lineclear.worker.model.loader import build_fused, to_quantized, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner_interface import StepFailed
 from lineclear.worker.self_test import SelfTestFailed
@@ -60,7 +60,9 @@ def test_right_answers_pass_in_every_library(each_way: str, dtype: torch.dtype) 
 @pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float32, torch.int8), (torch.bfloat16, None)])
 def test_int8_passes_in_every_library(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
-    assert passes(to_int8(wrap_model(tiny_model("llama", dtype=dtype, **WIDE))), kv_dtype, block_size=16) == "native"
+    assert (
+        passes(to_quantized(wrap_model(tiny_model("llama", dtype=dtype, **WIDE))), kv_dtype, block_size=16) == "native"
+    )
 
 
 def test_small_workers_pass() -> None:

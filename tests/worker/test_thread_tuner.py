@@ -23,7 +23,7 @@ from lineclear.worker.cpu import thread_tuner as threads_module
 from lineclear.worker.cpu.thread_tuner import ThreadTuner, openmp_setter
 from lineclear.worker.model import compatibility_probe
 from lineclear.worker.model import loaded_model as model_module
-from lineclear.worker.model.loader import build_fused, to_int8, wrap_model
+from lineclear.worker.model.loader import build_fused, to_quantized, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
 
@@ -99,7 +99,7 @@ def requests() -> list[Request]:
 def test_tokens_do_not_depend_on_threads(kind: str) -> None:
     model = tiny_model("llama", **WIDE)
     model = model.to(torch.bfloat16) if kind == "bfloat16" else model
-    served = to_int8(wrap_model(model)) if kind == "int8" else build_fused(wrap_model(model))
+    served = to_quantized(wrap_model(model)) if kind == "int8" else build_fused(wrap_model(model))
     assert served is not None
     set_threads = openmp_setter()
     assert set_threads is not None

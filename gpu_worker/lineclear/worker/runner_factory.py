@@ -28,7 +28,7 @@ from .memory_budget import free_bytes
 from .memory_profile import largest_step_bytes, run_largest_steps
 from .model.decode_graphs import DecodeGraphs, cuda_capture
 from .model.loaded_model import LoadedModel
-from .model.loader import Divided, build_fused, import_model_class, load, to_int8
+from .model.loader import Divided, build_fused, import_model_class, load, to_quantized
 from .model_runner import ModelRunner
 from .pool_memory import RunnerOptions, fitting_blocks, fitting_snapshots
 from .settings import WorkerSettings
@@ -65,8 +65,10 @@ def make_runner(settings: WorkerSettings, ranks: Ranks | None = None) -> ModelRu
     # Standard error carries log lines only.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     set_verbosity_error()  # type: ignore[no-untyped-call]
-    if settings.quantization == "int8" and not settings.fused_forward:
-        raise ConfigurationError("--quantization int8 needs the fused forward pass; remove --no-fused-forward")
+    if settings.quantization != "none" and not settings.fused_forward:
+        raise ConfigurationError(
+            f"--quantization {settings.quantization} needs the fused forward pass; remove --no-fused-forward"
+        )
     share = MachineShare.parse(settings.machine_share)
     if ranks is not None:
         try:
@@ -206,7 +208,7 @@ def _may_tune_threads(settings: WorkerSettings, loaded: LoadedModel) -> bool:
     """
     if settings.threads or loaded.decoder is None or loaded.device.type != "cpu":
         return False
-    has_kernels = settings.deterministic or loaded.dtype is not torch.float32 or loaded.weights == "int8"
+    has_kernels = settings.deterministic or loaded.dtype is not torch.float32 or bool(loaded.weights)
     return has_kernels or usable_cores() <= _MAX_TUNED_FLOAT32_CORES
 
 
@@ -221,8 +223,8 @@ def _load(settings: WorkerSettings, device: torch.device, ranks: Ranks | None = 
     def load_once() -> LoadedModel:
         return load(settings.model, device, _DTYPES[settings.dtype], settings.max_model_len, divided=divided)
 
-    if settings.quantization == "int8":
-        return to_int8(load_once())
+    if settings.quantization != "none":
+        return to_quantized(load_once(), settings.quantization)
     if not settings.fused_forward:
         return load_once()
     packer = pack_by_row if settings.deterministic else None

@@ -18,7 +18,7 @@ from lineclear.process.setting_fields import Group
 from lineclear.worker.machine_share import MachineShare
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4"]
 KvCacheDtype = Literal["auto", "int8"]
 AttentionBackendName = Literal["auto", "torch_paged", "triton_paged", "flash", "reference", "native"]
 
@@ -58,8 +58,9 @@ class WorkerSettings(settings_base.ProcessSettings):
     """Number format of weights, activations and KV cache. auto: that of the checkpoint. A CPU without bfloat16
     instructions is faster with float32."""
     quantization: Quantization = COMPUTATION.field("none")
-    """Quantization of the weight matrices. int8: quantized while loading, with a scale for each output channel and each
-    activation row. On a CPU only, for models of the Llama architecture. It is faster and less exact."""
+    """Quantization of the weight matrices while loading. int8: with a scale for each output channel. int4: for each 64
+    inputs of a channel, and int8 in the output layer. Activations become int8 too. On a CPU only, for models of the
+    Llama architecture. It is faster and less exact."""
     attention_backend: AttentionBackendName = COMPUTATION.field("auto")
     """Implementation of paged attention. reference is slow and serves as a comparison."""
     deterministic: bool = COMPUTATION.field(False)
@@ -137,8 +138,10 @@ class WorkerSettings(settings_base.ProcessSettings):
 
     @model_validator(mode="after")
     def _can_divide(self) -> WorkerSettings:
-        if self.tensor_parallel_size > 1 and self.quantization == "int8":
-            raise ValueError("--quantization int8 is not possible with --tensor-parallel-size: give one of them")
+        if self.tensor_parallel_size > 1 and self.quantization != "none":
+            raise ValueError(
+                f"--quantization {self.quantization} is not possible with --tensor-parallel-size: give one of them"
+            )
         if self.tensor_parallel_size > 1 and self.device == "mps":
             raise ValueError("--tensor-parallel-size above 1 needs GPUs of NVIDIA, or --device cpu")
         if self.tensor_parallel_size > 1 and self.device.startswith(("cuda:GPU-", "cuda:MIG-")):

@@ -75,8 +75,8 @@ def address(array: npt.NDArray[Any]) -> int:
     return ctypes.addressof(_NO_BYTES.from_buffer(array.data))
 
 
-def pointer_to(structure: ctypes.Structure) -> ctypes.c_void_p:
-    """Return a pointer to the structure. The caller keeps the structure alive."""
+def pointer_to(structure: ctypes.Structure | ctypes.Array[Any]) -> ctypes.c_void_p:
+    """Return a pointer to the structure, or the first one of an array. The caller keeps it alive."""
     return ctypes.c_void_p(ctypes.addressof(structure))
 
 

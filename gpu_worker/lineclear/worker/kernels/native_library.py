@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 512
 AUTO, NONE = "auto", "none"
 """Names that `choose` accepts besides those of libraries: the best library, or none."""
 
-_ABI = 12
+_ABI = 13
 _FOLDER = Path(__file__).parent
 _INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 FUNCTIONS: dict[str, list[Any]] = {
@@ -37,19 +37,26 @@ FUNCTIONS: dict[str, list[Any]] = {
     "lineclear_packed_size": [_INTEGER] * 2,
     "lineclear_pack": [*[_INTEGER] * 3, *[_POINTER] * 2],
     "lineclear_gemm": [*[_INTEGER] * 4, *[_POINTER] * 4],
-    "lineclear_int8_gemm": [_POINTER, _INTEGER, _INTEGER, *[_POINTER] * 2],
+    "lineclear_grouped_channels": [],
+    "lineclear_grouped_size": [_POINTER],
+    "lineclear_pack_grouped": [_POINTER] * 4,
+    "lineclear_grouped_gemm": [_POINTER, *[_INTEGER] * 3, *[_POINTER] * 2],
     "lineclear_gather_rows": [*[_INTEGER] * 2, *[_POINTER] * 3],
     "lineclear_lora": [*[_INTEGER] * 6, *[_POINTER] * 5],
     "lineclear_replay": [_POINTER, _INTEGER, _POINTER],
 }
 """Argument types of the exported functions."""
+_RETURN_INTEGERS = (
+    *("lineclear_queries_per_item", "lineclear_bf16_gemm_is_faster", "lineclear_packed_size"),
+    *("lineclear_grouped_channels", "lineclear_grouped_size"),
+)
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}
 # Library name and the processor flags that it needs, best first.
 _X86 = (
     ("x86_64_avx512bf16", {*_AVX512, "avx512_vnni", "avx512_bf16"}),
     ("x86_64_avx512vnni", {*_AVX512, "avx512_vnni"}),
     ("x86_64_avx512", _AVX512),
-    ("x86_64_avx2", {"avx2", "fma"}),
+    ("x86_64_avx2", {"avx2", "fma", "f16c"}),
     ("x86_64_fma", {"fma"}),
 )
 # Prefixes of the flags that each value of ATEN_CPU_CAPABILITY hides.
@@ -124,7 +131,7 @@ def load(name: str) -> Any | None:
     for function, arguments in FUNCTIONS.items():
         getattr(found, function).restype = None
         getattr(found, function).argtypes = arguments
-    for function in ("lineclear_queries_per_item", "lineclear_bf16_gemm_is_faster", "lineclear_packed_size"):
+    for function in _RETURN_INTEGERS:
         getattr(found, function).restype = _INTEGER
     return found
 

@@ -24,8 +24,8 @@ from lineclear.model_files import config_check, fingerprint, model_directory, qu
 from lineclear.model_files.gguf_file import LINK, GgufBroken
 from lineclear.worker import triton_support
 from lineclear.worker.cpu.fused_decoder import FusedDecoder, can_build
-from lineclear.worker.cpu.int8_linear import pack_int8
 from lineclear.worker.cpu.linear import Packer, free_after_packing, leave_unpacked, pack, pack_twice
+from lineclear.worker.cpu.quantized_linear import packer_of
 from lineclear.worker.cpu.thread_tuner import probe_threads
 from lineclear.worker.decoder_layers import ACTIVATIONS, FAMILIES, DecoderModel, describe
 from lineclear.worker.kernels.native_library import prefers_bf16_gemm_for_few_rows
@@ -53,8 +53,8 @@ log = structlog.get_logger(__name__)
 _HOST = torch.device("cpu")
 _MAX_PACK_TWICE_SHARE = 1 / 8
 """Weights are packed twice if they take at most this share of the free memory."""
-_INT8_TOLERANCE = 0.5
-"""Largest relative error of the probe's logits with int8 weights. Usual errors are below 0.1."""
+_QUANTIZED_TOLERANCE = 0.5
+"""Largest relative error of the probe's logits with quantized weights. Usual errors are below 0.1, with int4 0.3."""
 
 Divided = Callable[[Callable[[], Any], Callable[[Any], LoadedModel]], LoadedModel]
 """Reads a whole model in host memory, and wraps the part of it that a rank holds."""
@@ -206,8 +206,11 @@ def _fastest(loaded: LoadedModel, agree: Agree) -> Packer:
     return pack_twice
 
 
-def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
-    """Return the model with a fused forward pass over int8 weights. Raises ModelRefused if it cannot have one."""
+def to_quantized(loaded: LoadedModel, form: str = "int8", *, keep_weights: bool = False) -> LoadedModel:
+    """Return the model with a fused forward pass over weights in a form of `FORMS`, int8 or int4.
+
+    Raises ModelRefused if it cannot have one.
+    """
     if loaded.weights:
         raise ModelRefused(f"its weights are quantized already ({loaded.weights}): leave --quantization at none")
     described = _described(loaded)
@@ -215,20 +218,21 @@ def to_int8(loaded: LoadedModel, *, keep_weights: bool = False) -> LoadedModel:
     exact = build_fused(loaded, leave_unpacked, keep_weights=True) if has_kernels else None
     if described is None or exact is None:
         raise ModelRefused(
-            "int8 weights need a model built like Llama on a CPU with native kernels;"
+            f"{form} weights need a model built like Llama on a CPU with native kernels;"
             f" this is {loaded.family} in {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}:"
             " leave --quantization at none"
         )
     with torch.inference_mode(), probe_threads(loaded.weight_bytes):
         expected = paged_logits(exact)
-    packer = pack_int8 if keep_weights else free_after_packing(pack_int8)
+    packer = packer_of(form, described.output_layer)
+    packer = packer if keep_weights else free_after_packing(packer)
     quantised, error = _with_decoder(loaded, partial(FusedDecoder, described, packer=packer), expected)
-    if not error <= _INT8_TOLERANCE:
+    if not error <= _QUANTIZED_TOLERANCE:
         raise ModelRefused(
-            f"int8 weights change its logits too much (relative error {error:.2g}): leave --quantization at none"
+            f"{form} weights change its logits too much (relative error {error:.2g}): leave --quantization at none"
         )
-    log.info("weights_quantised", relative_error=round(error, 4))
-    return replace(quantised, weights="int8")
+    log.info("weights_quantised", form=form, relative_error=round(error, 4))
+    return replace(quantised, weights=form)
 
 
 def _described(loaded: LoadedModel) -> DecoderModel | None:

@@ -1,0 +1,205 @@
+"""Linear layers with 4- and 8-bit weights, multiplied by kernels/grouped_gemm.cpp.
+
+Activations are quantized to 8 bits at each call, in the groups of the weights. Integer sums are exact, so a row's
+result does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer, pointer_to
+from lineclear.worker.kernels.native_library import ELEMENTS, LANES, selected_library
+from lineclear.worker.quantization.grouped_weight import GroupedWeight, quantize
+
+from .linear import Linear, Packer
+
+_MAX_GROUP = 1 << 16  # inputs, of which a sum of products of 8 bits fits in 32 bits
+_MAX_OFFSET = 255
+_MAX_PLACE = 31  # of a table
+_INT4_GROUP = 64  # perplexity of groups of 32, in 4.5 bits a weight instead of 5
+
+
+Form = Callable[[Tensor], GroupedWeight]
+"""Quantizes a matrix [outputs, inputs]."""
+
+
+def pack_quantized(layers: Sequence[Any], arena: HugePageArena, form: Form | None = None) -> Linear:
+    """Pack layers with a common input, whose `weight` is a GroupedWeight, or a matrix that `form` quantizes."""
+    return QuantizedLinear([(_grouped(layer.weight, form), layer.bias) for layer in layers], arena)
+
+
+def by_row(weight: Tensor) -> GroupedWeight:
+    """Quantize to 8 bits, with one scale for each output."""
+    return quantize(weight, 8, weight.shape[1])
+
+
+def by_group(weight: Tensor) -> GroupedWeight:
+    """Quantize to 4 bits, in the largest groups of at most 64 inputs that divide them."""
+    return quantize(weight, 4, math.gcd(weight.shape[1], _INT4_GROUP))
+
+
+FORMS = {"int8": by_row, "int4": by_group}
+"""What `--quantization` may choose."""
+pack_int8 = partial(pack_quantized, form=by_row)
+
+
+def packer_of(name: str, output_layer: nn.Linear) -> Packer:
+    """Return the Packer that quantizes to a form of `FORMS`. The output layer needs 8 bits: its errors meet no norm."""
+
+    def pack(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
+        return pack_quantized(layers, arena, by_row if layers[0] is output_layer else FORMS[name])
+
+    return pack
+
+
+class _Weight(ctypes.Structure):
+    """`LineclearGroupedWeight` in kernels/grouped_gemm.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "group", "kind", "offset", "has_minimum")),
+        *((name, ctypes.c_int64) for name in ("column", "stride")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "scale", "bias", "table", "order")),
+    )
+
+
+class QuantizedLinear(Linear):
+    """Multiplies with kernels/grouped_gemm.cpp. Owns the arrays that the kernel reads."""
+
+    def __init__(self, parts: Sequence[tuple[GroupedWeight, Tensor | None]], arena: HugePageArena) -> None:
+        """`parts` lie beside each other in the output. Neighbours in the same format become one product.
+
+        Raises ValueError for groups that the kernel cannot multiply. Needs a selected library.
+        """
+        self._kernels: Any = selected_library()
+        self._function = Kernel(self._kernels, "lineclear_grouped_gemm")
+        products = [list(same) for _, same in groupby(map(_Part.of, *zip(*parts, strict=True)), _Part.format_key)]
+        self._weights = (_Weight * len(products))()
+        self._arrays: list[Tensor] = []  # kept alive: the kernel reads them
+        stride, column = sum(weight.shape[0] for weight, _ in parts), 0
+        for product, weight in zip(products, self._weights, strict=True):
+            weight.column, weight.stride = column, stride
+            self._pack(product, weight, arena)
+            column += weight.outputs
+
+    def bind(self, rows: DynamicInt, x: Tensor, out: Tensor) -> Call:
+        count, element = ctypes.c_int64(len(self._weights)), ctypes.c_int64(ELEMENTS[x.dtype])
+        return self._function, (pointer_to(self._weights), count, element, rows, pointer(x), pointer(out))
+
+    def _pack(self, parts: Sequence[_Part], packed: _Weight, arena: HugePageArena) -> None:
+        """Fill `packed` with the outputs of all parts."""
+        first, codes = parts[0], torch.cat([part.weight.codes for part in parts])
+        packed.inputs, packed.group, packed.offset = first.weight.shape[1], first.weight.group_size, first.offset
+        packed.outputs, packed.has_minimum = len(codes), first.minimum is not None
+        packed.kind = 0 if first.weight.bits == 8 else 1 if first.weight.table is None else 2
+        packed.table = self._keep(first.weight.table)
+        order = first.weight.input_order
+        packed.order = self._keep(None if order is None else order.to(torch.int32))
+        padding = -len(codes) % self._kernels.lineclear_grouped_channels()
+        packed.scale = self._keep(F.pad(torch.cat([part.channel_scale for part in parts]), (0, padding)))
+        if any(part.bias is not None for part in parts):
+            packed.bias = self._keep(F.pad(torch.cat([part.bias_or_zeros() for part in parts]), (0, padding)))
+        blocks = arena.allocate((self._kernels.lineclear_grouped_size(ctypes.byref(packed)),), torch.uint8)
+        packed.blocks = self._keep(blocks)
+        scale = torch.cat([part.scale for part in parts])
+        minimum = (
+            torch.cat([part.minimum for part in parts if part.minimum is not None]) if packed.has_minimum else None
+        )
+        self._kernels.lineclear_pack_grouped(ctypes.byref(packed), *map(pointer, (codes, scale, minimum)))
+
+    def _keep(self, array: Tensor | None) -> int | None:
+        if array is None:
+            return None
+        self._arrays.append(array.contiguous())
+        return self._arrays[-1].data_ptr()
+
+
+class _Part(NamedTuple):
+    """A weight and its bias, with scales and minima as the kernel reads them."""
+
+    weight: GroupedWeight
+    bias: Tensor | None
+    channel_scale: Tensor
+    """float32 [outputs], a factor of the next two."""
+    scale: Tensor
+    """float16 [outputs, groups]."""
+    minimum: Tensor | None
+    offset: int
+    """Subtracted from the values."""
+
+    @classmethod
+    def of(cls, weight: GroupedWeight, bias: Tensor | None) -> _Part:
+        """Raises ValueError for a weight that the kernel cannot multiply."""
+        _check(weight)
+        scale, minimum, offset = weight.scale.float(), weight.minimum, 0
+        if minimum is not None:
+            offset = _middle(weight)
+            minimum = minimum - offset * scale  # small, so that little is lost by rounding it
+            minimum = minimum if minimum.any() else None
+        if scale.shape[1] == 1 and minimum is None:
+            return cls(weight, bias, scale[:, 0], torch.ones_like(scale, dtype=torch.float16), None, offset)
+        # Powers of 2, so that scales which are fp16 numbers stay as they are.
+        largest = scale.abs().amax(dim=1)
+        if minimum is not None:
+            largest = torch.maximum(largest, minimum.abs().amax(dim=1) / _MAX_OFFSET)
+        channel = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent.clamp(min=-100))
+        minimum = None if minimum is None else (minimum / channel[:, None]).half()
+        return cls(weight, bias, channel, (scale / channel[:, None]).half(), minimum, offset)
+
+    def format_key(self) -> tuple[object, ...]:
+        """Return a value that is equal for parts which one product can multiply."""
+        table, order = self.weight.table, self.weight.input_order
+        return (
+            *(self.weight.bits, self.weight.group_size, self.minimum is None, self.offset),
+            None if table is None else tuple(table.tolist()),
+            None if order is None else order.numpy().tobytes(),
+        )
+
+    def bias_or_zeros(self) -> Tensor:
+        """Return the bias in float32 [outputs]."""
+        return torch.zeros(len(self.weight.codes)) if self.bias is None else self.bias.detach().float()
+
+
+def _check(weight: GroupedWeight) -> None:
+    """Raise ValueError for what the kernel would read out of bounds, or add up to more than its integers hold."""
+    (outputs, inputs), groups, order = weight.shape, weight.scale.shape[1], weight.input_order
+    if inputs % groups or weight.group_size % LANES or weight.group_size > _MAX_GROUP:
+        raise ValueError(
+            f"{groups} groups of {inputs} inputs: groups must have a multiple of {LANES} inputs, up to {_MAX_GROUP}"
+        )
+    if any(x is not None and (x.shape != (outputs, groups) or not x.isfinite().all()) for x in _scales(weight)):
+        raise ValueError(f"scales and minima are not {outputs} x {groups} finite numbers")
+    if weight.table is not None and (weight.table.shape != (16,) or int(weight.table.max()) > _MAX_PLACE):
+        raise ValueError(f"a table must have 16 values up to {_MAX_PLACE}")
+    if order is not None and not torch.equal(order.sort().values, torch.arange(inputs)):
+        raise ValueError(f"the order of {inputs} inputs is no permutation")
+
+
+def _scales(weight: GroupedWeight) -> tuple[Tensor, Tensor | None]:
+    return weight.scale, weight.minimum
+
+
+def _middle(weight: GroupedWeight) -> int:
+    """Return the value that stands for 0 if there is one, as in symmetric formats, or one from the middle."""
+    assert weight.minimum is not None
+    at = weight.scale.abs().argmax()
+    value = (weight.minimum.flatten()[at] / weight.scale.flatten()[at]).nan_to_num().round()
+    is_common = 0 <= value <= _MAX_OFFSET and torch.equal(weight.scale * value, weight.minimum)
+    return int(value) if is_common else 8 if weight.bits == 4 else 0
+
+
+def _grouped(weight: Tensor | GroupedWeight, form: Form | None) -> GroupedWeight:
+    if isinstance(weight, GroupedWeight):
+        return weight
+    assert form is not None
+    return form(weight.detach())
