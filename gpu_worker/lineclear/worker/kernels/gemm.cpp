@@ -25,15 +25,13 @@ constexpr int PREFETCH_BYTES = 512;           // bytes ahead; a panel is read in
 
 // A tile of rows x panels keeps its sums in registers; the rest hold one weight of each panel and one input.
 #if defined(__AVX512F__)
-constexpr int MAX_ROWS = 13, SUMS = 26;
+constexpr int MAX_ROWS = 13, ROWS_OF_4_PANELS = 5, ROWS_OF_2_PANELS = 13;
 #elif defined(__AVX2__)
-constexpr int MAX_ROWS = 4, SUMS = 8;
+constexpr int MAX_ROWS = 6, ROWS_OF_4_PANELS = 1, ROWS_OF_2_PANELS = 2;
 #else
-constexpr int MAX_ROWS = 4, SUMS = 18;
+constexpr int MAX_ROWS = 4, ROWS_OF_4_PANELS = 0, ROWS_OF_2_PANELS = 2;
 #endif
-constexpr int panels_for(int rows) {
-  return rows * 4 * VECTORS + 6 <= SUMS ? 4 : rows * 2 * VECTORS <= SUMS ? 2 : 1;
-}
+constexpr int panels_for(int rows) { return rows <= ROWS_OF_4_PANELS ? 4 : rows <= ROWS_OF_2_PANELS ? 2 : 1; }
 
 constexpr int64_t TASK_PANELS = 4;  // panels that a thread claims at a time
 constexpr int64_t MAX_GROUPS = 9;   // groups of rows whose inputs stay in the cache while the weights stream by
@@ -51,10 +49,22 @@ struct Pair;
 template <>
 struct Pair<bf16> {
   static constexpr int STRIDE = 2;  // elements between two outputs
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Loaded twice: of 16 registers 12 hold sums, and none is left to keep it in.
+  const bf16* at;
+  void read(const bf16* from) { at = from; }
+  vfloat even() const { return first(load_pairs(at)); }
+  vfloat odd() const {
+    const bf16* again = at;
+    asm("" : "+r"(again));
+    return second(load_pairs(again));
+  }
+#else
   vuint both;
   void read(const bf16* at) { both = load_pairs(at); }
   vfloat even() const { return first(both); }
   vfloat odd() const { return second(both); }
+#endif
 };
 template <>
 struct Pair<float> {
@@ -64,6 +74,15 @@ struct Pair<float> {
   vfloat even() const { return load(at); }
   vfloat odd() const { return load(at + PANEL); }
 };
+
+inline void multiply_add(vfloat& sum, vfloat weights, vfloat input) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Inline assembly: GCC would choose forms of the instruction that move sums between registers, and spill them.
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(input));
+#else
+  sum += weights * input;
+#endif
+}
 
 // The panels of a thread's next task. Each tile of the current task prefetches one of them into L2. Otherwise the first
 // group of rows of each task would wait for memory, and the other groups would leave memory idle.
@@ -117,11 +136,11 @@ void tile(const Gemm<T>& p, const float* inputs, int64_t column, const char* ahe
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-      for (int n = 0; n < N; n++) sums[r][n] += pairs[n].even() * splat(inputs[i * ROWS + r]);
+      for (int n = 0; n < N; n++) multiply_add(sums[r][n], pairs[n].even(), splat(inputs[i * ROWS + r]));
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-      for (int n = 0; n < N; n++) sums[r][n] += pairs[n].odd() * splat(inputs[(i + 1) * ROWS + r]);
+      for (int n = 0; n < N; n++) multiply_add(sums[r][n], pairs[n].odd(), splat(inputs[(i + 1) * ROWS + r]));
   }
   float num_panels[ROWS][N * LANES];
 #pragma GCC unroll 16
@@ -147,6 +166,8 @@ constexpr Tiles<T> TILES[] = {nullptr,      tiles<T, 1>,  tiles<T, 2>,  tiles<T,
 #if defined(__AVX512F__)
                               tiles<T, 5>,  tiles<T, 6>,  tiles<T, 7>,  tiles<T, 8>,  tiles<T, 9>,
                               tiles<T, 10>, tiles<T, 11>, tiles<T, 12>, tiles<T, 13>
+#elif defined(__AVX2__)
+                              tiles<T, 5>,  tiles<T, 6>
 #endif
 };
 static_assert(sizeof(TILES<bf16>) / sizeof(Tiles<bf16>) == MAX_ROWS + 1, "a function for each number of rows");
