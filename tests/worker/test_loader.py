@@ -57,8 +57,10 @@ def test_properties_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_dtype_defaults_to_the_checkpoints(tmp_path: Path) -> None:
-    tiny_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
-    assert load(str(tmp_path), CPU, None).dtype is torch.bfloat16
+    for dtype, read_as in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.bfloat16)):
+        tiny_model("llama", dtype=dtype).save_pretrained(tmp_path)
+        assert load(str(tmp_path), CPU, None).dtype is read_as
+    assert load(str(tmp_path), CPU, torch.float16).dtype is torch.float16
     assert load(str(tmp_path), CPU, torch.float32).dtype is torch.float32
 
 

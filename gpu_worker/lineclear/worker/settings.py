@@ -55,8 +55,8 @@ class WorkerSettings(settings_base.ProcessSettings):
     """Devices that a model is divided over. Each has a process and a part of every layer, on consecutive GPUs, or on
     equal parts of the cores; the exit of one is the exit of the worker."""
     dtype: Dtype = COMPUTATION.field("auto")
-    """Number format of weights, activations and KV cache. auto: that of the checkpoint. A CPU without bfloat16
-    instructions is faster with float32."""
+    """Number format of weights, activations and KV cache. auto: that of the checkpoint; on a CPU,
+    bfloat16 for float16."""
     quantization: Quantization = COMPUTATION.field("none")
     """Quantization of the weight matrices while loading. int8: with a scale for each output channel. int4: for each 64
     inputs of a channel, and int8 in the output layer. Activations become int8 too. On a CPU only, for models of the

@@ -1,9 +1,9 @@
 """Linear layers with constant weights, packed once for the fastest matrix product of this processor.
 
 Layers with a common input are fused into one product. bf16 weights use the kernel in kernels/gemm.cpp where the
-processor's bf16 instruction is slower or missing. Other weights on a CPU use oneDNN's packed layout, 1.25 to 1.6 times
-as fast at up to 32 rows, or torch where oneDNN cannot pack them. With AMX, oneDNN is faster for many rows and the
-kernel for few: `pack_twice`.
+processor's bf16 instruction is slower or missing, and float32 weights with AVX2. Others on a CPU use oneDNN's packed
+layout, 1.25 to 1.6 times as fast at up to 32 rows, or torch where oneDNN cannot pack them. With AMX, oneDNN is faster
+for many rows and the kernel for few: `pack_twice`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from lineclear.worker.decoder_layers import fused_weights
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer
-from lineclear.worker.kernels.native_library import ELEMENTS, LANES, onednn_packs, prefers_bf16_gemm, selected_library
+from lineclear.worker.kernels.native_library import (
+    ELEMENTS,
+    LANES,
+    onednn_packs,
+    prefers_bf16_gemm,
+    prefers_float32_gemm,
+    selected_library,
+)
 
 
 class Linear(ABC):
@@ -48,7 +55,9 @@ def pack(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
     weight, bias = fused_weights(layers)
     if weight.device.type != "cpu":
         return TorchLinear(lambda x: F.linear(x, weight, bias))
-    if _fits_bf16_gemm(weight) and prefers_bf16_gemm():
+    if _fits_gemm(weight, torch.bfloat16) and prefers_bf16_gemm():
+        return KernelLinear(weight, bias, arena)
+    if _fits_gemm(weight, torch.float32) and prefers_float32_gemm():
         return KernelLinear(weight, bias, arena)
     if onednn_packs(weight.dtype):
         return onednn(weight, bias)
@@ -61,7 +70,7 @@ def pack_twice(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
     A row's result depends on whether the batch has at most `_MAX_FEW_ROWS` rows.
     """
     weight, bias = fused_weights(layers)
-    if not (_fits_bf16_gemm(weight) and onednn_packs(weight.dtype)):
+    if not (_fits_gemm(weight, torch.bfloat16) and onednn_packs(weight.dtype)):
         return pack(layers, arena)
     return LinearByRows(KernelLinear(weight, bias, arena), onednn(weight, bias))
 
@@ -150,5 +159,5 @@ def onednn(weight: Tensor, bias: Tensor | None) -> Linear:
     return TorchLinear(lambda x: product(x, packed, bias, "none", none, ""))
 
 
-def _fits_bf16_gemm(weight: Tensor) -> bool:
-    return weight.dtype is torch.bfloat16 and weight.shape[1] % LANES == 0 and selected_library() is not None
+def _fits_gemm(weight: Tensor, dtype: torch.dtype) -> bool:
+    return weight.dtype is dtype and weight.shape[1] % LANES == 0 and selected_library() is not None

@@ -84,7 +84,7 @@ def load(
     if checkpoint is not None and divided is not None:
         raise ModelRefused("a quantized checkpoint or GGUF file cannot be divided: leave --tensor-parallel-size at 1")
     model_id = directory.resolve().name if Path(source).expanduser().exists() else source
-    read = partial(_read_model, directory, checkpoint, dtype or "auto")
+    read = partial(_read_model, directory, checkpoint, dtype or _own_dtype(directory, device))
 
     def wrap(model: Any) -> LoadedModel:
         return wrap_model(model, model_id, max_model_len)
@@ -279,6 +279,14 @@ def _read_config(directory: Path) -> Any:
     except (ValueError, KeyError, OSError, RecursionError) as error:
         raise ModelRefused(f"transformers cannot read config.json: {_first_line(error)}") from error
     return config
+
+
+def _own_dtype(directory: Path, device: torch.device) -> str | torch.dtype:
+    """Return the dtype of the checkpoint, or bfloat16 for float16 on a CPU, which has no products of float16."""
+    if device.type != "cpu" or getattr(_read_config(directory), "dtype", None) is not torch.float16:
+        return "auto"
+    log.info("float16_read_as_bfloat16", hint="3 bits less of each weight; --dtype float32 keeps them, slower")
+    return torch.bfloat16
 
 
 def _stamps(directory: Path) -> tuple[object, ...]:
