@@ -246,9 +246,9 @@ class ModelRunner:
     def _compute(self, packed: PackedInputs, drafts: Drafts) -> StepOutputs:
         """Queue the forward pass over the packed rows, and the sampler."""
         if len(packed.read_indices):
-            self._backend.start_step(packed.batch)
-            if self._states is not None:
+            if self._states is not None:  # first, so that it puts its array where graphs have it from
                 self._states.start_step(packed.batch)
+            self._backend.start_step(packed.batch)
         metadata = self._sampling.select(packed.sample_slots, packed.sample_positions, self._batch.slots.prompt_len)
         if not len(packed.read_indices):
             self._batch.send()
