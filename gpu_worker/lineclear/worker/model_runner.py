@@ -50,7 +50,7 @@ from .staging import Put, Staging
 if TYPE_CHECKING:
     from .recurrent.states import RecurrentStates
 
-_NUMERICS_VERSION = 1
+_NUMERICS_VERSION = 2
 """Raised by a release that computes different numbers from the same files. Answers are not resumed across versions."""
 
 

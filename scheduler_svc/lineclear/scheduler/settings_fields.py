@@ -117,8 +117,8 @@ class SchedulerFields(settings_base.ProcessSettings):
 
     # --- model ---
     model: str = MODEL.field("")
-    """Directory of the model, or a GGUF file. Weights, tokenizer and chat template are read from it. The id of a Hugging
-    Face repository in the local cache will do; nothing is downloaded."""
+    """Directory of the model, or a GGUF file. Weights, tokenizer and chat template are read from it. The id of a
+    Hugging Face repository in the local cache will do; nothing is downloaded."""
     demo: bool = MODEL.field(False)
     """Serve the small model that comes with lineclear."""
     served_model_name: str = MODEL.field("")
