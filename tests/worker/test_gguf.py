@@ -13,14 +13,16 @@ import torch
 from fuzz import model_files
 from gguf import GGMLQuantizationType as Type
 from support import gguf_files, small_tokenizers
+from support.kernel_variants import needs_kernels
 from tokenizers import Tokenizer
 
 from lineclear.model_files import gguf_file, model_directory
 from lineclear.model_files.gguf_file import TYPES, read_head
 from lineclear.model_files.gguf_tokenizer import _SPLITS
 from lineclear.worker import self_test
+from lineclear.worker.model.compatibility_probe import eager_logits, paged_logits, relative_error
 from lineclear.worker.model.loaded_model import LoadedModel, ModelRefused
-from lineclear.worker.model.loader import load
+from lineclear.worker.model.loader import build_fused, load
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.quantization.gguf import matrix_of
 from lineclear.worker.quantization.modules import QuantizedEmbedding, QuantizedLinear
@@ -89,6 +91,18 @@ def test_answers_are_those_of_transformers(family: str, kind: Type, tmp_path: Pa
     assert isinstance(loaded.model.model.embed_tokens, QuantizedEmbedding) is is_quantized
     assert isinstance(loaded.model.model.layers[0].self_attn.o_proj, QuantizedLinear) is is_quantized
     expect_same_answers(loaded, model)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_K, Type.Q6_K, Type.Q8_0], ids=lambda kind: kind.name)
+def test_fused_forward_pass_multiplies_the_stored_blocks(kind: Type, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    model = gguf_files.write(path, "llama", kind)
+    fused = build_fused(loaded_file(path, None))
+    assert fused is not None
+    assert fused.decoder is not None
+    with torch.inference_mode():
+        assert relative_error(paged_logits(fused), eager_logits(model)) <= 0.06
 
 
 def test_tied_embeddings_are_held_once(tmp_path: Path) -> None:

@@ -16,12 +16,14 @@ import transformers as tf
 from fuzz import model_files
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
+from support.families import WIDE
+from support.kernel_variants import needs_kernels
 from support.quantized_checkpoints import FORMATS, edit, write
 
 from lineclear.worker import self_test
-from lineclear.worker.model.compatibility_probe import eager_logits, relative_error, weight_bytes
+from lineclear.worker.model.compatibility_probe import eager_logits, paged_logits, relative_error, weight_bytes
 from lineclear.worker.model.loaded_model import LoadedModel, ModelRefused
-from lineclear.worker.model.loader import build_fused, load, to_int8
+from lineclear.worker.model.loader import build_fused, load, to_quantized
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.quantization import grouped_weight, modules
 from lineclear.worker.quantization.modules import QuantizedExperts, QuantizedLinear
@@ -87,6 +89,32 @@ def test_bfloat16_equals_the_dequantized_model_within_rounding(name: str, tmp_pa
     assert (loaded.probe_logits - plain.probe_logits).norm() <= 0.02 * plain.probe_logits.norm()
 
 
+@needs_kernels
+@pytest.mark.parametrize("name", ["gptq4-asym-v1-act", "awq-gemm", "w8a8"])
+def test_fused_forward_pass_multiplies_the_stored_matrices(name: str, tmp_path: Path) -> None:
+    directory = write(tmp_path, FORMATS[name], "llama", **WIDE)
+    loaded = quantized(directory, torch.bfloat16)
+    matrix = loaded.model.model.layers[0].mlp.up_proj
+    fused = build_fused(loaded)
+    assert fused is not None
+    assert fused.decoder is not None
+    assert fused.weights == FORMATS[name].weights
+    assert matrix.weight.numel() == 0  # it is packed
+    with torch.inference_mode():
+        assert relative_error(paged_logits(fused), eager_logits(reference(directory))) <= 0.06
+
+
+def test_float32_keeps_exact_products(tmp_path: Path) -> None:
+    loaded = quantized(write(tmp_path, FORMATS["gptq4-sym-v1"], "llama", **WIDE))
+    assert build_fused(loaded) is loaded
+
+
+@needs_kernels
+def test_float8_keeps_its_modules(tmp_path: Path) -> None:
+    loaded = quantized(write(tmp_path, FORMATS["fp8-block"], "llama", **WIDE), torch.bfloat16)
+    assert build_fused(loaded) is loaded
+
+
 # --- what stays quantized --------------------------------------------------------------------------------------------
 
 
@@ -100,7 +128,7 @@ def test_matrices_stay_quantized(tmp_path: Path) -> None:
     assert type(loaded.model) is tf.MixtralForCausalLM
     assert build_fused(loaded) is loaded
     with pytest.raises(ModelRefused, match=r"quantized already \(gptq-4bit\): leave --quantization at none"):
-        to_int8(loaded)
+        to_quantized(loaded)
 
 
 def test_plain_layers_beside_quantized_ones(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ With tensor parallelism it is the part of this rank: its heads, its features of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .quantization.modules import QuantizedWeight
 from .shard import shard_of
 
 FAMILIES = frozenset({"granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
@@ -82,7 +83,7 @@ class DecoderModel:
     hidden_size: int
     intermediate_size: int
     dtype: torch.dtype
-    embedding: Tensor
+    embedding: Tensor | QuantizedWeight
     """[vocabulary, hidden size]."""
     embedding_scale: float
     rotary: nn.Module
@@ -96,6 +97,13 @@ class DecoderModel:
     output_layer: nn.Linear
     """Of one of several ranks: the module gathers its outputs, its weight is that of this rank."""
     logits_scale: float
+
+    @property
+    def weights(self) -> Iterator[list[Any]]:
+        """Yield the weights of each matrix product, tensors or quantized."""
+        products = (product for layer in self.layers for product in layer.products)
+        yield from ([part.linear.weight for part in product] for product in products)
+        yield [self.output_layer.weight]
 
 
 def describe(model: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> DecoderModel:

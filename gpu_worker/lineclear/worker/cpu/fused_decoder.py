@@ -222,7 +222,7 @@ class FusedDecoder:
         self._identity_rotary = identity_rotary  # kept alive: the calls hold its addresses
         calls = [
             kernels.gather(count, self._table, self._read_indices, act.input_ids),
-            kernels.gather(count, pointer(self._model.embedding), pointer(act.input_ids), act.residual),
+            self._embed(act),
             kernels.gather(count, pointer(self._rotary.cosine), self._positions, act.cosine),
             kernels.gather(count, pointer(self._rotary.sine), self._positions, act.sine),
         ]
@@ -242,6 +242,17 @@ class FusedDecoder:
             calls += self._mlp_calls(index, x, act, adapters)
             pending = act.output if layer.norm_after_mlp is None else act.normed_output
         return calls
+
+    def _embed(self, act: _Activations) -> Call:
+        embedding = self._model.embedding
+        if isinstance(embedding, Tensor):
+            return self._kernels.gather(self._tokens, pointer(embedding), pointer(act.input_ids), act.residual)
+
+        def dequantize() -> None:
+            rows = self._tokens.value
+            act.residual[:rows].copy_(embedding.rows(act.input_ids[:rows]).dequantized(self._model.dtype))
+
+        return dequantize, ()
 
     def _attention_calls(
         self, index: int, x: Tensor, rotary: tuple[Tensor, Tensor], act: _Activations, adapters: AdapterCalls | None
@@ -305,7 +316,7 @@ def _sums_over_ranks(count: DynamicInt, parts: Sequence[Part], out: Tensor) -> l
 def can_build(model: DecoderModel) -> bool:
     """Return whether FusedDecoder can compute this model here."""
     return (
-        model.embedding.device.type == "cpu"
+        model.norm.weight.device.type == "cpu"
         and model.dtype in ELEMENTS
         and selected_library() is not None
         and math.gcd(model.head_dim, model.hidden_size, model.intermediate_size) % LANES == 0

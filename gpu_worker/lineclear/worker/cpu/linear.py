@@ -91,7 +91,8 @@ def free_after_packing(packer: Packer) -> Packer:
     def pack_and_free(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
         packed = packer(layers, arena)
         for layer in layers:
-            layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+            plain = layer.weight if isinstance(layer.weight, Tensor) else torch.empty(0)
+            layer.weight = nn.Parameter(plain.new_empty(0), requires_grad=False)
         return packed
 
     return pack_and_free

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -61,6 +61,30 @@ def packer_of(name: str, output_layer: nn.Linear) -> Packer:
         return pack_quantized(layers, arena, by_row if layers[0] is output_layer else FORMS[name])
 
     return pack
+
+
+def stored_packer(plain: Packer) -> Packer:
+    """Return the Packer that packs quantized matrices as they are, and others by `plain`."""
+
+    def pack(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
+        weight: Any = layers[0].weight
+        return (pack_quantized if isinstance(weight, GroupedWeight) else plain)(layers, arena)
+
+    return pack
+
+
+def can_pack(products: Iterable[Sequence[Any]]) -> bool:
+    """Return whether the weights of each product are all plain, or all such as the kernel can multiply."""
+    for weights in products:
+        grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
+        if len(grouped) != len(weights) and not all(isinstance(weight, Tensor) for weight in weights):
+            return False
+        try:
+            for weight in grouped:
+                _check(weight)
+        except ValueError:
+            return False
+    return True
 
 
 class _Weight(ctypes.Structure):

@@ -184,7 +184,7 @@ def _rotary_table(model: DecoderModel, max_positions: int) -> Tensor:
 
     The second half has the same. A position never has other values, see cpu/rotary_cache.py.
     """
-    device, parts = model.embedding.device, []
+    device, parts = model.norm.weight.device, []
     for start in range(0, max_positions, _POSITIONS_AT_ONCE):
         positions = torch.arange(start, min(start + _POSITIONS_AT_ONCE, max_positions), device=device)
         both = model.rotary(torch.empty(0, dtype=model.dtype, device=device), positions[None])

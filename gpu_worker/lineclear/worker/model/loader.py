@@ -25,7 +25,7 @@ from lineclear.model_files.gguf_file import LINK, GgufBroken
 from lineclear.worker import triton_support
 from lineclear.worker.cpu.fused_decoder import FusedDecoder, can_build
 from lineclear.worker.cpu.linear import Packer, free_after_packing, leave_unpacked, pack, pack_twice
-from lineclear.worker.cpu.quantized_linear import packer_of
+from lineclear.worker.cpu.quantized_linear import can_pack, packer_of, stored_packer
 from lineclear.worker.cpu.thread_tuner import probe_threads
 from lineclear.worker.decoder_layers import ACTIVATIONS, FAMILIES, DecoderModel, describe
 from lineclear.worker.kernels.native_library import prefers_bf16_gemm_for_few_rows
@@ -55,6 +55,9 @@ _MAX_PACK_TWICE_SHARE = 1 / 8
 """Weights are packed twice if they take at most this share of the free memory."""
 _QUANTIZED_TOLERANCE = 0.5
 """Largest relative error of the probe's logits with quantized weights. Usual errors are below 0.1, with int4 0.3."""
+
+_ROUNDED_ACTIVATIONS_TOLERANCE = 0.1
+"""The same for weights that were quantized before. Usual errors are below 0.05."""
 
 Divided = Callable[[Callable[[], Any], Callable[[Any], LoadedModel]], LoadedModel]
 """Reads a whole model in host memory, and wraps the part of it that a rank holds."""
@@ -123,7 +126,7 @@ def build_fused(
     model is freed as soon as it is packed, and that model cannot be used afterwards. All ranks do the same.
     """
     if loaded.weights:
-        return loaded  # its matrices are quantized
+        return _build_quantized(loaded, packer or pack)
     if loaded.device.type == "cuda":
         return build_cuda(loaded, agree) if agree(triton_support.is_usable()) else loaded
     described = _described(loaded)
@@ -133,6 +136,23 @@ def build_fused(
     packer = packer if keep_weights else free_after_packing(packer)
     fused, error = _with_decoder(loaded, partial(FusedDecoder, described, packer=packer), loaded.probe_logits)
     if not agree(error <= TOLERANCE[loaded.dtype]):
+        log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
+        return None
+    return fused
+
+
+def _build_quantized(loaded: LoadedModel, plain_packer: Packer) -> LoadedModel | None:
+    """Return the model with a fused forward pass over its quantized matrices; unchanged or None as `build_fused`.
+
+    Unchanged in float32, which asks for exact products: those of the kernel round activations to 8 bits. Unchanged too
+    if a product has matrices of which only some are quantized.
+    """
+    described = _described(loaded) if loaded.device.type == "cpu" and loaded.dtype is torch.bfloat16 else None
+    if described is None or not can_build(described) or not can_pack(described.weights):
+        return loaded
+    packer = free_after_packing(stored_packer(plain_packer))
+    fused, error = _with_decoder(loaded, partial(FusedDecoder, described, packer=packer), loaded.probe_logits)
+    if not error <= _ROUNDED_ACTIVATIONS_TOLERANCE:
         log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
         return None
     return fused
