@@ -25,10 +25,11 @@ BACKGROUND = frozenset(
         *("lineclear.errors", "lineclear.scheduler.app", "lineclear.scheduler.stall_watchdog"),
         *("lineclear.scheduler.grpc_api.server", "lineclear.scheduler.grpc_api.health_service"),
         *("lineclear.scheduler.core.invariants", "lineclear.worker.kv_prefault"),
-        *("lineclear.worker.memory_budget", "lineclear.worker.host_info"),
+        *("lineclear.worker.memory_budget", "lineclear.worker.host_info", "lineclear.worker.cpu.linear"),
     }
 )
-"""Modules that run with or without a request: errors, watchdog, health, work in idle time."""
+"""Modules that run with or without a request: errors, watchdog, health, work in idle time; and products of torch, which
+only some processors need."""
 SECTION_OF_OTHERS = "## Modules beside the path"
 """The rest of the page names modules that a plain request does not enter."""
 

@@ -525,12 +525,13 @@ class WatchedWorker(_message.Message):
     the caller asked for it.
     """
     load_seconds: _builtins.float
-    """Seconds until it was ready, and bytes of its weights, KV blocks and largest
-    step, as in WorkerStats.
-    """
+    """As in WorkerStats: seconds until it was ready,"""
     weight_bytes: _builtins.int
+    """bytes of its weights,"""
     kv_cache_bytes: _builtins.int
+    """of its KV blocks and recurrent states,"""
     step_memory_bytes: _builtins.int
+    """and of what its largest step takes."""
     def __init__(
         self,
         *,

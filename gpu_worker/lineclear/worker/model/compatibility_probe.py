@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,10 +31,6 @@ log = structlog.get_logger(__name__)
 
 NUM_TOKENS = 11
 """Length of the probe in tokens."""
-_CHUNKS = (0, 6), (6, NUM_TOKENS)
-"""The rows that compute it."""
-_ROWS_WITH_STATE = (0, 6), (6, 9), (9, 10), (10, NUM_TOKENS)
-"""For layers whose single tokens take another way than chunks."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest relative error of the probe's logits. Wide in bfloat16, where a near tie may route a token to another expert.
 A lost mask, bias or state causes an error of the size of the logits."""
@@ -131,7 +128,9 @@ def paged_logits(loaded: LoadedModel) -> Tensor:
     states = loaded.make_states(1, 0, len(blocks))
     loaded.attach(backend, states)
     chunks = []
-    for start, end in _CHUNKS if states is None else _ROWS_WITH_STATE:
+    # Layers with a state compute single tokens in another way than chunks.
+    ends = (6, NUM_TOKENS) if states is None else (6, 9, 10, NUM_TOKENS)
+    for start, end in pairwise((0, *ends)):
         batch = pack_chunks([Chunk(0, end - start, start, blocks[: -(-end // block_size)])], block_size)
         backend.start_step(batch)
         if states is not None:
