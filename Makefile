@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # Modules to compile at set-up, by importing them.
 SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner_factory, lineclear.cli.app
 
-.PHONY: help demo test test-slow serve bench bench-micro bench-gpu gpu-dry-run bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images lint size format stubs baseline clean ready
+.PHONY: help demo test test-slow test-exhaustive serve bench bench-micro bench-gpu gpu-dry-run bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images lint size format stubs baseline clean ready
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -45,7 +45,7 @@ PYTEST := python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: ready ## Run ruff, import-linter, mypy, and pytest without the slow tests
 	@start=$$(date +%s); failed=; $(TEST_ENVIRONMENT); \
 	$(BIN)/python -m mypy >$(VENV)/mypy.txt 2>&1 & mypy=$$!; \
-	for step in 'ruff check .' 'ruff format --check .' lint-imports '$(PYTEST) -m "not slow"'; do \
+	for step in 'ruff check .' 'ruff format --check .' lint-imports '$(PYTEST) -m "not (slow or exhaustive)"'; do \
 		echo "--- $$step"; eval "$(BIN)/$$step" || failed="$$failed '$$step'"; \
 	done; \
 	echo "--- mypy, in parallel"; wait $$mypy || failed="$$failed mypy"; cat $(VENV)/mypy.txt; \
@@ -55,6 +55,9 @@ test: ready ## Run ruff, import-linter, mypy, and pytest without the slow tests
 test-slow: ready ## Run the slow tests: campaigns, fuzzing, wire faults, other processors
 	@start=$$(date +%s); failed=; $(TEST_ENVIRONMENT); $(BIN)/$(PYTEST) -m slow || failed=1; \
 	echo "--- $$(( $$(date +%s) - start )) s"; test -z "$$failed"
+
+test-exhaustive: ready ## Run the tests of further model families, which CI leaves out
+	@$(TEST_ENVIRONMENT); $(BIN)/$(PYTEST) -m exhaustive
 
 serve: ready ## Serve the model directory MODEL, by default the demo model: make serve MODEL=path ARGS=--help
 	@$(BIN)/lineclear serve $(if $(MODEL),--model $(MODEL),--demo) $(ARGS)

@@ -1,4 +1,4 @@
-"""Which tests are slow, and fixtures that keep one test from slowing down or ending the others."""
+"""Which tests are slow or exhaustive, and fixtures that keep one test from slowing down or ending the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import structlog
 from hypothesis import settings
-from support.slow_tests import SLOW, TESTS
+from support.slow_tests import EXHAUSTIVE, SLOW, TESTS
 
 # The tests are those of the client for threads that belongs to the sources.
 runpy.run_path(str(Path(__file__).parents[1] / "client/generate_sources.py"))["main"]()
@@ -35,7 +35,7 @@ settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests in SLOW, and put files of few tests first.
+    """Mark the tests in SLOW and EXHAUSTIVE, and put files of few tests first.
 
     Those are the ones that start processes. Behind all others, a single long file would run while the other test
     processes have nothing left.
@@ -47,6 +47,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = {str(path), *map(str, path.parents), f"{path}::{getattr(item, 'originalname', item.name)}"}
         if names & set(SLOW):
             item.add_marker(pytest.mark.slow)
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and EXHAUSTIVE.get(str(path), set()) & set(callspec.id.split("-")):
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.hookimpl(wrapper=True)

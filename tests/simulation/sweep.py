@@ -12,7 +12,7 @@ from simulation.scenario_draw import draw
 from simulation.simulated_run import SimulatedRun, run_seed
 
 SEEDS_FILE = Path(__file__).with_name("planted_bug_seeds.json")
-NUM_SEEDS = 300
+NUM_SEEDS = 200
 """Number of seeds that the tests run, unless told otherwise; `make simulation` runs 20,000."""
 
 

@@ -1,4 +1,4 @@
-"""The slow tests, which tests/conftest.py marks."""
+"""The slow and the exhaustive tests, which tests/conftest.py marks."""
 
 from __future__ import annotations
 
@@ -14,3 +14,21 @@ SLOW = (
 )
 """Folders, files and functions that `make test` leaves to `make test-slow`. Each explores more of what a quicker test
 holds: more seeds and combinations, all model families with adapters, other processors, or planted errors."""
+EXHAUSTIVE = {
+    "e2e/test_deterministic.py": {"gemma2"},
+    "e2e/test_recurrent_families.py": {
+        *(
+            "bamba",
+            "falcon_mamba",
+            "lfm2_moe",
+            "mamba",
+            "nemotron_h",
+            "olmo_hybrid",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+        ),
+    },
+    "worker/test_gguf.py": {"gemma2", "mixtral", "qwen2", "qwen3_moe"},
+    "worker/test_quantized_checkpoints.py": {"gemma3_text", "qwen2", "qwen3"},
+}
+"""By file, the families that are left to `make test-exhaustive`. Another family there runs the same code of ours."""
