@@ -222,7 +222,7 @@ class FusedDecoder:
         self._identity_rotary = identity_rotary  # kept alive: the calls hold its addresses
         calls = [
             kernels.gather(count, self._table, self._read_indices, act.input_ids),
-            self._embed(act),
+            _embed(kernels, count, self._model, act),
             kernels.gather(count, pointer(self._rotary.cosine), self._positions, act.cosine),
             kernels.gather(count, pointer(self._rotary.sine), self._positions, act.sine),
         ]
@@ -242,17 +242,6 @@ class FusedDecoder:
             calls += self._mlp_calls(index, x, act, adapters)
             pending = act.output if layer.norm_after_mlp is None else act.normed_output
         return calls
-
-    def _embed(self, act: _Activations) -> Call:
-        embedding = self._model.embedding
-        if isinstance(embedding, Tensor):
-            return self._kernels.gather(self._tokens, pointer(embedding), pointer(act.input_ids), act.residual)
-
-        def dequantize() -> None:
-            rows = self._tokens.value
-            act.residual[:rows].copy_(embedding.rows(act.input_ids[:rows]).dequantized(self._model.dtype))
-
-        return dequantize, ()
 
     def _attention_calls(
         self, index: int, x: Tensor, rotary: tuple[Tensor, Tensor], act: _Activations, adapters: AdapterCalls | None
@@ -285,6 +274,18 @@ class FusedDecoder:
             *_sums_over_ranks(count, layer.down, act.output),
             *_norms_of_output(self._kernels, count, layer.norm_after_mlp, act),
         ]
+
+
+def _embed(kernels: RowKernels, count: DynamicInt, model: DecoderModel, act: _Activations) -> Call:
+    embedding = model.embedding
+    if isinstance(embedding, Tensor):
+        return kernels.gather(count, pointer(embedding), pointer(act.input_ids), act.residual)
+
+    def dequantize() -> None:
+        ids = act.input_ids[: count.value]
+        act.residual[: count.value].copy_(embedding.rows(ids).dequantized(model.dtype))
+
+    return dequantize, ()
 
 
 def _norms_of_output(kernels: RowKernels, count: DynamicInt, norm: Norm | None, act: _Activations) -> list[Call]:
