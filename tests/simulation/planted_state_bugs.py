@@ -63,8 +63,8 @@ STATE_BUGS: Bugs = {
     RunningBatch: {
         "the state of a slot is kept for its next sequence": drop("self.pool.states.leave(sequence.slot)"),
         "a boundary lies behind the last token": replace(
-            "boundaries(len(shared), num_cached, sequence.num_skippable // size)",
-            "boundaries(len(shared), num_cached, len(sequence.tokens) // size)",
+            "self.pool.states.boundaries(len(shared), num_cached, sequence.num_skippable // size)",
+            "self.pool.states.boundaries(len(shared), num_cached, len(sequence.tokens) // size)",
         ),
         "a cached prefix is used without its state": never("self.pool.states is not None and with_state"),
         "outputs of one prompt do not wait for its state": always("states is None or not states.has_coming"),

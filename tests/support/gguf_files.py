@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def _write_tensor(writer: Any, name: str, values: Array, kind: Type) -> Array:
 
 
 def _random_blocks(values: Array, kind: Type) -> Array:
-    dice = np.random.default_rng(abs(hash(values.tobytes())) % 2**32)
+    dice = np.random.default_rng(zlib.crc32(values.tobytes()))
     _, size = gguf.GGML_QUANT_SIZES[kind]
     raw = dice.integers(0, 256, (*values.shape[:-1], values.shape[-1] // 256, size), dtype=np.uint8)
     spread = float(values.std())

@@ -29,6 +29,7 @@ EXHAUSTIVE = {
         ),
     },
     "worker/test_gguf.py": {"gemma2", "mixtral", "qwen2", "qwen3_moe"},
+    "worker/test_triton_kernels.py": {"90"},
     "worker/test_quantized_checkpoints.py": {"gemma3_text", "qwen2", "qwen3"},
 }
-"""By file, the families that are left to `make test-exhaustive`. Another family there runs the same code of ours."""
+"""By file, the families and GPUs that are left to `make test-exhaustive`. Another one there runs the same code of ours."""

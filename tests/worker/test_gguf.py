@@ -102,7 +102,7 @@ def test_fused_forward_pass_multiplies_the_stored_blocks(kind: Type, tmp_path: P
     assert fused is not None
     assert fused.decoder is not None
     with torch.inference_mode():
-        assert relative_error(paged_logits(fused), eager_logits(model)) <= 0.06
+        assert relative_error(paged_logits(fused), eager_logits(model)) <= 0.15
 
 
 def test_tied_embeddings_are_held_once(tmp_path: Path) -> None:

@@ -45,15 +45,13 @@ FAMILIES = {
         "gemma2",
         "gpt_oss",
         "llama",
-        "olmo2",
-        "qwen2",
         "qwen3_moe",
         "qwen3_next",
         "fused granite",
         "fused olmo2",
         "fused qwen3",
     ),
-    4: ("llama", "phi3", "fused llama", "fused phi3", "fused qwen2", "fused smollm3"),
+    4: ("llama", "fused phi3", "fused qwen2"),
 }
 """By number of ranks. `python -m support.divided_models N FAMILY...` tries others, a minute for all of them."""
 

@@ -56,8 +56,6 @@ _MAX_PACK_TWICE_SHARE = 1 / 8
 _QUANTIZED_TOLERANCE = 0.5
 """Largest relative error of the probe's logits with quantized weights. Usual errors are below 0.1, with int4 0.3."""
 
-_ROUNDED_ACTIVATIONS_TOLERANCE = 0.1
-"""The same for weights that were quantized before. Usual errors are below 0.05."""
 
 Divided = Callable[[Callable[[], Any], Callable[[Any], LoadedModel]], LoadedModel]
 """Reads a whole model in host memory, and wraps the part of it that a rank holds."""
@@ -152,7 +150,7 @@ def _build_quantized(loaded: LoadedModel, plain_packer: Packer) -> LoadedModel |
         return loaded
     packer = free_after_packing(stored_packer(plain_packer))
     fused, error = _with_decoder(loaded, partial(FusedDecoder, described, packer=packer), loaded.probe_logits)
-    if not error <= _ROUNDED_ACTIVATIONS_TOLERANCE:
+    if not error <= TOLERANCE[loaded.dtype]:
         log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
         return None
     return fused
