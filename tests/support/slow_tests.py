@@ -32,4 +32,4 @@ EXHAUSTIVE = {
     "worker/test_triton_kernels.py": {"90"},
     "worker/test_quantized_checkpoints.py": {"gemma3_text", "qwen2", "qwen3"},
 }
-"""By file, the families and GPUs that are left to `make test-exhaustive`. Another one there runs the same code of ours."""
+"""By file, the families and GPUs left to `make test-exhaustive`. Another one there runs the same code of ours."""
