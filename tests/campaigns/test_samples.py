@@ -46,7 +46,8 @@ def test_clients_notice_no_kill_of_one_of_two_workers(folder: Path) -> None:
 
 def test_clients_with_mixed_features_notice_no_kill(folder: Path) -> None:
     sizes = {"kills": 1, "streams": 18, "num_questions": 10}
-    done = chaos.campaign(folder, of="worker", model=str(DEMO_MODEL), seed=6, deaths={"kill": 1.0}, **sizes)
+    model = str(DEMO_MODEL.with_name("model-tiny"))
+    done = chaos.campaign(folder, of="worker", model=model, seed=6, deaths={"kill": 1.0}, **sizes)
     assert done.tally.is_clean, done.figures()
     assert not done.orphans
     assert done.tally.recovered.keys() >= {"adapter", "constraint", "outputs"}

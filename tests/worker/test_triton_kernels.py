@@ -80,6 +80,7 @@ def test_interpreted_fused_models_equal_transformers(layers: list[dict[str, Any]
     assert [x["error_of_adapter"] <= OF_LOGITS[x["dtype"]] < x["change_by_adapter"] for x in adapted] == [True]
 
 
+@pytest.mark.exhaustive
 def test_interpreted_ranks_give_the_tokens_of_transformers() -> None:
     """The fused forward pass with collectives, in captured graphs, on two ranks."""
     (found,) = run("divided_card", "llama", TRITON_INTERPRET="1")
