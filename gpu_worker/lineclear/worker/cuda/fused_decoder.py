@@ -108,7 +108,9 @@ class CudaFusedDecoder:
         return indices if isinstance(indices, Tensor) else to_device(indices, self._rotary.device)
 
     def _run(self, tokens: Tensor, read_indices: Tensor, positions: Tensor) -> _States:
-        residual = F.embedding(tokens.index_select(0, read_indices), self._model.embedding)
+        embedding = self._model.embedding
+        assert isinstance(embedding, Tensor), "quantized checkpoints run their modules on a GPU"
+        residual = F.embedding(tokens.index_select(0, read_indices), embedding)
         if self._model.embedding_scale != 1.0:
             residual = residual * self._model.embedding_scale
         states = _States(residual, None, None)
