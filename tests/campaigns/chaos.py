@@ -39,7 +39,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,6 +102,8 @@ class Campaign:
     least_answers: int = 0
     """The campaign ends after so many."""
     needs_preemptions: bool = False
+    recovers: frozenset[str] = frozenset()
+    """The kills go on until answers with each of these features have lost a worker."""
 
     def run(self, server: Server, of: str, kills: int) -> None:
         """Kill `kills` times, then wait until all answers are complete."""
@@ -112,9 +114,9 @@ class Campaign:
             for reader in readers:
                 reader.start()
             end = time.monotonic() + self.max_seconds
-            for _ in range(kills):
-                if time.monotonic() > end:
-                    break
+            done = 0
+            while (done < kills or not self.tally.recovered.keys() >= self.recovers) and time.monotonic() < end:
+                done += 1
                 server.wait_for_tokens(readers, self.rng.randrange(_MAX_TOKENS_BETWEEN))
                 server = self._kill_worker(server, readers) if of == "worker" else self._kill_server(server, readers)
             while self.tally.answers < self.least_answers:
@@ -276,6 +278,7 @@ def campaign(
     answers: int = 0,
     num_questions: int = 0,
     max_seconds: float = math.inf,
+    recovers: Iterable[str] = (),
     deaths: dict[str, float] | None = None,
 ) -> Campaign:
     """Run a campaign, of mixed requests if there is a `model`. `is_clean` is its verdict."""
@@ -316,6 +319,7 @@ def campaign(
     chosen.promoted = 0 if standby else None
     chosen.num_workers, chosen.mix, chosen.max_seconds = num_workers, bool(model), max_seconds
     chosen.least_answers, chosen.needs_preemptions = answers, is_exact
+    chosen.recovers = frozenset(recovers)
     chosen.run(server, of, kills)
     return chosen
 

@@ -45,12 +45,12 @@ def test_clients_notice_no_kill_of_one_of_two_workers(folder: Path) -> None:
 
 
 def test_clients_with_mixed_features_notice_no_kill(folder: Path) -> None:
-    sizes = {"kills": 1, "streams": 18, "num_questions": 10}
-    model = str(DEMO_MODEL.with_name("model-tiny"))
-    done = chaos.campaign(folder, of="worker", model=model, seed=6, deaths={"kill": 1.0}, **sizes)
+    sizes = {"kills": 1, "streams": 18, "num_questions": 10, "max_seconds": 60.0}
+    model, recovers = str(DEMO_MODEL.with_name("model-tiny")), {"adapter", "constraint", "outputs"}
+    done = chaos.campaign(folder, of="worker", model=model, seed=6, deaths={"kill": 1.0}, recovers=recovers, **sizes)
     assert done.tally.is_clean, done.figures()
     assert not done.orphans
-    assert done.tally.recovered.keys() >= {"adapter", "constraint", "outputs"}
+    assert done.tally.recovered.keys() >= recovers
 
 
 def test_deterministic_answers_are_bitwise_those_of_a_quiet_server(folder: Path) -> None:
@@ -67,13 +67,13 @@ def test_deterministic_answers_are_bitwise_those_of_a_quiet_server(folder: Path)
 
 def test_clients_with_mixed_features_notice_no_kill_of_a_rank(folder: Path) -> None:
     """The expected answers are those of a worker without tensor parallelism."""
-    sizes = {"kills": 1, "streams": 18, "num_questions": 10, "tensor_parallel_size": 2}
-    model = str(DEMO_MODEL.with_name("model-tiny"))
-    done = chaos.campaign(folder, of="worker", model=model, seed=6, deaths={"rank": 1.0}, **sizes)
+    sizes = {"kills": 1, "streams": 18, "num_questions": 10, "max_seconds": 60.0, "tensor_parallel_size": 2}
+    model, recovers = str(DEMO_MODEL.with_name("model-tiny")), {"adapter", "constraint", "outputs"}
+    done = chaos.campaign(folder, of="worker", model=model, seed=6, deaths={"rank": 1.0}, recovers=recovers, **sizes)
     assert done.tally.is_clean, done.figures()
     assert not done.orphans
-    assert done.how["rank"] == 1
-    assert done.tally.recovered.keys() >= {"adapter", "constraint", "outputs"}
+    assert done.how["rank"] >= 1
+    assert done.tally.recovered.keys() >= recovers
     assert done.tally.accepted_tokens
 
 
