@@ -168,6 +168,8 @@ async def test_only_cancel_ends_a_submitted_request(s: Serving) -> None:
 async def test_attach_beyond_the_answer_is_rejected(s: Serving) -> None:
     name = await submit_to_the_end(s)
     assert await invalid_fields(attach(s, name, len(SMILE_IDS) + 1)) == ["from_index"]
+    more = s.stub.Attach(pb.AttachRequest(request_id=name, more_from_indexes=[0]))
+    assert await invalid_fields(more) == ["more_from_indexes"]
 
 
 async def test_longest_ended_answer_is_evicted(tmp_path: Path) -> None:

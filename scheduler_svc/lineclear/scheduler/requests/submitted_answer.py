@@ -104,8 +104,11 @@ class SubmittedAnswer:
         """Iterate over the messages from an index of each output on, present and future.
 
         Ends after the ends of all outputs, or raises the error of the answer. Raises InvalidRequest at once for an
-        index outside the present output.
+        index outside the present output, and for indexes of outputs that the answer does not have.
         """
+        if len(from_indexes) > len(self.outputs):
+            limit = len(self.outputs) - 1
+            raise InvalidRequest.at("more_from_indexes", f"must have at most {limit} entries, one for each other output")
         cursors = []
         for output in self.outputs:
             start = from_indexes[output.index] if output.index < len(from_indexes) else 0
