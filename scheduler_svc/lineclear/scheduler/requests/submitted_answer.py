@@ -107,8 +107,7 @@ class SubmittedAnswer:
         index outside the present output, and for indexes of outputs that the answer does not have.
         """
         if len(from_indexes) > len(self.outputs):
-            limit = len(self.outputs) - 1
-            raise InvalidRequest.at("more_from_indexes", f"must have at most {limit} entries, one for each other output")
+            raise InvalidRequest.at("more_from_indexes", f"must have at most {len(self.outputs) - 1} entries")
         cursors = []
         for output in self.outputs:
             start = from_indexes[output.index] if output.index < len(from_indexes) else 0
