@@ -40,6 +40,7 @@ class ModelSequence:
         self.blocks: list[int] = []
         self.num_planned = self.num_computed = self.num_known = 0
         self.num_shared = 0  # leading positions from the prefix cache
+        self.num_published = 0  # the same, and those that results have published
         self.num_offered = 0  # leading positions in blocks that were offered to the prefix cache
         self.boundaries: list[int] = []  # positions at which rows end, for the state behind them
         self.state_at = 0  # position of the last state that was kept, or that it began with

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from support import gguf_files, small_tokenizers
 from support.kernel_variants import needs_kernels
 from tokenizers import Tokenizer
 
-from lineclear.model_files import gguf_file, model_directory
-from lineclear.model_files.gguf_file import TYPES, read_head
+from lineclear.model_files import gguf_config, gguf_file, gguf_tokenizer, model_directory
+from lineclear.model_files.gguf_file import TYPES, GgufBroken, read_head
 from lineclear.model_files.gguf_tokenizer import _SPLITS
 from lineclear.worker import self_test
 from lineclear.worker.model.compatibility_probe import eager_logits, paged_logits, relative_error
@@ -298,6 +300,66 @@ def test_heads_larger_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(gguf_file._MoreNeeded):
             gguf_file.parse_head(raw[:length], len(raw))
     assert gguf_file.parse_head(raw, len(raw)) == whole
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("general.architecture", ["llama"]),
+        ("general.architecture", array("I", [1])),
+        ("tokenizer.ggml.token_type", 5),
+        ("tokenizer.ggml.token_type", 1.5),
+    ],
+)
+def test_values_of_another_type_are_refused_or_left_out(key: str, value: Any, tmp_path: Path) -> None:
+    gguf_files.write(tmp_path / "x.gguf", "llama")
+    head = read_head(tmp_path / "x.gguf")
+    changed = replace(head, metadata={**head.metadata, key: value})
+    if key == "general.architecture":
+        with pytest.raises(GgufBroken, match="is of the architecture"):
+            gguf_config.config_of(changed, lambda name: None)
+    else:
+        assert gguf_tokenizer.tokenizer_of(changed.metadata)[0]["model"]["vocab"]
+
+
+def test_scores_that_are_no_numbers_are_refused() -> None:
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b"]}
+    for scores in (["x", "y"], "ab", 2):
+        with pytest.raises(GgufBroken, match="no score for each token"):
+            gguf_tokenizer.tokenizer_of({**metadata, "tokenizer.ggml.scores": scores})
+
+
+def test_more_layers_than_tensors_take_no_memory(tmp_path: Path) -> None:
+    """The name of one tensor could make a model of 2^31 layers."""
+    gguf_files.write(tmp_path / "x.gguf", "gemma3_text", num_hidden_layers=3)
+    head, count = read_head(tmp_path / "x.gguf"), (1 << 31) - 1
+    tensors = {**head.tensors, f"blk.{count - 1}.attn_norm.weight": head.tensors["blk.0.attn_norm.weight"]}
+    changed = replace(head, tensors=tensors, metadata={**head.metadata, "gemma3.block_count": count})
+    with pytest.raises(GgufBroken, match=f"says that it has {count} layers"):
+        gguf_config.config_of(changed, lambda name: None)
+
+
+def test_tensors_with_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    """A small file could else fill the memory with copies of one tensor."""
+    gguf_files.write(tmp_path / "x.gguf", "llama")
+    raw, head = (tmp_path / "x.gguf").read_bytes(), read_head(tmp_path / "x.gguf")
+    first = min(tensor.start for tensor in head.tensors.values())
+    largest = max(head.tensors.values(), key=lambda x: x.size)
+    descriptions = [(name, [*reversed(largest.shape)], 0, 0) for name in head.tensors]
+    with pytest.raises(GgufBroken, match=r"tensors of .* bytes, more than it has"):
+        gguf_file._placed(descriptions, head.metadata, first, len(raw))
+
+
+@pytest.mark.parametrize("index", [0, 7])
+def test_repeated_tokens_get_names_that_no_other_has(index: int) -> None:
+    """A file can have the name that a repeated token would get, and the name that this would get."""
+    name = "x"
+    for _ in range(9):
+        name = f"[duplicate {index + 10} of {name[:40]}]"
+    tokens = [*"abcdefgh", name, *"ijklmnop"[: index + 1], *[name] * 4]
+    found = gguf_tokenizer._distinct(tokens)
+    assert len(set(found)) == len(tokens)
+    assert gguf_tokenizer._distinct(["a", "a"]) == ["a", "[duplicate 1 of a]"]
 
 
 def test_damaged_files_are_refused_or_read(tmp_path: Path) -> None:

@@ -59,14 +59,14 @@ class _Keys:
 def architecture_of(head: GgufHead) -> str:
     """Return the architecture. Raises GgufBroken for one that is not read."""
     name = head.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise GgufBroken(
             f"is of the architecture {str(name)[:100]}; {', '.join(ARCHITECTURES)} are read. Give the directory of the"
             " model that it was made from: hf download OWNER/NAME"
         )
     if head.metadata.get("split.count", 0) not in (0, 1):
         raise GgufBroken("is one of several parts; join them: llama-gguf-split --merge")
-    return str(name)
+    return name
 
 
 def config_of(head: GgufHead, factors: Factors) -> dict[str, Any]:
@@ -77,7 +77,8 @@ def config_of(head: GgufHead, factors: Factors) -> dict[str, Any]:
     if embedding is None or len(embedding.shape) != 2:
         raise GgufBroken("has no token_embd.weight; give the whole model")
     layers, heads, hidden = keys.size("block_count"), keys.size("attention.head_count"), keys.size("embedding_length")
-    if f"blk.{layers - 1}.attn_norm.weight" not in head.tensors or embedding.shape[1] != hidden:
+    is_there = layers <= len(head.tensors) and f"blk.{layers - 1}.attn_norm.weight" in head.tensors
+    if not is_there or embedding.shape[1] != hidden:
         raise GgufBroken(f"says that it has {layers} layers of width {hidden}, and its tensors do not")
     has_experts = keys.has("expert_count")
     kind, name = _EXPERTS if architecture == "llama" and has_experts else ARCHITECTURES[architecture]

@@ -154,6 +154,8 @@ def _placed(
         if name in tensors or offset % alignment:
             raise GgufBroken(f"has a tensor {name[:100]} that is there twice or not aligned")
         tensors[name] = GgufTensor(name, kind, tuple(reversed(sizes)), begin + offset, length)
+    if (total := sum(tensor.size for tensor in tensors.values())) > size:  # one part of a file read many times
+        raise GgufBroken(f"has tensors of {total} bytes, more than it has; copy or download it again")
     return tensors
 
 

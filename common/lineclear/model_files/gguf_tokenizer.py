@@ -6,7 +6,9 @@ splits text first. For SentencePiece's BPE the merges follow from the vocabulary
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from .gguf_file import GgufBroken
@@ -91,8 +93,9 @@ def _distinct(tokens: list[str]) -> list[str]:
     seen = set[str]()
     found = []
     for index, token in enumerate(tokens):
-        while token in seen:
-            token = f"[duplicate {index} of {token[:40]}]"
+        original, names = token, count()
+        while token in seen:  # a file may have these names, too
+            token = f"[duplicate {index}{'.' * next(names)} of {original[:40]}]"
         seen.add(token)
         found.append(token)
     return found
@@ -109,7 +112,8 @@ def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def _added(metadata: Mapping[str, Any], tokens: Sequence[str], special: set[int]) -> list[dict[str, Any]]:
-    types = list(metadata.get("tokenizer.ggml.token_type") or ())[: len(tokens)]
+    stated = metadata.get("tokenizer.ggml.token_type")
+    types = list(stated[: len(tokens)]) if isinstance(stated, array) else []
     types += [1] * (len(tokens) - len(types))
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return [
@@ -150,7 +154,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], *, is_gemma: 
     if is_gemma:  # its file spells runs of spaces as such, and its merges follow the order of the tokens
         tokens[:] = _distinct([_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens])
     scores = metadata.get("tokenizer.ggml.scores")
-    if not is_gemma and (not hasattr(scores, "__len__") or len(scores or ()) != len(tokens)):
+    if not is_gemma and (not isinstance(scores, array) or len(scores) != len(tokens)):
         raise GgufBroken(f"has no score for each token. {_CURE}")
     vocab = {token: i for i, token in enumerate(tokens)}
     ranks = {token: float(-i if is_gemma or scores is None else scores[i]) for token, i in vocab.items()}
