@@ -178,6 +178,7 @@ class ModelBlocks:
         first_output = len(sequence.request.prompt)
         self._sources |= {b: (salt, key) for b, (salt, key) in published.items() if len(key) - self.size < first_output}
         sequence.num_computed = end
+        sequence.num_published = max(sequence.num_published, end // self.size * self.size)
 
     def _publish(self, sequence: ModelSequence, end: int) -> list[int]:
         published = []
@@ -207,7 +208,7 @@ class ModelBlocks:
             return sequence.num_planned - sequence.state_at
         if not self._prefix_cache:
             return sequence.num_planned
-        return sequence.num_planned - max(sequence.num_shared, sequence.num_computed // self.size * self.size)
+        return sequence.num_planned - sequence.num_published
 
     def _has_part(self, block: int) -> bool:
         """Return whether positions of the block may be copied: a quarter of a block at least."""

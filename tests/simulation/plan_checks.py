@@ -301,7 +301,8 @@ class PlanChecks:
         sequence.admission_count += 1
         self.worker.running[init.slot] = sequence
         size, whole = self.worker.blocks.size, self.worker.blocks.whole_prefix(sequence)
-        sequence.num_shared = sequence.num_offered = sequence.state_at = len(hits) * size
+        sequence.num_shared = sequence.num_published = len(hits) * size
+        sequence.num_offered = sequence.state_at = len(hits) * size
         counts = self.worker.states.boundaries(len(hits), len(whole), sequence.num_cacheable // size)
         sequence.boundaries = [count * size for count in counts]
         self.state.counters.prefix_cache_stateless_tokens += (len(whole) - len(hits)) * size
