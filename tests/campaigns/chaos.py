@@ -5,6 +5,7 @@
     python -m campaigns.chaos --of scheduler --kills 300                  with the client library resuming answers
     python -m campaigns.chaos --kills 100 --model ../demo/model           the torch worker: constraints, beams ...
     python -m campaigns.chaos --kills 100 --model ../demo/model --tensor-parallel-size 2      and ranks of it
+    python -m campaigns.chaos --kills 50 --model HYBRID     one with a recurrent state: `support.hybrid_model` makes it
 
 Three tenants use Generate, Session, and Submit with Attach, with every sampling parameter, stop strings and log
 probabilities. All fields are compared (`questions`). Most kills are SIGKILL; some workers get SIGTERM or SIGSTOP. A
@@ -104,11 +105,14 @@ class Campaign:
     needs_preemptions: bool = False
     recovers: frozenset[str] = frozenset()
     """The kills go on until answers with each of these features have lost a worker."""
+    has_drafts: bool = True
+    """False: the model has a recurrent state, and so no drafts."""
 
     def run(self, server: Server, of: str, kills: int) -> None:
         """Kill `kills` times, then wait until all answers are complete."""
         self.of = of
         self._wait_for_workers(server)
+        self.has_drafts = self.mix and not server.logged("worker_has_recurrent_state")
         with ExitStack() as stack:
             readers = [self._reader(stack, number, of) for number in range(self.num_streams)]
             for reader in readers:
@@ -248,7 +252,7 @@ class Campaign:
             "promotions": 1 if self.promoted is None else self.promoted,
             "continued elsewhere": self.continued_elsewhere if self.num_workers > 1 else 1,
             **({name: self.tally.features[name] for name in FEATURES} if self.mix else {}),
-            "accepted drafts": self.tally.accepted_tokens if self.mix else 1,
+            "accepted drafts": self.tally.accepted_tokens if self.has_drafts else 1,
             "preemptions": self.tally.preemptions if self.needs_preemptions else 1,
         }
         return [name for name, times in did.items() if not times]

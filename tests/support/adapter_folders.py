@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 from safetensors.numpy import save_file
 from support.toy import with_adapter
 
 from lineclear.model_files import adapter_files
+
+_PROJECTION = re.compile(r"(.*layers\.\d+\..*?(\w*_proj\w*|w[123]))\.weight")
 
 
 def write_adapter(directory: Path, seed: int, rank: int = 2, **config: Any) -> Path:
@@ -30,30 +34,21 @@ def write_adapter(directory: Path, seed: int, rank: int = 2, **config: Any) -> P
 
 
 def write_random_adapter(directory: Path, model: Path, seed: int, rank: int = 8, size: float = 0.1) -> Path:
-    """Write an adapter of all attention and MLP modules of a model built like Llama, as PEFT would save it."""
+    """Write an adapter of all projections in the layers of a model, as PEFT would save it; experts have none."""
     directory.mkdir(parents=True)
-    config = json.loads((model / "config.json").read_text())
-    hidden, wide = config["hidden_size"], config["intermediate_size"]
-    queries, keys = (config["head_dim"] * config[f"num_{name}_heads"] for name in ("attention", "key_value"))
-    # module: inputs, outputs
-    shapes = {
-        "self_attn.q_proj": (hidden, queries),
-        "self_attn.k_proj": (hidden, keys),
-        "self_attn.v_proj": (hidden, keys),
-        "self_attn.o_proj": (queries, hidden),
-        "mlp.gate_proj": (hidden, wide),
-        "mlp.up_proj": (hidden, wide),
-        "mlp.down_proj": (wide, hidden),
-    }
-    rng, tensors = np.random.default_rng(seed), {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, (inputs, outputs) in shapes.items():
-            for factor, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                values = (rng.standard_normal(shape) * size).astype(np.float32)
-                tensors[f"base_model.model.model.layers.{layer}.{name}.lora_{factor}.weight"] = values
+    rng, tensors, names = np.random.default_rng(seed), {}, set[str]()
+    with safe_open(model / "model.safetensors", framework="np") as weights:
+        for key in sorted(weights.keys()):
+            found = _PROJECTION.fullmatch(key)
+            shape = weights.get_slice(key).get_shape()
+            if found is None or len(shape) != 2 or "expert" in key:
+                continue
+            names.add(found[2])
+            for factor, factor_shape in (("A", (rank, shape[1])), ("B", (shape[0], rank))):
+                values = (rng.standard_normal(factor_shape) * size).astype(np.float32)
+                tensors[f"base_model.model.{found[1]}.lora_{factor}.weight"] = values
     save_file(tensors, directory / adapter_files.WEIGHTS)
-    names = sorted(name.rpartition(".")[2] for name in shapes)
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": names}
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": sorted(names)}
     (directory / adapter_files.CONFIG).write_text(json.dumps(settings))
     return directory
 
