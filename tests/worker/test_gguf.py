@@ -322,6 +322,29 @@ def test_values_of_another_type_are_refused_or_left_out(key: str, value: Any, tm
         assert gguf_tokenizer.tokenizer_of(changed.metadata)[0]["model"]["vocab"]
 
 
+@pytest.mark.parametrize(
+    ("family", "change", "sentence"),
+    [
+        ("llama", lambda writer: None, "RoPE requires an even"),
+        ("gemma3_text", lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(32, np.float32)), "of RoPE for"),
+    ],
+)
+def test_what_transformers_does_not_accept_is_refused(
+    family: str, change: Any, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that a loader does not expect would make the server start worker after worker."""
+    write, path = gguf_files._write_config, tmp_path / "x.gguf"
+    monkeypatch.setattr(gguf_files, "_write_config", lambda writer, *rest: change(writer) or write(writer, *rest))
+    gguf_files.write(path, family, **({"num_hidden_layers": 3} if family == "gemma3_text" else {}))
+    if family == "llama":  # a head of 63 features
+        monkeypatch.setattr(gguf_config._Keys, "size", _with_odd_heads(gguf_config._Keys.size))
+    assert sentence in refusal(path)
+
+
+def _with_odd_heads(size: Any) -> Any:
+    return lambda keys, name, *rest: 63 if name == "attention.key_length" else size(keys, name, *rest)
+
+
 def test_scores_that_are_no_numbers_are_refused() -> None:
     metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b"]}
     for scores in (["x", "y"], "ab", 2):

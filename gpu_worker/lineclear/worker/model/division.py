@@ -29,11 +29,11 @@ log = structlog.get_logger(__name__)
 _QUERIES = ({"q_proj", "k_proj", "v_proj"}, {"query_key_value"})
 _ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense")
 _NORMS_OF_HEADS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
-_FIRST = {"gate_proj": 1, "up_proj": 1, "gate_up_proj": 2, "fc1": 1, "c_fc": 1, "dense_h_to_4h": 1}
+_FIRST = {"gate_proj": 1, "up_proj": 1, "gate_up_proj": 2, "fc1": 1, "c_fc": 1, "dense_h_to_4h": 1, "w1": 1, "w3": 1}
 """First layers of a feed-forward network, and how many equal parts their outputs have."""
-_LAST = ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
-_STATE_PARAMETERS = {"A_log"}
-"""Of layers with a recurrent state: each rank computes all of them."""
+_LAST = ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "w2")
+_STATE_PARAMETERS, _CONVOLUTIONS = {"A_log"}, "ShortConv"
+"""Of layers with a recurrent state, and the end of the names of such layers: each rank computes all of them."""
 _ADVICE = "leave --tensor-parallel-size at 1"
 _WHOLE = ("gate", "router", "shared_expert_gate")
 """Routers, whose choice every rank needs."""
@@ -72,7 +72,7 @@ def divide(model: Any, rank: int, count: int) -> None:
     for name, module in model.named_modules():
         children = {child: x for child, x in module.named_children() if isinstance(x, nn.Linear)}
         own = dict(module.named_parameters(recurse=False))
-        if own.keys() & _STATE_PARAMETERS:
+        if own.keys() & _STATE_PARAMETERS or type(module).__name__.endswith(_CONVOLUTIONS):
             division.whole(children)
         elif type(module).__name__.endswith("Attention"):
             division.attention(module, children)

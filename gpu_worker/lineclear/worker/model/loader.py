@@ -294,7 +294,7 @@ def import_model_class(source: str) -> None:
 def _read_config(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError, RecursionError) as error:
+    except Exception as error:  # its checks of values have errors of their own
         raise ModelRefused(f"transformers cannot read config.json: {_first_line(error)}") from error
     return config
 
@@ -355,7 +355,9 @@ def _read_model(
 
             model, report = quantized_model(config, checkpoint, dtype, device)
             model.generation_config = _generation_config(directory, model)
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except ModelRefused:
+        raise
+    except Exception as error:  # of any class, for a model that no one has tried
         raise ModelRefused(f"transformers cannot load this checkpoint: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would initialise them with random numbers
@@ -406,4 +408,6 @@ def _from_pretrained(
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the first line of a message, with the next one if it ends in a colon."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and lines[1:] else lines[0]

@@ -182,9 +182,10 @@ def _scale_frequencies(data: Tensor, factors: GgufTensor | None, model: Any) -> 
         return
     rotary = model.model.rotary_emb
     values = _plain(data, factors, None, is_offset=False).float()
-    if values.shape != rotary.inv_freq.shape:
-        raise GgufBroken(f"has {list(values.shape)} factors of RoPE for {list(rotary.inv_freq.shape)} frequencies")
-    rotary.inv_freq = rotary.inv_freq / values
+    frequencies = getattr(rotary, "inv_freq", torch.empty(0))  # Gemma 3 has two kinds, and no factors
+    if values.shape != frequencies.shape:
+        raise GgufBroken(f"has {list(values.shape)} factors of RoPE for {list(frequencies.shape)} frequencies")
+    rotary.inv_freq = frequencies / values
     rotary.original_inv_freq = rotary.inv_freq.clone()
 
 
