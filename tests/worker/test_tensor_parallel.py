@@ -44,6 +44,7 @@ FAMILIES = {
     2: (
         "gemma2",
         "gpt_oss",
+        "lfm2",
         "llama",
         "qwen3_moe",
         "qwen3_next",
