@@ -176,6 +176,22 @@ def test_largest_step_has_the_longest_context(family: str, monkeypatch: pytest.M
 # --- other features ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("family", "width"), [("qwen3_next", {"head_dim": 16}), ("lfm2", {"hidden_size": 96})])
+def test_keys_and_values_of_8_bits_beside_states(family: str, width: dict[str, int]) -> None:
+    loaded = wrap_model(tiny_model(family, **width), max_model_len=CONTEXT)
+    asked = [Request(str(i), PROMPT[i : i + 7 * i + 2], Sampling(), 12) for i in range(5)]
+    sizes = RunnerOptions(num_blocks=64, num_slots=4, kv_dtype=torch.int8)
+    rounded = InProcess(ModelRunner(loaded, sizes), CoreLimits()).serve(asked)
+    exact = InProcess(ModelRunner(loaded, replace(sizes, kv_dtype=None)), CoreLimits()).serve(asked)
+    pairs = [pair for name in exact for pair in zip(rounded[name], exact[name], strict=True)]
+    assert sum(a == b for a, b in pairs) > 0.9 * len(pairs)
+
+
+def test_keys_and_values_of_8_bits_are_refused_without_attention() -> None:
+    with pytest.raises(ModelRefused, match="a model without attention has no keys and values"):
+        ModelRunner(loaded_of("mamba2"), RunnerOptions(num_blocks=8, kv_dtype=torch.int8))
+
+
 def test_host_blocks_are_refused(loaded: LoadedModel) -> None:
     with pytest.raises(ModelRefused, match="--swap-memory-bytes keeps KV blocks, and qwen3_next has a recurrent state"):
         ModelRunner(loaded, RunnerOptions(num_blocks=8, swap_memory_bytes=1 << 20))

@@ -64,6 +64,8 @@ def choose(
     Raises ValueError for an unknown name, and for "auto" if no backend supports int8 keys and values here.
     """
     if not layers:
+        if kv_dtype is torch.int8:
+            raise ValueError("a model without attention has no keys and values: leave --kv-cache-dtype at auto")
         return "torch_paged"  # of a model without attention: it has no pools, and no kernels
     if name == "auto":
         has_kernels = kv_dtype in (None, dtype) and all(x.head_dim <= MAX_HEAD_DIM for x in layers)
