@@ -89,6 +89,55 @@ def test_request_waits_for_a_state_while_others_start() -> None:
     assert harness.finished("second").stats.cached_tokens == 16
 
 
+def test_chat_begins_behind_the_last_answer() -> None:
+    harness = hybrid(pipeline_depth=2)
+    first = harness.submit("first", PROMPT, max_tokens=20)
+    harness.run()
+    assert copies(harness) == [[(0, 8)], [(0, 9)]], "behind the prompt, and behind 32 positions"
+    turn = [*PROMPT, *harness.outputs("first"), 50, 51]
+    second = harness.submit("second", turn, max_tokens=2)
+    harness.run()
+    assert harness.finished("second").stats.cached_tokens == 32
+    assert [harness.outputs(x.request_id) for x in (first, second)] == [answer(first), answer(second)]
+    (worker,) = harness.core.snapshot().workers
+    assert (worker.state_snapshots_used, worker.state_snapshot_hits) == (3, 1)
+
+
+@pytest.mark.parametrize(("num_state_snapshots", "num_used"), [(3, 1), (4, 3), (20, 3)])
+def test_answers_keep_a_part_of_the_snapshots(num_state_snapshots: int, num_used: int) -> None:
+    """Behind the prompt, and the last two of seven."""
+    harness = hybrid(num_state_snapshots)
+    request = harness.submit("long", PROMPT, max_tokens=112)
+    harness.run()
+    assert harness.outputs("long") == answer(request)
+    (worker,) = harness.core.snapshot().workers
+    assert worker.state_snapshots_used == num_used
+
+
+def test_state_behind_tokens_that_never_are_known_is_dropped() -> None:
+    harness = hybrid(pipeline_depth=3)
+    harness.submit("first", PROMPT, max_tokens=40)
+    states = next(iter(harness.core.state.workers.values())).batch.pool.states
+    assert states is not None
+    while copies(harness)[-1:] != [[(0, 9)]]:  # behind 32 positions: its row is in flight
+        if len(harness.flights) == 3:
+            harness.apply()
+        harness.plan()
+    assert states.num_used == 2
+    harness.cancel("first")
+    assert states.num_used == 1
+    harness.run()
+
+
+def test_equal_answers_keep_one_state() -> None:
+    harness = hybrid(8, pipeline_depth=2)
+    requests = [harness.submit(name, PROMPT, max_tokens=20) for name in ("one", "two")]
+    harness.run()
+    assert [harness.outputs(x.request_id) for x in requests] == [answer(x) for x in requests]
+    (worker,) = harness.core.snapshot().workers
+    assert worker.state_snapshots_used == 2, "behind the prompt, and behind the block of one of the answers"
+
+
 @pytest.mark.parametrize("sizes", [{"num_state_snapshots": 0}, {"prefix_cache": False}])
 def test_without_snapshots_there_is_no_prefix_cache(sizes: dict[str, Any]) -> None:
     harness = hybrid(**sizes)
@@ -236,7 +285,7 @@ def test_plan_keeps_no_more_states_than_there_are_snapshots() -> None:
         states.reach(block, block)
     states.end_plan()
     assert states.end_plan() == [StateCopy(0, 8), StateCopy(1, 9)]
-    states.check([b"key"] * 3, range(8))
+    states.check([b"key"] * 3, [0] * 3, range(8))
 
 
 def test_state_is_lost_with_its_slot_or_its_block() -> None:

@@ -192,6 +192,8 @@ class ModelBlocks:
                     self._index[key] = block
                     self._key_of[block] = key
                     published.append(block)
+                elif block not in self._key_of:
+                    self.states.drop(block)
             sequence.num_offered = max(sequence.num_offered, end // self.size * self.size)
         return published
 
@@ -201,6 +203,17 @@ class ModelBlocks:
             block = self._index[key]
             self._unpublish(block)
             self._unused.pop(block, None)
+
+    def keep_answer_state(self, sequence: ModelSequence, end: int, num_running: int) -> None:
+        """Note that a decode row leaves a state, behind every fourth block; the last two of a sequence are kept."""
+        interval = 4 * self.size
+        if not self.states.is_recurrent or end % interval or 4 * num_running > self.states.num_places:
+            return
+        block = sequence.blocks[end // self.size - 1]
+        self.states.leave(block, sequence, self._key_of.get(block))
+        sequence.state_at = end
+        if end - 2 * interval > len(sequence.request.prompt):
+            self.states.drop(sequence.blocks[(end - 2 * interval) // self.size - 1])
 
     def num_lost_positions(self, sequence: ModelSequence) -> int:
         """Return how many planned positions no cached block would keep after a preemption."""
@@ -267,6 +280,8 @@ class ModelBlocks:
                     self._pending[block] = writes
         for block in reversed(sequence.blocks):
             self._users[block].discard(sequence)
+            if not self._users[block] and (block not in self._key_of or block in self._unconfirmed):
+                self.states.drop(block)
             if not self._users[block] and block in self._unconfirmed:
                 self._unpublish(block)
                 self._pending[block] = self._unconfirmed.pop(block)

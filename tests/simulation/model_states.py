@@ -24,6 +24,7 @@ class ModelStates:
         self.coming: list[tuple[object, tuple[int, ...]]] = []  # scope and tokens before the states of the last plan
         self._loads: dict[int, int] = {}  # slot -> state that it begins with, of the plan
         self._saves: deque[StateCopy] = deque()
+        self.num_hits = 0
 
     def begin_plan(self, copies: Sequence[StateCopy]) -> None:
         """Note the copies of a plan."""
@@ -32,6 +33,10 @@ class ModelStates:
         self._loads = {copy.target: copy.source for copy in copies if copy.target < self._num_slots}
         self._saves = deque(copy for copy in copies if copy.target >= self._num_slots)
         self.coming.clear()
+
+    @property
+    def num_places(self) -> int:
+        return self._num_kept
 
     @property
     def num_kept(self) -> int:
@@ -59,6 +64,7 @@ class ModelStates:
         if not self.is_recurrent or not init.blocks:
             return require(source is None, "I32", "a request without a cached prefix begins with the zero state")
         last = init.blocks[-1]
+        self.num_hits += 1
         if last in self._kept:
             self._kept[last] = self._kept.pop(last)
         right = self._kept[last] if last in self._kept else self._slot(last)
@@ -67,16 +73,16 @@ class ModelStates:
     def has_state(self, block: int) -> bool:
         return block in self._kept or self._slot(block) is not None or block in self._leaving
 
-    def leave(self, block: int, sequence: ModelSequence, key: tuple[object, tuple[int, ...]]) -> None:
-        """Note that the plan leaves the state behind a block in the slot of `sequence`."""
+    def leave(self, block: int, sequence: ModelSequence, key: tuple[object, tuple[int, ...]] | None) -> None:
+        """Note that the plan leaves the state behind a block in the slot of `sequence`; `key` if it is published."""
         self._leaving[block] = sequence, sequence.admission_count
-        self.coming.append(key)
+        self.coming += [] if key is None else [key]
 
     def is_coming(self, blocks: Sequence[int]) -> bool:
         return not self._leaving.keys().isdisjoint(blocks)
 
     def drop(self, block: int) -> None:
-        """Drop the state behind a block that leaves the prefix cache."""
+        """Drop the state behind a block that leaves the prefix cache, or does not enter it."""
         for states in (self._kept, self._left, self._leaving):
             states.pop(block, None)  # type: ignore[attr-defined]
 

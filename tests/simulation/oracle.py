@@ -216,6 +216,7 @@ class Oracle:
             require(shown.num_requests_running == started, "I11", "running requests")
             require(shown.blocks_used == worker.blocks.num_used, "I1", "used blocks are those in block tables")
             require(shown.state_snapshots_used == worker.states.num_kept, "I32", "snapshots that keep a state")
+            require(shown.state_snapshot_hits == worker.states.num_hits, "I32", "requests that began with a state")
             require(shown.blocks_cached == worker.blocks.num_cached, "I4", "free blocks that keep a prefix")
             require(shown.steps_in_flight == len(worker.inflight), "I9", "plans without result")
             require((shown.steps, shown.num_slots) == (worker.step, worker.num_slots), "I9", "steps and slots")

@@ -117,6 +117,8 @@ class PlanChecks:
             if row in plan.chunks:
                 is_prompt = joins or sequence in partial
                 self.worker.blocks.publish_planned(sequence, plan.step, is_prompt=is_prompt)
+            if row not in plan.chunks or not is_prompt:
+                self.worker.blocks.keep_answer_state(sequence, sequence.num_planned, len(self.worker.running))
             if joins and isolated is None:
                 free = self.worker.blocks.num_free
                 require(free >= -(-num_running // 4), "I5", "admission leaves headroom for running sequences")

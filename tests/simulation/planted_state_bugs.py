@@ -74,12 +74,22 @@ STATE_BUGS: Bugs = {
             "sequence.blocks[max(0, end // self.pool.block_size - 2)]",
         ),
         "the state of a tainted or replaced block is kept": always("self.pool.is_published(block)"),
+        "the states of answers take every snapshot": never("4 * len(self.running) > states.num_snapshots"),
+        "a long answer keeps all its states": drop("states.drop(sequence.blocks[old // size - 1])"),
+        "the state of an answer is kept behind the block before": replace(
+            "sequence.blocks[end // size - 1]", "sequence.blocks[end // size - 2]"
+        ),
+        "a preemption loses the whole answer": drop("sequence.state_at = end", after="states.reach(_1, _2)"),
     },
     Sequence: {
         "a row goes on behind a boundary": never("self.boundaries and end > self.boundaries[0]"),
         "positions without a state count as kept": always("self.state_at is None"),
     },
     StepPlanner: {
+        "no state of an answer is kept": never("batch.pool.states is not None", role="test"),
+        "the state of an answer is that before its row": replace(
+            "sequence.decode_offset + decode_step + 1", "sequence.decode_offset + decode_step"
+        ),
         "a request begins with the zero state": drop("self.state_copies.append(_)"),
         "the state of a prefix is that of its first block": replace(
             "states.load(shared[-1])", "states.load(shared[0])"

@@ -230,6 +230,7 @@ class BlockPool:
         if self._keys[block] is not None or block in self._tainted:
             return False
         if key in self._by_key and not self._give_way(self._by_key[key]):
+            self._drop_state(block)
             return False
         self._by_key[key] = block
         self._keys[block], self._tokens[block] = key, tokens
@@ -305,10 +306,13 @@ class BlockPool:
         if key is not None:
             del self._by_key[key]
             self._keys[block], self._tokens[block] = None, b""
-            if self.states is not None:
-                self.states.drop(block)
+        self._drop_state(block)
         self._parts.discard(block)
         self._children.discard(block)
+
+    def _drop_state(self, block: int) -> None:
+        if self.states is not None:
+            self.states.drop(block)
 
     def clear_cache(self) -> None:
         """Empty the prefix cache; used blocks stay used."""

@@ -181,6 +181,7 @@ class WorkerState:
             last_step_positions=self.last_step_positions,
             is_fitted=self.step_time.is_fitted,
             state_snapshots_used=0 if pool.states is None else pool.states.num_used,
+            state_snapshot_hits=0 if pool.states is None else pool.states.num_hits,
             is_stopping=self.is_stopping,
         )
 

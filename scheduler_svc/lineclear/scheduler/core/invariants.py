@@ -103,7 +103,7 @@ def _check_states(epoch: int, batch: RunningBatch, started: list[Sequence]) -> N
     if states is None:
         assert all(s.state_at is None and not s.boundaries for s in started), "a state of a model without one"
         return
-    states.check(batch.pool._keys, [s.slot for s in batch.running])
+    states.check(batch.pool._keys, batch.pool._references, [s.slot for s in batch.running])
     for s in started:
         assert [*s.boundaries] == sorted({*s.boundaries}), "boundaries out of order"
         assert all(end % size == 0 for end in s.boundaries), "a boundary in a block"

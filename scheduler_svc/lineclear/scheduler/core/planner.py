@@ -182,6 +182,9 @@ class StepPlanner:
         step.decode_step = decode_step = decode_batch.decode_step
         self.decodes = Decodes(rows.slots, tuple([offset + decode_step for offset in rows.offsets]), tuple(new_blocks))
         step.completing_block = decode_batch.completing_block()
+        if batch.pool.states is not None:
+            for sequence in step.completing_block:
+                batch.keep_answer_state(sequence, sequence.decode_offset + decode_step + 1)
         step.num_tokens += len(rows.slots)
         step.kv_tokens += decode_batch.num_positions
         self._decode_tokens += len(rows.slots)
@@ -426,6 +429,8 @@ class StepPlanner:
         sequence.num_planned = end
         sequence.planned_step = step.step
         self._batch.publish_planned(sequence, step.step, is_prompt=is_prompt)
+        if not is_prompt:
+            self._batch.keep_answer_state(sequence, end)
         if output is RowOutput.SAMPLE:
             sequence.num_known += 1
         if sequence.num_planned == sequence.max_len - 1:

@@ -14,6 +14,8 @@ from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.state_pool import StatePool
 from lineclear.scheduler.core.swap_space import SwapSpace
 
+_ANSWER_BLOCKS = 4
+"""Of an answer: a state is kept behind so many of its blocks, which costs a copy of the state in that many steps."""
 ChooseDonor = Callable[[Donor | None], Donor | None]
 """The block to copy from that was found -> the block to copy from. Recordings note it, and replays restore it."""
 
@@ -333,6 +335,20 @@ class RunningBatch:
         block = sequence.blocks[end // self.pool.block_size - 1]
         if self.pool.states is not None and self.pool.is_published(block):
             self.pool.states.reach(block, sequence.slot)
+
+    def keep_answer_state(self, sequence: Sequence, end: int) -> None:
+        """Have the state behind a decode row kept that fills every fourth block: a chat continues there.
+
+        Of each sequence the last two are kept, and none where these might take more than half of all snapshots.
+        """
+        states, size = self.pool.states, self.pool.block_size
+        interval = _ANSWER_BLOCKS * size
+        if states is None or end % interval or 4 * len(self.running) > states.num_snapshots:
+            return
+        states.reach(sequence.blocks[end // size - 1], sequence.slot)
+        sequence.state_at = end
+        if (old := end - 2 * interval) > sequence.prompt_len:
+            states.drop(sequence.blocks[old // size - 1])
 
     def _block_content(self, sequence: Sequence, index: int) -> tuple[bytes, bytes]:
         """Return prefix-cache key and `token_bytes` of block `index`, whose tokens are all confirmed."""

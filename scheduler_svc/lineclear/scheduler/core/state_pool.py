@@ -2,12 +2,13 @@
 
 A hybrid or state-space model has a state for each slot beside keys and values. A row continues from it and changes it,
 so a request can use a cached prefix only up to a block behind which a state is kept. Such a *snapshot* belongs to a
-published block and is dropped with it; the least recently used one gives way to the next.
+block and is dropped when that leaves the prefix cache; the least recently used one gives way to the next.
 
 Rows of a prompt end at its *boundaries*: behind its last full block, and where it leaves a prefix that other requests
 have cached (as with the branching points of SGLang's MambaRadixCache, and the aligned chunks of vLLM). The plan after
 such a row copies the state of the slot to a snapshot, before another row changes it. In that plan requests can already
-begin with the state of the slot.
+begin with the state of the slot. Decode rows leave the states of an answer in the same way, behind blocks that are
+published when the tokens are known.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class StatePool:
 
     def __init__(self, num_slots: int, num_snapshots: int) -> None:
         self.num_snapshots = num_snapshots
+        self.num_hits = 0
+        """Requests that began with a state."""
         self._first = num_slots
         self._free = [*reversed(range(num_slots, num_slots + num_snapshots))]
         self._snapshots: OrderedDict[int, int] = OrderedDict()  # by block, the least recently used first
@@ -64,13 +67,14 @@ class StatePool:
 
     def load(self, block: int) -> int:
         """Return the number of the state behind a block, for a request that begins with it."""
+        self.num_hits += 1
         if block in self._snapshots:
             self._snapshots.move_to_end(block)
             return self._snapshots[block]
         return self._reached[block]
 
     def reach(self, block: int, slot: int) -> None:
-        """Note that the plan being made leaves the state behind a published block in `slot`."""
+        """Note that the plan being made leaves the state behind a block in `slot`."""
         assert not self.has_state(block)
         self._planned[block] = slot
 
@@ -98,13 +102,17 @@ class StatePool:
         if (number := self._snapshots.pop(block, None)) is not None:
             self._free.append(number)
 
-    def check(self, published: Sequence[bytes | None], used_slots: Sequence[int]) -> None:
-        """Check every invariant, given the keys of all blocks and the slots with a sequence. Raises AssertionError."""
+    def check(self, published: Sequence[bytes | None], references: Sequence[int], used_slots: Sequence[int]) -> None:
+        """Check every invariant, given keys and references of all blocks, and the slots with a sequence.
+
+        Raises AssertionError.
+        """
         assert not self._planned, "a plan has not ended"
         found = sorted([*self._free, *self._snapshots.values()])
         assert found == [*range(self._first, self._first + self.num_snapshots)], "a snapshot twice, or lost"
         assert self._reached.keys().isdisjoint(self._snapshots), "a block with two states"
-        assert all(published[block] is not None for block in (*self._snapshots, *self._reached)), "a state of no prefix"
+        for block in (*self._snapshots, *self._reached):
+            assert published[block] is not None or references[block] == 1, "a state of no prefix"
         slots = [*self._reached.values()]
         assert len({*slots}) == len(slots), "a slot with two states"
         assert {*slots} <= {*used_slots}, "the state of a slot without sequence"
