@@ -255,6 +255,8 @@ def test_a_worker_with_recurrent_state_is_logged() -> None:
     (told,) = warnings_of("worker_has_recurrent_state", CoreLimits(), **state)
     assert (told["log_level"], told["num_state_snapshots"]) == ("info", 0)
     assert "drafts" in told["hint"]
+    (told,) = warnings_of("worker_has_recurrent_state", CoreLimits(wants_drafts=True), **state)
+    assert told["log_level"] == "warning", "the server was started with --speculative-method"
     assert warnings_of("worker_has_recurrent_state", CoreLimits()) == []
 
 

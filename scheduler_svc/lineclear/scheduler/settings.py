@@ -72,6 +72,11 @@ class SchedulerSettings(SchedulerFields):
         return self.speculative_adaptive
 
     @property
+    def wants_drafts(self) -> bool:
+        """Whether requests have drafts, if their model can verify some."""
+        return self.speculative_method != "none"
+
+    @property
     def wants_draft_model(self) -> bool:
         """Whether drafts come from a draft model."""
         return self.speculative_method == "draft_model"

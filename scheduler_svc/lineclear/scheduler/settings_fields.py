@@ -229,7 +229,8 @@ class SchedulerFields(settings_base.ProcessSettings):
     speculative_method: SpeculativeMethod = SPECULATION.field("none")
     """How drafts of the next tokens are made. A step verifies several drafts of a request at once, and the answer stays
     the same. prompt_lookup drafts what followed the last tokens earlier in the prompt or the answer; the last method
-    drafts with a smaller model. The names ngram (vLLM, SGLang) and standalone (SGLang) are accepted too."""
+    drafts with a smaller model. The names ngram (vLLM, SGLang) and standalone (SGLang) are accepted too.
+    Models with a recurrent state decode without drafts."""
     draft_model: str = SPECULATION.field("")
     """Directory of the model that makes drafts. The last speculative_method uses it. It has the tokenizer of the served
     model and far fewer weights. Workers that another program starts have this setting of their own."""

@@ -213,7 +213,8 @@ def log_join(hello: Hello, limits: CoreLimits) -> None:
     )
     if hello.has_recurrent_state:
         hint = "drafts and --swap-memory-bytes have no effect; without snapshots, neither has the prefix cache"
-        log.info("worker_has_recurrent_state", pid=hello.pid, num_state_snapshots=hello.num_state_snapshots, hint=hint)
+        tell = log.warning if limits.wants_drafts else log.info
+        tell("worker_has_recurrent_state", pid=hello.pid, num_state_snapshots=hello.num_state_snapshots, hint=hint)
     caps = (
         ("--max-batch-size", limits.max_batch_size, hello.num_slots),
         ("--target-batch-tokens", limits.target_batch_tokens, hello.max_step_tokens),
