@@ -53,6 +53,15 @@ def test_figures_are_those_of_the_core() -> None:
     assert [running.preemptions for running in state_of(harness).running] == [1]
 
 
+def test_states_of_a_worker_are_those_of_its_pool() -> None:
+    harness = CoreHarness(worker_num_state_snapshots=3)
+    for name in ("first", "again"):
+        harness.submit(name, range(9), max_tokens=2)
+        harness.run()
+    (worker,) = state_of(harness).workers
+    assert (worker.num_state_snapshots, worker.state_snapshots_used, worker.state_snapshot_hits) == (3, 1, 1)
+
+
 def test_memory_of_a_worker_is_that_of_its_hello() -> None:
     harness = CoreHarness()
     figures = {"load_seconds": 2.5, "weight_bytes": 7, "kv_cache_bytes": 8, "step_memory_bytes": 9}

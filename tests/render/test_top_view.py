@@ -84,6 +84,14 @@ def test_view_of_a_state() -> None:
     assert "██▓░░···" in lines
 
 
+def test_states_have_a_line_where_the_model_has_some() -> None:
+    assert "states" not in "\n".join(text(history()))
+    worker = changed(WORKER, num_state_snapshots=12, state_snapshots_used=5, state_snapshot_hits=7)
+    lines = text(history(changed(STATE, workers=(worker,))))
+    assert "states 1 of 4 in slots, 5 of 12 snapshots used, 7 free, 7 hits" in lines
+    assert lines.index("states 1 of 4 in slots, 5 of 12 snapshots used, 7 free, 7 hits") == len(lines) - 2
+
+
 def test_bar_shows_shares_of_prompt_and_answer() -> None:
     running = changed(RUNNING, prompt_tokens=10, max_tokens=30, position=20)
     (line,) = (line for line in text(history(changed(STATE, running=(running,))), width=120) if "[5]" in line)

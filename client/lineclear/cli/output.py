@@ -200,11 +200,25 @@ def _now(stats: Stats) -> Table:
         ("streams", gauges.open_streams),
         ("blocks used", f"{gauges.blocks_used} / {gauges.num_blocks}"),
         ("blocks cached", gauges.blocks_cached),
+        *_states(workers),
         ("prefix cache hits", f"{stats.prefix_cache_hit_ratio:.1%}"),
         ("mean batch size", f"{stats.mean_batch_size:.2f}"),
         ("weights", ", ".join(_mib(worker.weight_bytes) for worker in workers)),
         ("KV cache", ", ".join(_mib(worker.kv_cache_bytes) for worker in workers)),
         ("ready after", ", ".join(f"{worker.load_seconds:.1f} s" for worker in workers)),
+    )
+
+
+def _states(workers: Sequence[WorkerStats]) -> Sequence[tuple[str, object]]:
+    """Return the figures of recurrent states, nothing for models without."""
+    if not (places := sum(worker.num_state_snapshots for worker in workers)):
+        return ()
+    used, hits = (sum(getattr(x, f"state_snapshot{name}") for x in workers) for name in ("s_used", "_hits"))
+    running, slots = (sum(getattr(x, f"num_{name}") for x in workers) for name in ("requests_running", "slots"))
+    return (
+        ("states in slots", f"{running} / {slots}"),
+        ("state snapshots used", f"{used} / {places}, {places - used} free"),
+        ("state snapshot hits", hits),
     )
 
 

@@ -2631,6 +2631,7 @@ class WorkerStats(_message.Message):
     SWAP_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     NUM_STATE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     STATE_SNAPSHOTS_USED_FIELD_NUMBER: _builtins.int
+    STATE_SNAPSHOT_HITS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Number of the worker, as worker in the log. If another program starts the
     workers: the smallest that no other serving worker has, absent until the
@@ -2694,6 +2695,10 @@ class WorkerStats(_message.Message):
     """
     state_snapshots_used: _builtins.int
     """Those that keep a state."""
+    state_snapshot_hits: _builtins.int
+    """Requests since it joined that began with a kept state, behind a cached
+    prefix.
+    """
     def __init__(
         self,
         *,
@@ -2719,10 +2724,11 @@ class WorkerStats(_message.Message):
         swap_memory_bytes: _builtins.int = ...,
         num_state_snapshots: _builtins.int = ...,
         state_snapshots_used: _builtins.int = ...,
+        state_snapshot_hits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "index", b"index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "device", b"device", "epoch", b"epoch", "generation_tokens_per_second", b"generation_tokens_per_second", "index", b"index", "joins", b"joins", "kv_cache_bytes", b"kv_cache_bytes", "load_seconds", b"load_seconds", "num_blocks", b"num_blocks", "num_requests_running", b"num_requests_running", "num_slots", b"num_slots", "num_state_snapshots", b"num_state_snapshots", "pid", b"pid", "state", b"state", "state_snapshots_used", b"state_snapshots_used", "step_memory_bytes", b"step_memory_bytes", "step_seconds", b"step_seconds", "steps", b"steps", "steps_in_flight", b"steps_in_flight", "swap_memory_bytes", b"swap_memory_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "blocks_cached", b"blocks_cached", "blocks_used", b"blocks_used", "device", b"device", "epoch", b"epoch", "generation_tokens_per_second", b"generation_tokens_per_second", "index", b"index", "joins", b"joins", "kv_cache_bytes", b"kv_cache_bytes", "load_seconds", b"load_seconds", "num_blocks", b"num_blocks", "num_requests_running", b"num_requests_running", "num_slots", b"num_slots", "num_state_snapshots", b"num_state_snapshots", "pid", b"pid", "state", b"state", "state_snapshot_hits", b"state_snapshot_hits", "state_snapshots_used", b"state_snapshots_used", "step_memory_bytes", b"step_memory_bytes", "step_seconds", b"step_seconds", "steps", b"steps", "steps_in_flight", b"steps_in_flight", "swap_memory_bytes", b"swap_memory_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
     _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015

@@ -39,6 +39,7 @@ HELP = {
     "WorkerStats.swap_memory_bytes": "Bytes of host memory for KV blocks of preempted requests.",
     "WorkerStats.num_state_snapshots": "Snapshots of recurrent states that the worker can keep behind cached blocks. 0 for models without recurrent state.",  # noqa: E501
     "WorkerStats.state_snapshots_used": "Those that keep a state.",
+    "WorkerStats.state_snapshot_hits": "Requests since it joined that began with a kept state, behind a cached prefix.",
     "Counters.requests_admitted": "Requests admitted to the queue: those that finished, were cancelled, expired or failed, and those that are live.",  # noqa: E501
     "Counters.requests_rejected": "Requests that ended before they were in the queue, cancelled and expired ones included, and other calls answered with an error.",  # noqa: E501
     "Counters.requests_finished": "Requests that completed their answer. Histograms count these.",

@@ -495,6 +495,9 @@ class WatchedWorker(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     STEP_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_STATE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    STATE_SNAPSHOTS_USED_FIELD_NUMBER: _builtins.int
+    STATE_SNAPSHOT_HITS_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     """The worker, as in StepRecord."""
     epoch: _builtins.int
@@ -532,6 +535,12 @@ class WatchedWorker(_message.Message):
     """of its KV blocks and recurrent states,"""
     step_memory_bytes: _builtins.int
     """and of what its largest step takes."""
+    num_state_snapshots: _builtins.int
+    """As in WorkerStats: snapshots of recurrent states,"""
+    state_snapshots_used: _builtins.int
+    """those that keep a state,"""
+    state_snapshot_hits: _builtins.int
+    """and the requests that began with one."""
     def __init__(
         self,
         *,
@@ -552,10 +561,13 @@ class WatchedWorker(_message.Message):
         weight_bytes: _builtins.int = ...,
         kv_cache_bytes: _builtins.int = ...,
         step_memory_bytes: _builtins.int = ...,
+        num_state_snapshots: _builtins.int = ...,
+        state_snapshots_used: _builtins.int = ...,
+        state_snapshot_hits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_map", b"block_map", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_shared", b"blocks_shared", "blocks_used", b"blocks_used", "device", b"device", "epoch", b"epoch", "kv_cache_bytes", b"kv_cache_bytes", "load_seconds", b"load_seconds", "num_blocks", b"num_blocks", "num_running", b"num_running", "num_slots", b"num_slots", "step_memory_bytes", b"step_memory_bytes", "steps", b"steps", "steps_in_flight", b"steps_in_flight", "weight_bytes", b"weight_bytes", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_map", b"block_map", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_shared", b"blocks_shared", "blocks_used", b"blocks_used", "device", b"device", "epoch", b"epoch", "kv_cache_bytes", b"kv_cache_bytes", "load_seconds", b"load_seconds", "num_blocks", b"num_blocks", "num_running", b"num_running", "num_slots", b"num_slots", "num_state_snapshots", b"num_state_snapshots", "state_snapshot_hits", b"state_snapshot_hits", "state_snapshots_used", b"state_snapshots_used", "step_memory_bytes", b"step_memory_bytes", "steps", b"steps", "steps_in_flight", b"steps_in_flight", "weight_bytes", b"weight_bytes", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -124,7 +124,7 @@ def _families(
         yield GaugeMetricFamily("lineclear_certificate_expiry_timestamp_seconds", text, certificate_expires_at)
 
 
-_WORKER_COUNTERS = ("joins", "steps")
+_WORKER_COUNTERS = ("joins", "steps", "state_snapshot_hits")
 _WORKER_GAUGES = (
     *("num_slots", "num_requests_running", "steps_in_flight", "step_seconds", "generation_tokens_per_second"),
     *("num_blocks", "blocks_used", "blocks_cached", "load_seconds", *WORKER_MEMORY),

@@ -122,7 +122,7 @@ def _lines(history: TopHistory, target: str, notice: str, width: int, height: in
     if not state.workers:
         yield Text("no worker has joined", style="yellow")
     maps = [_block_map(worker, width, most_map_lines) for worker in state.workers]
-    below = sum(3 + len(lines) for lines in maps)
+    below = sum(3 + len(lines) for lines in maps) + sum(worker.num_state_snapshots > 0 for worker in state.workers)
     yield from _slots(state, width, max(_MIN_SLOT_LINES, height - _HEAD_LINES - below))
     for worker, lines in zip(state.workers, maps, strict=True):
         yield Text("")
@@ -226,6 +226,10 @@ def _worker(history: TopHistory, worker: pb.WatchedWorker) -> Iterator[Text]:
     for mark, count, what in (*parts, *more):
         text.append(f"  {mark} {count} {what}", _STYLES[mark])
     yield text
+    if count := worker.num_state_snapshots:
+        used = worker.state_snapshots_used
+        figures = f"{worker.num_running} of {worker.num_slots} in slots, {used} of {count} snapshots used"
+        yield Text.assemble(("states ", "bold"), f"{figures}, {count - used} free, {worker.state_snapshot_hits} hits")
 
 
 def _block_map(worker: pb.WatchedWorker, width: int, most_lines: int) -> list[Text]:

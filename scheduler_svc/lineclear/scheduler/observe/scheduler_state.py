@@ -108,6 +108,16 @@ def _running(worker: int, sequence: Sequence, batch: RunningBatch) -> pb.Running
 def _worker(index: int, worker: WorkerState, references: bytes) -> pb.WatchedWorker:
     batch, pool = worker.batch, worker.batch.pool
     num_used = len(references) - references.count(0)
+    states = pool.states
+    of_states = (
+        {}
+        if states is None
+        else {
+            "num_state_snapshots": states.num_snapshots,
+            "state_snapshots_used": states.num_used,
+            "state_snapshot_hits": states.num_hits,
+        }
+    )
     return pb.WatchedWorker(
         worker=index,
         epoch=worker.epoch,
@@ -122,4 +132,5 @@ def _worker(index: int, worker: WorkerState, references: bytes) -> pb.WatchedWor
         blocks_shared=num_used - references.count(1),
         blocks_cached=pool.num_cached,
         **{name: getattr(worker.hello, name) for name in _OF_START},
+        **of_states,
     )

@@ -181,7 +181,7 @@ def _worker_stats(figures: WorkerFigures, core: WorkerSnapshot | None, snapshot:
         stats.num_slots = core.num_slots
         stats.num_requests_running, stats.steps_in_flight = core.num_requests_running, core.steps_in_flight
         stats.blocks_used, stats.blocks_cached = core.blocks_used, core.blocks_cached
-        stats.state_snapshots_used = core.state_snapshots_used
+        stats.state_snapshots_used, stats.state_snapshot_hits = core.state_snapshots_used, core.state_snapshot_hits
     return stats
 
 

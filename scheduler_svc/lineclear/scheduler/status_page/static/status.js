@@ -172,9 +172,12 @@ function drawPools() {
   const found = view.state ? view.state.workers : [];
   canvases(get("pools"), "pool-", found.map((worker) => worker.worker)).forEach(({ title, canvas }, index) => {
     const worker = found[index];
-    const free = worker.num_blocks - worker.blocks_used - worker.blocks_cached;
+    const free = worker.num_blocks - worker.blocks_used - worker.blocks_cached, snapshots = worker.num_state_snapshots;
+    const states = snapshots ? `; recurrent states: ${worker.num_running} of ${worker.num_slots} in slots, ` +
+      `${worker.state_snapshots_used} of ${snapshots} snapshots used, ${snapshots - worker.state_snapshots_used} free, ` +
+      `${worker.state_snapshot_hits} hits` : "";
     title.textContent = `worker ${worker.worker} on ${worker.device}: ${worker.num_blocks} blocks of ${worker.block_size}` +
-      ` positions: ${worker.blocks_used} in use (${worker.blocks_shared} shared), ${worker.blocks_cached} cached, ${free} free`;
+      ` positions: ${worker.blocks_used} in use (${worker.blocks_shared} shared), ${worker.blocks_cached} cached, ${free} free${states}`;
     drawBlocks(canvas, Uint8Array.from(atob(worker.block_map), (character) => character.charCodeAt(0)));
   });
 }
