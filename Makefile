@@ -32,7 +32,7 @@ SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 	@echo "Variables: PYTHON (an interpreter >= 3.11), TORCH (what pip installs as PyTorch), JOBS (test processes),"
-	@echo "MODEL, PEERS (of transformers, vllm, llama), WORK (w1 to w5) and BENCH_HOME (environments and models) of bench"
+	@echo "MODEL, PEERS (see bench/environments.sh), WORK (w1 to w5) and BENCH_HOME (environments and models) of bench"
 
 demo: ready ## Serve the demo model, stream prompts, and compare with static batching
 	@$(BIN)/python demo/run.py $(ARGS)

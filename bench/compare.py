@@ -15,10 +15,12 @@ import argparse
 import contextlib
 import datetime
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -76,8 +78,13 @@ def compare(
     repeats: int = 2,
     concurrencies: Sequence[int] = (0,),
     preload: Path | None = None,
+    seconds: float = math.inf,
 ) -> list[Result]:
-    """Run all contenders and append results to `out`. A contender that fails is skipped afterwards."""
+    """Run all contenders and append results to `out`. A contender that fails is skipped afterwards.
+
+    No run begins after `seconds`, in the middle of a turn if need be.
+    """
+    give_up = time.monotonic() + seconds
     results: list[Result] = []
     failed: set[str] = set()
     repeats_left = {(c.name, level): repeats for c in contenders for level in concurrencies}
@@ -88,11 +95,11 @@ def compare(
             task = Task(home, model, work, workload.kind, level, Path(folder) / "result.jsonl")
             turn = 0
             missing = {c.name: runs for c in contenders}
-            while any(missing[c.name] > 0 and c.name not in failed for c in contenders):
+            while time.monotonic() < give_up and any(missing[c.name] > 0 and c.name not in failed for c in contenders):
                 turn += 1
                 print(f"--- {workload.kind}, {level or 'by arrival'}, turn {turn}", flush=True)
                 for contender in contenders:
-                    if missing[contender.name] <= 0 or contender.name in failed:
+                    if missing[contender.name] <= 0 or contender.name in failed or time.monotonic() >= give_up:
                         continue
                     try:
                         result = run(contender, task, environment_of(contender, home, preload))
@@ -130,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[0], help="closed loops; 0: by arrival")
     parser.add_argument("--preload", type=Path, help="a malloc for all contenders, such as libtcmalloc_minimal.so.4")
     parser.add_argument("--nice", type=int, default=0, help="priority of everything that is run")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no run begins later; default: no limit")
     parser.add_argument("--what", default="", help="name of the results; default: workload and model")
     parser.add_argument("--results", type=Path, default=report.RESULTS)
     o = parser.parse_args(arguments)
@@ -155,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         repeats=o.repeats,
         concurrencies=o.concurrency,
         preload=o.preload,
+        seconds=o.seconds,
     )
     # The page is of all that the file holds: a comparison may be made in several calls.
     results = report.read(out) if out.exists() else []

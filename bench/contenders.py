@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PEERS = ("transformers", "vllm", "llama")
+PEERS = ("transformers", "vllm", "llama", "openvino", "ctranslate2")
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,29 @@ def custom(description: str) -> Contender:
     return lineclear(name, words[:place], words[place + 1 :])
 
 
-def _transformers(name: str, *options: str) -> Contender:
+def _lineclear_gguf(quantize: str) -> Contender:
+    """Return lineclear on the GGUF file that `llama-QUANTIZE` reads."""
+    mine = lineclear(f"lineclear-{quantize}")
+
     def command(task: Task) -> list[str]:
-        python = str(task.home / "transformers" / "bin" / "python")
-        return [python, "-m", "bench.peer_transformers", *task.arguments, *options]
+        words = mine.command(task)
+        place = words.index("--")
+        return [*words[:place], "--gguf", quantize, "--home", str(task.home), *words[place:]]
 
-    return Contender(name, "transformers", command)
+    return Contender(mine.name, "llama", command)
 
 
-def _vllm(task: Task) -> list[str]:
-    python = str(task.home / "vllm" / "bin" / "python")
-    # Requests that arrive over time need its server; for the others its own loop, without one, is faster.
-    server = ["--server"] if task.kind in ("w3", "w5") else []
-    return [python, "-m", "bench.peer_vllm", *task.arguments, *server]
+def _peer(name: str, *options: str) -> Contender:
+    """Return a contender whose driver runs in the environment that its name begins with."""
+    peer = name.partition("-")[0]
+
+    def command(task: Task) -> list[str]:
+        python = str(task.home / peer / "bin" / "python")
+        # Requests that arrive over time need vLLM's server; for the others its own loop, without one, is faster.
+        server = ["--server"] if peer == "vllm" and task.kind in ("w3", "w5") else []
+        return [python, "-m", f"bench.peer_{peer}", *task.arguments, *options, *server]
+
+    return Contender(name, peer, command)
 
 
 def _llama(name: str, *options: str) -> Contender:
@@ -89,17 +99,26 @@ def _llama(name: str, *options: str) -> Contender:
     return Contender(name, "llama", command)
 
 
+_FILES = ("f16", "q8_0", "q4_0", "q4_k_m")
 _ALL = (
     lineclear("lineclear"),
     lineclear("lineclear-int8", worker_flags=("--quantization", "int8")),
+    lineclear("lineclear-int4", worker_flags=("--quantization", "int4")),
+    *map(_lineclear_gguf, _FILES),
     lineclear("lineclear-8-slots", ("--max-batch-size", "8")),
     lineclear("lineclear-8-slots-static", ("--max-batch-size", "8", "--batching-strategy", "fixed_size")),
-    _transformers("transformers"),
-    _transformers("transformers-waves-8", "--waves", "8"),
-    _transformers("transformers-waves-32", "--waves", "32"),
-    Contender("vllm", "vllm", _vllm),
+    _peer("transformers"),
+    _peer("transformers-waves-8", "--waves", "8"),
+    _peer("transformers-waves-32", "--waves", "32"),
+    _peer("vllm"),
+    _peer("vllm-float32", "--dtype", "float32"),
     _llama("llama"),
     _llama("llama-64", "--slots", "64"),
-    _llama("llama-q8_0", "--quantize", "q8_0"),
+    *(_llama(f"llama-{quantize}", "--quantize", quantize) for quantize in _FILES),
+    _peer("openvino"),
+    _peer("openvino-int8", "--weights", "int8"),
+    _peer("openvino-int4", "--weights", "int4"),
+    _peer("ctranslate2"),
+    _peer("ctranslate2-int8", "--weights", "int8"),
 )
 CONTENDERS = {contender.name: contender for contender in _ALL}

@@ -1,6 +1,7 @@
 """Runs a workload through the real service, both processes, with the bundled client.
 
     python -m bench.lineclear_serve --model DIR --work w1.json -- --max-batch-size 64 -- --dtype bfloat16
+    python -m bench.lineclear_serve --model DIR --work w1.json --gguf q4_0 --home build/bench
 
 Flags after the first `--` are the scheduler's, after the second the worker's. Every run starts a new service, so that
 no prefix is cached.
@@ -16,11 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.measure import Result, Run, write
+from bench.peer_llama import gguf
 from bench.workloads import Job, Workload, read
 from lineclear.client import AsyncClient, HealthStatus
 from lineclear.errors import LineclearError
@@ -147,12 +149,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--name", default="lineclear")
     parser.add_argument("--concurrency", type=int, default=0, help="a closed loop of so many; 0: by arrival")
+    parser.add_argument("--gguf", help="serve the file that llama.cpp's tools make of the model: f16, q8_0 ...")
+    parser.add_argument("--home", type=Path, default=Path(), help="the directory of environments.sh, for --gguf")
     parser.add_argument("--out", type=Path)
     o = parser.parse_args(mine)
+    model = str(gguf(o.home, Path(o.model), o.gguf)) if o.gguf else o.model
     flags: list[str] = rest[0] if rest else []
     worker_flags: list[str] = rest[1] if len(rest) > 1 else []
-    result = run(o.model, read(o.work), flags, worker_flags, name=o.name, concurrency=o.concurrency)
-    write(asyncio.run(result), o.out)
+    result = asyncio.run(run(model, read(o.work), flags, worker_flags, name=o.name, concurrency=o.concurrency))
+    write(replace(result, model=Path(o.model).name), o.out)
     return 0
 
 

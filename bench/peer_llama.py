@@ -20,13 +20,16 @@ from bench.measure import Result, write
 from bench.workloads import Workload, read
 
 
+def _source(home: Path) -> Path:
+    return next((home / "llama" / "source").glob("*/vendor/llama.cpp"))
+
+
 def gguf(home: Path, model: Path, quantize: str) -> Path:
     """Return the model as a GGUF file: bf16, or quantized from it."""
     plain = model / "model.bf16.gguf"
     if not plain.exists():
-        source = next((home / "llama" / "source").glob("*/vendor/llama.cpp"))
         part = plain.with_suffix(".part")
-        command = [sys.executable, "-m", "bench.to_gguf", str(source), str(model), str(part)]
+        command = [sys.executable, "-m", "bench.to_gguf", str(_source(home)), str(model), str(part)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         part.rename(plain)
     if quantize == "bf16":
@@ -65,7 +68,7 @@ async def run(
         return timed.end(
             f"llama-server {quantize}",
             model.name,
-            {"options": options, "weights": quantize, "concurrency": concurrency},
+            {"options": options, "weights": quantize, "concurrency": concurrency, "sources": _source(home).parts[-3]},
             load_seconds=server.load_seconds,
             server=server.pid,
             makespan_seconds=makespan,
@@ -80,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--quantize", default="bf16", help="bf16, or what llama-quantize knows: q8_0 ...")
+    parser.add_argument("--quantize", default="bf16", help="bf16, or what llama-quantize knows: f16, q8_0, q4_0 ...")
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--concurrency", type=int, default=0)

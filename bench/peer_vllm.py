@@ -33,13 +33,13 @@ def environment(kv_gib: int) -> dict[str, str]:
     return {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib), "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}"}
 
 
-def offline(model: Path, workload: Workload, seqs: int, batch_tokens: int, max_len: int) -> Result:
+def offline(model: Path, workload: Workload, dtype: str, seqs: int, batch_tokens: int, max_len: int) -> Result:
     """Run all jobs in one call."""
     vllm: Any = importlib.import_module(PACKAGE)  # noqa: TID251
     began_at = time.perf_counter()
     llm = vllm.LLM(
         model=str(model),
-        dtype="bfloat16",
+        dtype=dtype,
         max_num_seqs=seqs,
         max_num_batched_tokens=batch_tokens,
         max_model_len=max_len,
@@ -57,7 +57,14 @@ def offline(model: Path, workload: Workload, seqs: int, batch_tokens: int, max_l
     makespan = timed.now()
     for job, answer in zip(workload.jobs, answers, strict=True):
         timed.times[job.id] = _times(len(answer.outputs[0].token_ids), getattr(answer, "metrics", None), makespan)
-    settings = {"mode": "offline", "seqs": seqs, "batch_tokens": batch_tokens, "max_len": max_len, **_environment()}
+    settings = {
+        "mode": "offline",
+        "dtype": dtype,
+        "seqs": seqs,
+        "batch_tokens": batch_tokens,
+        "max_len": max_len,
+        **_environment(),
+    }
     notes = "gaps between tokens are means of each answer"
     return timed.end("vllm", model.name, settings, load_seconds=load_seconds, makespan_seconds=makespan, notes=notes)
 
@@ -70,18 +77,18 @@ def _times(count: int, metrics: Any, makespan: float) -> list[float]:
 
 
 async def served(
-    model: Path, workload: Workload, seqs: int, batch_tokens: int, max_len: int, concurrency: int
+    model: Path, workload: Workload, dtype: str, seqs: int, batch_tokens: int, max_len: int, concurrency: int
 ) -> Result:
     """Run the jobs through the OpenAI server."""
     port = free_port()
     # `vllm serve` fails in vllm-cpu: it reads the metadata of a distribution with another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--dtype", "bfloat16", "--max-model-len", str(max_len), "--max-num-seqs", str(seqs)]
+    command += ["--dtype", dtype, "--max-model-len", str(max_len), "--max-num-seqs", str(seqs)]
     command += ["--max-num-batched-tokens", str(batch_tokens), "--port", str(port)]
     async with serving(command, port) as server:
         timed = await load(server, openai(str(model)), workload, concurrency)
         makespan = timed.now()
-        settings = {"mode": "server", "seqs": seqs, "batch_tokens": batch_tokens, "max_len": max_len}
+        settings = {"mode": "server", "dtype": dtype, "seqs": seqs, "batch_tokens": batch_tokens, "max_len": max_len}
         return timed.end(
             "vllm server",
             model.name,
@@ -102,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--server", action="store_true")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seqs", type=int, default=64)
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--max-len", type=int, default=1024)
@@ -115,10 +123,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     longest = max(len(job.prompt) + job.max_tokens for job in workload.jobs)
     max_len = max(o.max_len, longest + 8)
     if o.server:
-        result = asyncio.run(served(o.model, workload, o.seqs, o.batch_tokens, max_len, o.concurrency))
+        result = asyncio.run(served(o.model, workload, o.dtype, o.seqs, o.batch_tokens, max_len, o.concurrency))
     else:
         seqs = o.concurrency or o.seqs
-        result = offline(o.model, workload, seqs, max(o.batch_tokens, seqs), max_len)
+        result = offline(o.model, workload, o.dtype, seqs, max(o.batch_tokens, seqs), max_len)
     write(result, o.out)
     return 0
 

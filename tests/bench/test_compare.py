@@ -61,6 +61,13 @@ def test_failed_contender_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "exit code 3" in capsys.readouterr().err
 
 
+def test_no_run_begins_after_the_time_limit(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    contenders = [scripted(name, journal, lines(name, 1, 1)) for name in "ab"]
+    assert compare.compare(contenders, WORK, home=tmp_path, model=tmp_path, out=tmp_path / "o", runs=2, seconds=0) == []
+    assert not journal.exists()
+
+
 def test_disturbed_runs_count_only_without_others() -> None:
     runs = [result("a", 1), result("b", 8, disturbed=True), result("b", 2), result("c", 5, disturbed=True)]
     a, b, c = report.lines(runs)
@@ -109,6 +116,16 @@ def test_contenders_have_drivers(tmp_path: Path) -> None:
         assert (compare.REPOSITORY / (driver.replace(".", "/") + ".py")).exists(), name
         assert command[command.index("--concurrency") + 1] == "4"
         assert contender.peer in ("", *PEERS)
+
+
+@pytest.mark.parametrize("quantize", ["f16", "q8_0", "q4_0", "q4_k_m"])
+def test_both_readers_of_a_file_get_the_same(tmp_path: Path, quantize: str) -> None:
+    task = Task(tmp_path, tmp_path / "model", tmp_path / "w.json", "w1", 0, tmp_path / "out")
+    ours, theirs = (CONTENDERS[f"{name}-{quantize}"].command(task) for name in ("lineclear", "llama"))
+    assert ours[ours.index("--gguf") + 1] == theirs[theirs.index("--quantize") + 1] == quantize
+    assert ours.index("--gguf") < ours.index("--"), "an option of the driver, not of the scheduler"
+    for option in ("--home", "--model"):
+        assert ours[ours.index(option) + 1] == theirs[theirs.index(option) + 1]
 
 
 def test_every_peer_has_an_environment() -> None:
