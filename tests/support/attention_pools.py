@@ -14,5 +14,6 @@ def fill_pools(backend: AttentionBackend, value: float) -> None:
     backend.start_step(pack_chunks([Chunk(0, num_tokens, 0, np.arange(backend.num_blocks))], backend.block_size))
     for index, layer in enumerate(backend.layers):
         heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
-        shapes = [(num_tokens, count, layer.head_dim) for count in heads]
+        widths = layer.head_dim, layer.head_dim, layer.value_dim or layer.head_dim
+        shapes = [(num_tokens, *size) for size in zip(heads, widths, strict=True)]
         backend.attend(index, *(torch.full(x, value, dtype=backend.dtype, device=backend.device) for x in shapes))

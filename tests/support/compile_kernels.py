@@ -45,7 +45,7 @@ def variants(dtype: torch.dtype) -> Iterator[tuple[Any, dict[str, Any], int]]:
     for group, dim, window, has_softcap, has_sinks in models:
         shape = paged.Shape.of(group, dim, dtype)
         model = {"GROUP": group, "DIM": dim, "DIM_PAD": shape.dim_pad, "TILE_KEYS": shape.keys, "BLOCK_SIZE": 16}
-        model |= {"WINDOW": window, "HAS_SOFTCAP": has_softcap, "HAS_SINKS": has_sinks}
+        model |= {"WINDOW": window, "CHUNK": 0, "HAS_SOFTCAP": has_softcap, "HAS_SINKS": has_sinks}
         for rows, split in ((shape.decode_rows, 0), (shape.decode_rows, paged.SPLIT_KEYS), (shape.rows, 0)):
             yield paged.attend_kernel, model | {"ROWS": rows, "SPLIT": split}, shape.num_warps(rows)
     yield paged.combine_kernel, {"DIM": 128, "DIM_PAD": 128, "SPLIT": paged.SPLIT_KEYS}, 4

@@ -35,7 +35,10 @@ class Case:
         self.dim, self.block_size = rng.choice([64, 80, 96, 128, 256]), rng.choice([1, 4, 16, 32, 48])
         sinks = self.normal(heads * group) if rng.random() < 0.4 else None
         window, softcap = rng.choice([0, 0, 1, 7, 16, 40]), rng.choice([0.0, 0.0, 2.5])
-        self.layer = LayerSpec(heads * group, heads, self.dim, self.dim**-0.5, window, softcap, sinks)
+        chunk = rng.choice([0, 5, 16, 40]) if not window else 0
+        value_dim = self.dim - 32 if rng.random() < 0.3 else 0
+        sizes = heads * group, heads, self.dim, self.dim**-0.5
+        self.layer = LayerSpec(*sizes, window, softcap, sinks, chunk, value_dim)
         decodes = [(rng.randint(0, 90), 1) for _ in range(rng.randint(0, 3))]
         prompts = [(rng.choice([0, rng.randint(0, 60)]), rng.randint(2, 40)) for _ in range(rng.randint(0, 2))]
         self.contexts = [*decodes, *prompts] or [(50, 1)]
@@ -46,7 +49,13 @@ class Case:
     def describe(self) -> dict[str, Any]:
         x = self.layer
         shape = {"heads": x.num_heads, "kv_heads": x.num_kv_heads, "dim": x.head_dim, "block_size": self.block_size}
-        features = {"window": x.window, "softcap": x.softcap, "sinks": x.sinks is not None}
+        features = {
+            "window": x.window,
+            "chunk": x.chunk,
+            "latent": x.value_dim > 0,
+            "softcap": x.softcap,
+            "sinks": x.sinks is not None,
+        }
         return {"dtype": str(self.dtype), **shape, **features, "contexts": self.contexts}
 
     def error(self) -> float:
@@ -74,6 +83,8 @@ class Case:
         )
         heads = self.layer.num_heads, self.layer.num_kv_heads, self.layer.num_kv_heads
         qkv = [self.normal(x, int(first[-1]), self.dim).transpose(0, 1) for x in heads]  # as transformers lays them out
+        if self.layer.value_dim:
+            qkv[2] = qkv[1][..., : self.layer.value_dim]
         outputs = []
         for backend in backends:
             backend.start_step(batch)

@@ -67,14 +67,17 @@ class Story:
         rng = self.rng
         kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 4, 7, 12] if self.native else [1, 2, 4, 7])
         head_dim = rng.choice([16, 64, 80, 256] if self.native else [4, 8, 24, 64])
+        window = rng.choice([0, 0, 1, 7, 16, 40])
         return LayerSpec(
             num_heads=kv_heads * group,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             scaling=rng.choice([0.5, 1.0, 1.5]) * head_dim**-0.5,
-            window=rng.choice([0, 0, 1, 7, 16, 40]),
+            window=window,
             softcap=rng.choice([0.0, 0.0, 2.5]),
             sinks=torch.randn(kv_heads * group).to(self.device, self.dtype) if rng.random() < 0.3 else None,
+            chunk=0 if window else rng.choice([0, 1, 7, 16, 40]),
+            value_dim=0 if self.native or rng.random() < 0.6 else head_dim * 3 // 4,
         )
 
     def backend(self, backend_class: type[AttentionBackend], fill: float) -> AttentionBackend:
@@ -106,7 +109,7 @@ class Story:
         """Laid out as transformers lays them out: [heads, tokens, dim], transposed."""
         heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
         made = [torch.randn(h, num_tokens, layer.head_dim).to(self.device, self.dtype).transpose(0, 1) for h in heads]
-        return made[0], made[1], made[2]
+        return made[0], made[1], made[1][..., : layer.value_dim] if layer.value_dim else made[2]
 
 
 @pytest.mark.parametrize(("name", "dtype", "device"), CASES)
@@ -132,13 +135,13 @@ def compare(name: str, story: Story) -> None:
         for i, layer in enumerate(story.layers):
             q, k, v = story.qkv(layer, num_tokens)
             found, wanted = tested.attend(i, q, k, v), oracle.attend(i, q, k, v)
-            assert found.shape == (num_tokens, layer.num_heads, layer.head_dim)
+            assert found.shape == (num_tokens, layer.num_heads, layer.value_dim or layer.head_dim)
             error = (found.float() - wanted.float()).abs().max().item()
             assert error <= TOLERANCE[dtype], (layer, batch.chunks)
 
 
 def test_reference_equals_a_hand_computation() -> None:
-    """Two equal keys share the weight; a window of one leaves the last; a sink takes its share and gives nothing."""
+    """Two equal keys share the weight; a window or chunk of one leaves the last; a sink takes a share."""
     q, keys = torch.zeros(1, 1, 2), torch.zeros(2, 1, 2)
     values = torch.tensor([[[2.0, 0.0]], [[0.0, 4.0]]])
 
@@ -147,7 +150,8 @@ def test_reference_equals_a_hand_computation() -> None:
         return attention(layer, q, keys, values, 1).flatten().tolist()
 
     assert attend() == [1.0, 2.0]
-    assert attend(window=1) == [0.0, 4.0]
+    assert attend(window=1) == attend(chunk=1) == [0.0, 4.0]
+    assert attend(chunk=2) == [1.0, 2.0]
     assert attend(sinks=torch.zeros(1)) == pytest.approx([2 / 3, 4 / 3])
 
 
@@ -251,6 +255,13 @@ def test_block_bytes() -> None:
     layers = [LayerSpec(8, 2, 64, 1.0), LayerSpec(8, 4, 32, 1.0)]
     assert block_bytes(layers, 16, torch.bfloat16) == 16 * 2 * 2 * (2 * 64 + 4 * 32)
     assert block_bytes(layers, 16, torch.int8) == 16 * 2 * (2 * (64 + 4) + 4 * (32 + 4))
+    deepseek_v3 = LayerSpec(128, 1, 576, 192**-0.5, value_dim=512)
+    assert block_bytes([deepseek_v3] * 61, 16, torch.bfloat16) == 16 * 70_272  # as docs/supported.md says
+
+
+def test_chunks_begin_at_multiples_of_their_length() -> None:
+    layer = LayerSpec(2, 2, 16, 1.0, chunk=4)
+    assert [layer.first_visible(position) for position in (0, 3, 4, 7, 8, 9)] == [0, 0, 4, 4, 8, 8]
 
 
 def test_unknown_backend_lists_the_known_ones() -> None:
@@ -265,6 +276,7 @@ def test_auto_chooses_native_within_its_limits(best_and_none: str) -> None:
     assert choose("auto", [layer], 8, torch.float32, CPU) == "torch_paged"
     assert choose("auto", [layer], 16, torch.float16, CPU) == "torch_paged"
     assert choose("auto", [layer, LayerSpec(2, 2, 24, 1.0)], 16, torch.float32, CPU) == "torch_paged"
+    assert choose("auto", [LayerSpec(4, 1, 32, 1.0, value_dim=16)], 16, torch.float32, CPU) == "torch_paged"
 
 
 @pytest.mark.parametrize("layers", [[LayerSpec(2, 2, 24, 1.0)], [LayerSpec(2, 2, 1024, 1.0)]])

@@ -59,7 +59,7 @@ def use_documented(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain(story: Story) -> Story:
-    story.layers = [replace(layer, softcap=0.0, sinks=None) for layer in story.layers]
+    story.layers = [replace(layer, softcap=0.0, sinks=None, chunk=0, value_dim=0) for layer in story.layers]
     return story
 
 
@@ -102,8 +102,10 @@ def test_cells_that_nobody_wrote_are_finite() -> None:
 @pytest.mark.parametrize(
     ("layer", "dtype", "reason"),
     [
-        (replace(LAYER, softcap=2.0), torch.bfloat16, "no softcap and no sinks"),
-        (replace(LAYER, sinks=torch.zeros(4)), torch.bfloat16, "no softcap and no sinks"),
+        (replace(LAYER, softcap=2.0), torch.bfloat16, "no softcap, no sinks"),
+        (replace(LAYER, sinks=torch.zeros(4)), torch.bfloat16, "no softcap, no sinks"),
+        (replace(LAYER, chunk=4), torch.bfloat16, "no chunks"),
+        (replace(LAYER, value_dim=32), torch.bfloat16, "no latents"),
         (LAYER, torch.float32, "computes in bfloat16 or float16"),
     ],
 )

@@ -49,7 +49,7 @@ def test_interpreted_kernels_equal_the_reference() -> None:
     cases = run("interpret_attention", "0", "12", TRITON_INTERPRET="1")
     assert len(cases) == 12
     assert [x for x in cases if not x["error"] <= TOLERANCE[x["dtype"]]] == []
-    seen = [(bool(x["window"]), bool(x["softcap"]), x["sinks"]) for x in cases]
+    seen = [(bool(x["window"]), bool(x["chunk"]), x["latent"], bool(x["softcap"]), x["sinks"]) for x in cases]
     assert all(any(features) for features in zip(*seen, strict=True))
 
 

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,16 @@ class LayerSpec:
     """Scores become softcap * tanh(score / softcap); 0: unchanged."""
     sinks: Tensor | None = None
     """[num_heads]: attention sinks, a score per head that enters the softmax without a value (gpt-oss)."""
+    chunk: int = 0
+    """Chunked attention (Llama 4): a query sees the positions of its own chunk of this many; 0: of all chunks."""
+    value_dim: int = 0
+    """Latent attention: values are this many leading features of the keys, and only keys are kept; 0: both are."""
+
+    def first_visible(self, positions: Any) -> Any:
+        """Return the first position that queries at `positions` see: integers, arrays or tensors, maybe negative."""
+        if self.chunk:
+            return positions - positions % self.chunk
+        return positions - self.window + 1 if self.window else positions * 0
 
 
 class Chunk(NamedTuple):
@@ -184,7 +194,7 @@ class AttentionBackend(ABC):
         """Write the step's keys and values into the layer's pool and return the attention output.
 
         query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim], already rotated.
-        Returns [num_tokens, num_heads, head_dim].
+        Returns [num_tokens, num_heads, head_dim]; with `value_dim`, values and outputs are as wide as that says.
         """
 
     def bind(self, layer: int, tokens: DynamicInt, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Call:
@@ -204,4 +214,11 @@ SCALE_BYTES = 4
 def block_bytes(layers: Sequence[LayerSpec], block_size: int, kv_dtype: torch.dtype) -> int:
     """Return the bytes of one block: keys and values of all layers."""
     scale = SCALE_BYTES if kv_dtype is torch.int8 else 0
-    return sum(2 * x.num_kv_heads * (x.head_dim * kv_dtype.itemsize + scale) for x in layers) * block_size
+    heads = [((1 if x.value_dim else 2) * x.num_kv_heads, x.head_dim) for x in layers]
+    return sum(count * (dim * kv_dtype.itemsize + scale) for count, dim in heads) * block_size
+
+
+def value_pools(layers: Sequence[LayerSpec], keys: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Allocate the pools of values, which are those of keys for latents. Returns them, and each pool of all once."""
+    values = [pool if x.value_dim else torch.empty_like(pool) for x, pool in zip(layers, keys, strict=True)]
+    return values, [*keys, *(pool for pool, x in zip(values, layers, strict=True) if not x.value_dim)]

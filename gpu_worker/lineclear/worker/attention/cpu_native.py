@@ -29,6 +29,7 @@ class _Layer(ctypes.Structure):
         ("head_dim", ctypes.c_int64),
         ("block_stride", ctypes.c_int64),
         ("window", ctypes.c_int64),
+        ("chunk", ctypes.c_int64),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("k_pool", ctypes.c_void_p),
@@ -111,6 +112,7 @@ class NativeAttention(AttentionBackend):
             spec.head_dim,
             self._keys[index].stride(0),
             spec.window,
+            spec.chunk,
             spec.scaling,
             spec.softcap,
             self._keys[index].data_ptr(),
@@ -175,6 +177,8 @@ def unsupported_reason(layers: Sequence[LayerSpec], block_size: int, dtype: torc
         return f"it computes in float32 and bfloat16, the model is {str(dtype).removeprefix('torch.')}"
     if block_size % LANES:
         return f"a block must be a multiple of {LANES} tokens, it is {block_size}"
+    if any(x.value_dim for x in layers):
+        return "it keeps values beside keys, and the model's are latents, which are both"
     unsupported_dims = [x.head_dim for x in layers if x.head_dim % LANES or x.head_dim > MAX_HEAD_DIM]
     if unsupported_dims:
         return f"a head must be a multiple of {LANES} wide, at most {MAX_HEAD_DIM}; it is {unsupported_dims[0]}"

@@ -32,8 +32,10 @@ class FlashAttention(AttentionBackend):
         super().__init__(*args, **kwargs)
         if self.kv_dtype is not self.dtype or self.dtype is torch.float32:
             raise ValueError("the flash attention backend computes in bfloat16 or float16")
-        if any(layer.softcap or layer.sinks is not None for layer in self.layers):
-            raise ValueError("the flash attention backend has no softcap and no sinks: choose triton_paged")
+        if any(x.softcap or x.sinks is not None or x.chunk or x.value_dim for x in self.layers):
+            raise ValueError(
+                "the flash attention backend has no softcap, no sinks, no chunks and no latents: choose triton_paged"
+            )
         self._attention = varlen_attention(self.device)
         shapes = [(self.num_blocks, self.block_size, x.num_kv_heads, x.head_dim) for x in self.layers]
         self._keys = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lineclear.wire.messages import BlockCopy
 
-from .base import AttentionBackend, Batch, LayerSpec
+from .base import AttentionBackend, Batch, LayerSpec, value_pools
 
 
 class ReferenceAttention(AttentionBackend):
@@ -27,15 +27,15 @@ class ReferenceAttention(AttentionBackend):
         self._is_int8 = self.kv_dtype is torch.int8
         dtype = torch.float32 if self._is_int8 else self.kv_dtype  # int8 pools hold dequantized float32 values
         self._keys = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
-        self._values = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
+        self._values, self._pools = value_pools(self.layers, self._keys)
 
     def zero(self, blocks: Sequence[int]) -> None:
-        for pool in (*self._keys, *self._values):
+        for pool in self._pools:
             for block in blocks:
                 pool[block * self.block_size : (block + 1) * self.block_size] = 0
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        for pool in (*self._keys, *self._values):
+        for pool in self._pools:
             blocks = pool.view(self.num_blocks, self.block_size, *pool.shape[1:])
             read = [blocks[copy.source, : copy.num_positions].clone() for copy in copies]
             for copy, cells in zip(copies, read, strict=True):
@@ -44,7 +44,7 @@ class ReferenceAttention(AttentionBackend):
 
     @property
     def block_views(self) -> Sequence[Tensor]:
-        return [pool.view(self.num_blocks, -1) for pool in (*self._keys, *self._values)]
+        return [pool.view(self.num_blocks, -1) for pool in self._pools]
 
     def start_step(self, batch: Batch) -> None:
         self._batch = batch
@@ -60,11 +60,14 @@ class ReferenceAttention(AttentionBackend):
         if self._is_int8:
             query, key, value = (quantize_dequantize(x) for x in (query, key, value))
         keys[self._cells] = key
-        values[self._cells] = value
-        output = torch.empty(query.shape, dtype=self.dtype if self._is_int8 else query.dtype, device=query.device)
+        if values is not keys:
+            values[self._cells] = value
+        shape = (*query.shape[:2], value.shape[-1])
+        output = torch.empty(shape, dtype=self.dtype if self._is_int8 else query.dtype, device=query.device)
         for chunk, cells in zip(self._batch.chunks, self._contexts, strict=True):
             rows = slice(chunk.first, chunk.first + chunk.num_queries)
-            output[rows] = attention(self.layers[layer], query[rows], keys[cells], values[cells], chunk.start)
+            context = keys[cells], values[cells][..., : value.shape[-1]]
+            output[rows] = attention(self.layers[layer], query[rows], *context, chunk.start)
         return output
 
 
@@ -88,9 +91,7 @@ def attention(layer: LayerSpec, query: Tensor, keys: Tensor, values: Tensor, sta
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
     query_positions = torch.arange(start, start + query.shape[0], device=query.device)[:, None]
     key_positions = torch.arange(keys.shape[0], device=query.device)[None, :]
-    masked = key_positions > query_positions
-    if layer.window:
-        masked |= key_positions <= query_positions - layer.window
+    masked = (key_positions > query_positions) | (key_positions < layer.first_visible(query_positions))
     scores = scores.masked_fill(masked, float("-inf"))
     if layer.sinks is not None:
         sinks = layer.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)

@@ -6,7 +6,7 @@ rows, so keys and values are not repeated. The last block of a pool stays zero a
 bucket.
 
 Chunks of one query (decodes) are bucketed by length. Each longer chunk (prefill) runs alone through SDPA with an
-offset-causal mask. Gather indices and masks are computed once a step for each distinct window.
+offset-causal mask. Gather indices and masks are computed once a step for each distinct window or chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from lineclear.wire.messages import BlockCopy
 from lineclear.worker.staging import to_device
 
-from .base import AttentionBackend, Batch, Chunk, LayerSpec
+from .base import AttentionBackend, Batch, Chunk, LayerSpec, value_pools
 
 _BUCKET_WASTE = 0.25
 """Largest share of padding among the gathered blocks of a bucket."""
@@ -53,7 +53,7 @@ class _Prefill(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """Gather indices and masks of a step, shared by all layers with one window."""
+    """Gather indices and masks of a step, shared by all layers with one window or chunk."""
 
     buckets: Sequence[_Bucket]
     prefills: Sequence[_Prefill]
@@ -69,35 +69,37 @@ class TorchPagedAttention(AttentionBackend):
         shapes = [(x.num_kv_heads, self.num_blocks + 1, self.block_size * x.head_dim) for x in self.layers]
         # Not zeroed: zeroing gigabytes takes seconds and would take all memory at once instead of as it is used.
         self._keys = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        self._values = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        self._values, self._pools = value_pools(self.layers, self._keys)
         self.zero([self.num_blocks])
-        self._windows = sorted({layer.window for layer in self.layers})
+        self._masks = {(layer.window, layer.chunk): layer for layer in self.layers}
         self._gather_buffers = [torch.empty(0, dtype=self.dtype, device=self.device) for _ in range(2)]
 
     def zero(self, blocks: Sequence[int]) -> None:
-        self._fill(to_device(np.array(blocks, np.int64), self.device), range(len(self.layers)))
+        indices = to_device(np.array(blocks, np.int64), self.device)
+        for pool in self._pools:
+            pool.index_fill_(1, indices, 0)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         sources, targets, lengths = (to_device(column, self.device) for column in np.array(copies, np.int64).T.copy())
         copied = torch.arange(self.block_size, device=self.device) < lengths[:, None]  # [num_copies, block_size]
-        for pool in (*self._keys, *self._values):
+        for pool in self._pools:
             read = pool.index_select(1, sources).view(len(pool), len(copies), self.block_size, -1)
             read.masked_fill_(~copied[None, :, :, None], 0)  # attention reads the rest of a block as well
             pool.index_copy_(1, targets, read.view(len(pool), len(copies), -1))
 
     @property
     def block_views(self) -> Sequence[Tensor]:
-        return [pool.transpose(0, 1) for pool in (*self._keys, *self._values)]
+        return [pool.transpose(0, 1) for pool in self._pools]
 
     def start_step(self, batch: Batch) -> None:
         self._cells, self._fresh = self.put(batch.cells), self.put(batch.fresh_blocks)
-        self._steps = {window: self._prepare(batch, window) for window in self._windows}
+        self._steps = {key: self._prepare(batch, layer) for key, layer in self._masks.items()}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         spec = self.layers[layer]
         self._write(layer, key, value)
-        step = self._steps[spec.window]
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        step = self._steps[spec.window, spec.chunk]
+        output = torch.empty((*query.shape[:2], value.shape[-1]), dtype=query.dtype, device=query.device)
         for bucket in step.buckets:
             rows = slice(bucket.first, bucket.first + bucket.num_rows)
             output[rows] = self._attend_bucket(layer, bucket, query[rows])
@@ -113,8 +115,8 @@ class TorchPagedAttention(AttentionBackend):
 
     # --- once a step ------------------------------------------------------------------------------------------------
 
-    def _prepare(self, batch: Batch, window: int) -> _Step:
-        contexts = [_VisibleContext(chunk, window, self.block_size) for chunk in batch.chunks]
+    def _prepare(self, batch: Batch, layer: LayerSpec) -> _Step:
+        contexts = [_VisibleContext(chunk, layer, self.block_size) for chunk in batch.chunks]
         single = contexts[: batch.num_single]
         buckets = [self._bucket(single[a:b]) for a, b in _bucket_bounds([v.width for v in single], self.block_size)]
         return _Step(buckets, [self._prefill(context) for context in contexts[batch.num_single :]])
@@ -138,7 +140,7 @@ class TorchPagedAttention(AttentionBackend):
 
     def _prefill(self, context: _VisibleContext) -> _Prefill:
         chunk = context.chunk
-        plain = chunk.start == 0 and not 0 < context.window < chunk.num_queries
+        plain = chunk.start == 0 and context.layer.first_visible(chunk.end - 1) <= 0
         blocks = None if chunk.start == 0 else self.put(np.ascontiguousarray(context.blocks))
         bias = None if plain else self._bias(context)
         return _Prefill(chunk.first, chunk.num_queries, blocks, chunk.end - context.base, bias)
@@ -147,39 +149,33 @@ class TorchPagedAttention(AttentionBackend):
         chunk = context.chunk
         query_positions = torch.arange(chunk.start, chunk.end, device=self.device)[:, None]
         key_positions = torch.arange(context.base, chunk.end, device=self.device)[None, :]
-        masked = key_positions > query_positions
-        if context.window:
-            masked |= key_positions <= query_positions - context.window
+        masked = (key_positions > query_positions) | (key_positions < context.layer.first_visible(query_positions))
         bias = torch.zeros(masked.shape, dtype=self.dtype, device=self.device)
         return bias.masked_fill_(masked, float("-inf"))
 
     # --- once a layer -----------------------------------------------------------------------------------------------
 
-    def _fill(self, blocks: Tensor, layers: Sequence[int]) -> None:
-        for layer in layers:
-            self._keys[layer].index_fill_(1, blocks, 0)
-            self._values[layer].index_fill_(1, blocks, 0)
-
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        if self._fresh.numel():
-            self._fill(self._fresh, (layer,))
         spec = self.layers[layer]
         shape = (spec.num_kv_heads, -1, spec.head_dim)
-        self._keys[layer].view(shape).index_copy_(1, self._cells, key.transpose(0, 1))
-        self._values[layer].view(shape).index_copy_(1, self._cells, value.transpose(0, 1))
+        written = (self._keys[layer], key), (self._values[layer], value)
+        for pool, new in written[: 1 if spec.value_dim else 2]:
+            if self._fresh.numel():
+                pool.index_fill_(1, self._fresh, 0)
+            pool.view(shape).index_copy_(1, self._cells, new.transpose(0, 1))
 
     def _gather(self, layer: int, blocks: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Gather keys and values of `blocks`. Returns views of `shape` into buffers, valid until the next call."""
-        pools = self._keys[layer], self._values[layer]
-        heads, _, size = pools[0].shape
+        keys, values, value_dim = self._keys[layer], self._values[layer], self.layers[layer].value_dim
+        heads, _, size = keys.shape
         needed = heads * blocks.numel() * size
         if self._gather_buffers[0].numel() < needed:
             self._gather_buffers = [torch.empty(needed, dtype=self.dtype, device=self.device) for _ in range(2)]
-        k, v = (
+        gathered = [
             torch.index_select(pool, 1, blocks, out=buffer[:needed].view(heads, blocks.numel(), size)).view(shape)
-            for pool, buffer in zip(pools, self._gather_buffers, strict=True)
-        )
-        return k, v
+            for pool, buffer in zip((keys,) if value_dim else (keys, values), self._gather_buffers, strict=False)
+        ]
+        return gathered[0], gathered[-1][..., : value_dim or None]
 
     def _attend_bucket(self, layer: int, bucket: _Bucket, query: Tensor) -> Tensor:
         spec = self.layers[layer]
@@ -189,18 +185,18 @@ class TorchPagedAttention(AttentionBackend):
         sinks = None if spec.sinks is None else spec.sinks.view(heads, 1, group, 1)
         weights = _softmax(spec, torch.matmul(q * spec.scaling, k.transpose(-1, -2)), bucket.masked, sinks)
         attended = torch.matmul(weights.to(v.dtype), v)  # [heads, count, group, dim]
-        return attended.transpose(0, 1).reshape(bucket.num_rows, spec.num_heads, dim)
+        return attended.transpose(0, 1).reshape(bucket.num_rows, spec.num_heads, -1)
 
 
 class _VisibleContext:
-    """The part of a chunk's context inside its window, in whole blocks."""
+    """The part of a chunk's context that its layer sees, in whole blocks."""
 
-    __slots__ = ("base", "blocks", "chunk", "low", "width", "window")
+    __slots__ = ("base", "blocks", "chunk", "layer", "low", "width")
 
-    def __init__(self, chunk: Chunk, window: int, block_size: int) -> None:
+    def __init__(self, chunk: Chunk, layer: LayerSpec, block_size: int) -> None:
         self.chunk = chunk
-        self.window = window
-        self.low = max(0, chunk.start - window + 1) if window else 0  # first position visible to the first query
+        self.layer = layer
+        self.low = max(0, layer.first_visible(chunk.start))  # first position visible to the first query
         first_block = self.low // block_size
         self.base = first_block * block_size
         self.blocks = chunk.blocks[first_block:]
@@ -241,7 +237,7 @@ def _attend_chunk(spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor, bi
     q = query.transpose(0, 1).view(heads, group, count, dim)  # batch: KV heads; heads: the group
     k = key[:, None].expand(-1, group, -1, -1)  # stride 0: no copies
     v = value[:, None].expand(-1, group, -1, -1)
-    if spec.softcap or spec.sinks is not None:
+    if spec.softcap or spec.sinks is not None or spec.value_dim:
         attended = _attend_with_softmax(spec, q, k, v, bias)
     else:
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, scale=spec.scaling)
@@ -249,7 +245,10 @@ def _attend_chunk(spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor, bi
 
 
 def _attend_with_softmax(spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """Attend with softcap or sinks, which SDPA lacks, in slices of queries that bound the size of the scores."""
+    """Attend with softcap or sinks, which SDPA lacks, in slices of queries that bound the size of the scores.
+
+    So with latent attention: for values of another width than keys, SDPA holds all scores at once.
+    """
     heads, group, count, _ = q.shape
     context = k.shape[2]
     masked = _causal_mask(count, context, q.device) if bias is None else bias != 0

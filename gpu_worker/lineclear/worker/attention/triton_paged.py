@@ -23,7 +23,7 @@ from torch import Tensor
 from lineclear.wire.messages import BlockCopy
 from lineclear.worker.staging import to_device
 
-from .base import AttentionBackend, Batch
+from .base import AttentionBackend, Batch, value_pools
 
 SPLIT_KEYS = 512
 """Positions of one split of a decode's context."""
@@ -55,8 +55,8 @@ def attend_kernel(
     query, keys, values, out, tiles, blocks, sinks, partial, maxima, sums,
     scaling, softcap, query_token, query_head, num_splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend the queries of one tile, for one KV head and, with SPLIT, for one split of the context.
 
@@ -73,6 +73,8 @@ def attend_kernel(
     low = 0
     if WINDOW:
         low = tl.maximum(start - WINDOW + 1, 0)
+    if CHUNK:
+        low = start // CHUNK * CHUNK
     if SPLIT:
         low = tl.maximum(low, split * SPLIT)
         end = tl.minimum(end, (split + 1) * SPLIT)
@@ -109,6 +111,8 @@ def attend_kernel(
         visible = is_key[None, :] & (places[None, :] <= positions[:, None])
         if WINDOW:
             visible &= places[None, :] > positions[:, None] - WINDOW
+        if CHUNK:
+            visible &= places[None, :] // CHUNK == positions[:, None] // CHUNK
         scores = tl.where(visible, scores * 1.4426950408889634, float("-inf"))
         highest = tl.maximum(maximum, tl.max(scores, 1))
         shift = tl.where(highest == float("-inf"), 0.0, highest)
@@ -207,24 +211,24 @@ class TritonPagedAttention(AttentionBackend):
         num_cells = self.num_blocks * self.block_size
         shapes = [(num_cells, x.num_kv_heads, x.head_dim) for x in self.layers]
         self._keys = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        self._values = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        self._values, self._pools = value_pools(self.layers, self._keys)
         self._shapes = [Shape.of(x.num_heads // x.num_kv_heads, x.head_dim, self.dtype) for x in self.layers]
 
     def zero(self, blocks: Sequence[int]) -> None:
         indices = to_device(np.array(blocks, np.int64), self.device)
-        for pool in (*self._keys, *self._values):
+        for pool in self._pools:
             pool.view(self.num_blocks, -1).index_fill_(0, indices, 0)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         pairs = [np.array(copies, np.int64)[:, [at]] * self.block_size + np.arange(self.block_size) for at in (0, 1)]
         copied = np.arange(self.block_size) < np.array(copies, np.int64)[:, [2]]
         sources, targets = (to_device(cells[copied], self.device) for cells in pairs)
-        for pool in (*self._keys, *self._values):
+        for pool in self._pools:
             pool.index_copy_(0, targets, pool.index_select(0, sources))
 
     @property
     def block_views(self) -> Sequence[Tensor]:
-        return [pool.view(self.num_blocks, -1) for pool in (*self._keys, *self._values)]
+        return [pool.view(self.num_blocks, -1) for pool in self._pools]
 
     def start_step(self, batch: Batch) -> None:
         self._cells = self.put(batch.cells)
@@ -246,13 +250,16 @@ class TritonPagedAttention(AttentionBackend):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         shape, prefills = self._shapes[layer], self._prefills[self._shapes[layer].queries]
+        value_dim = self.layers[layer].value_dim
+        if value_dim:
+            value = key
         _launch_write(key, value, self._keys[layer], self._values[layer], self._cells)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if len(self._decodes.table):
             self._attend(layer, query, out, self._decodes, shape.decode_rows)
         if len(prefills.table):
             self._attend(layer, query, out, prefills, shape.rows)
-        return out
+        return out[..., :value_dim] if value_dim else out
 
     def _attend(self, layer: int, query: Tensor, out: Tensor, tiles: _Tiles, rows: int) -> None:
         spec, shape = self.layers[layer], self._shapes[layer]
@@ -271,6 +278,7 @@ class TritonPagedAttention(AttentionBackend):
             BLOCK_SIZE=self.block_size,
             SPLIT=split,
             WINDOW=spec.window,
+            CHUNK=spec.chunk,
             HAS_SOFTCAP=spec.softcap > 0,
             HAS_SINKS=spec.sinks is not None,
             num_warps=shape.num_warps(rows),

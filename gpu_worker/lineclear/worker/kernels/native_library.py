@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 512
 AUTO, NONE = "auto", "none"
 """Names that `choose` accepts besides those of libraries: the best library, or none."""
 
-_ABI = 13
+_ABI = 14
 _FOLDER = Path(__file__).parent
 _INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 FUNCTIONS: dict[str, list[Any]] = {

@@ -374,7 +374,7 @@ extern "C" {
 // One layer: `_Layer` in attention/cpu_native.py mirrors it. All arrays are contiguous. element: 0 fp32,
 // 1 bf16.
 struct LineclearLayer {
-  int64_t element, block_size, num_heads, num_kv_heads, head_dim, block_stride, window;
+  int64_t element, block_size, num_heads, num_kv_heads, head_dim, block_stride, window, chunk;
   float scaling, softcap;
   void *k_pool, *v_pool;
   const float* sinks;           // [num_heads] or null
@@ -444,6 +444,7 @@ class WorkQueue {
 
   // First position that the query at `position` sees.
   int64_t low(int64_t position) const {
+    if (layer_.chunk > 0) return position / layer_.chunk * layer_.chunk;
     return layer_.window > 0 && position >= layer_.window ? position + 1 - layer_.window : 0;
   }
 
@@ -527,7 +528,7 @@ void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* quer
 extern "C" {
 
 // Raised with every change to a struct or an exported function; native_library.py refuses libraries with another number.
-int64_t lineclear_abi(void) { return 13; }
+int64_t lineclear_abi(void) { return 14; }
 
 // Queries of a work item. `num_items` of a batch counts the items of all chunks for one KV head.
 int64_t lineclear_queries_per_item(int64_t num_heads, int64_t num_kv_heads) {
