@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from e2e.transformers_answers import generated
-from support.families import CONFIGS, RECURRENT_CONFIGS, VOCAB_SIZE, tiny_model
+from support.families import CONFIGS, FURTHER_CONFIGS, RECURRENT_CONFIGS, VOCAB_SIZE, tiny_model
 from support.graphs import recorded
 from support.inprocess import InProcess
 from torch import Tensor
@@ -58,7 +58,10 @@ def prompts() -> list[tuple[int, ...]]:
     return [tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length)) for length in PROMPT_LENS]
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS), name="family")
+FAMILIES = [*sorted(CONFIGS), *(pytest.param(x, marks=pytest.mark.exhaustive) for x in sorted(FURTHER_CONFIGS))]
+
+
+@pytest.fixture(scope="module", params=FAMILIES, name="family")
 def make_family(request: pytest.FixtureRequest) -> Family:
     asked = [greedy(f"greedy-{i}", prompt) for i, prompt in enumerate(prompts())]
     expected = generated(tiny_model(request.param), asked, eos_token_id=2)
@@ -168,4 +171,4 @@ def test_with_decode_steps_from_graphs(family: Family, monkeypatch: pytest.Monke
 
 
 def test_every_verified_family_is_tested() -> None:
-    assert set(CONFIGS | RECURRENT_CONFIGS) == VERIFIED  # the latter in test_recurrent_families.py
+    assert set(CONFIGS | FURTHER_CONFIGS | RECURRENT_CONFIGS) == VERIFIED  # the last in test_recurrent_families.py

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import CONFIGS, CONTEXT, RECURRENT_CONFIGS, VOCAB_SIZE, WIDE, tiny_model
+from support.families import CONFIGS, CONTEXT, FURTHER_CONFIGS, RECURRENT_CONFIGS, VOCAB_SIZE, WIDE, tiny_model
 from support.inprocess import Failure, InProcess
 
 from lineclear.errors import NonFiniteLogits
@@ -86,7 +86,7 @@ def check(server: InProcess, model: Any, tolerance: float, same_tokens: bool = T
         if same_tokens:
             top_ids = torch.tensor([value for event in tops for value in event.scores.top_ids]).view(-1, NUM_TOP)
             assert torch.equal(top_ids, expected[:-1].topk(NUM_TOP).indices)
-        hidden = getattr(model, model.base_model_prefix)(ids).last_hidden_state[0].float()
+        hidden = model.get_decoder()(ids).last_hidden_state[0].float()
         for k, (kind, dimensions, normalize) in enumerate(POOLINGS):
             wanted = hidden[-1] if kind is LAST else hidden.mean(dim=0)
             wanted = wanted[: dimensions or None]
@@ -96,11 +96,17 @@ def check(server: InProcess, model: Any, tolerance: float, same_tokens: bool = T
     assert worst < tolerance
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS | RECURRENT_CONFIGS))
+@pytest.mark.parametrize(
+    "family",
+    [
+        *sorted(CONFIGS | RECURRENT_CONFIGS),
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in sorted(FURTHER_CONFIGS)),
+    ],
+)
 def test_each_family(family: str) -> None:
     model = tiny_model(family)
     loaded = wrap_model(tiny_model(family), max_model_len=CONTEXT)
-    cache = family in CONFIGS  # snapshots of states have tests of their own
+    cache = family not in RECURRENT_CONFIGS  # snapshots of states have tests of their own
     tolerance = EXACT if cache else EXACT_STATE
     check(serve(loaded, requests(), prefix_cache=cache), model, tolerance)
     check(serve(loaded, requests(), target_batch_tokens=24, prefix_cache=cache), model, tolerance)

@@ -58,10 +58,10 @@ CONFIGS: dict[str, tuple[dict[str, Any] | bytes, list[str]]] = {
     "unknown type": ({"model_type": "hyperion9"}, ["model_type hyperion9, which transformers", "install a newer one"]),
     "misspelt type": ({"model_type": "quen2"}, ["model_type quen2, which transformers", "is it qwen2?"]),
     "code of its own": (remote("mine"), ["needs code of its own (auto_map in config.json)", "is never run"]),
-    "latent attention": ({"model_type": "deepseek_v3"}, ["is of the type deepseek_v3, which has multi-head latent"]),
-    "chunked layers": (
-        {"model_type": "llama4_text", "layer_types": ["chunked_attention", "full_attention"]},
-        ["has layers of type chunked_attention, which are not supported"],
+    "positions in the mask": ({"model_type": "bloom"}, ["is of the type bloom, which has ALiBi"]),
+    "indexed layers": (
+        {"model_type": "dots3_note", "layer_types": ["indexed_attention", "full_attention"]},
+        ["has layers of type indexed_attention, which are not supported"],
     ),
     "gptq": (quantized("gptq", bits=3), ["is quantized (GPTQ, 3 bits)", "neither 4 nor 8", "-- --quantization int8"]),
     "gptq of a third form": (quantized("gptq", bits=4, checkpoint_format="marlin"), ["checkpoint_format marlin"]),
@@ -129,6 +129,8 @@ def test_broken_weights_are_refused_by_name(weights: bytes, says: str, tmp_path:
         {"model_type": "llama"},
         {"model_type": "nemotron", "architectures": ["NemotronForCausalLM"]},  # not verified: a warning of the worker
         {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}},
+        {"model_type": "llama4_text", "layer_types": ["chunked_attention", "full_attention"]},
+        {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
         {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True},
         LLAMA | {"auto_map": {"AutoConfig": "mine.MyConfig"}},  # code that is not needed
         LLAMA | {"layer_types": ["full_attention", "sliding_attention"]},

@@ -109,6 +109,136 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 """A configuration for each verified family, with windows, caps and scales that matter in a short test."""
 
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+}
+_SLIDING: dict[str, Any] = {
+    "sliding_window": _WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+_SCALED: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "llama_4_scaling_beta": 0.5,
+    "original_max_position_embeddings": 7,
+}
+_GROUPS: dict[str, Any] = _ROUTED | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_MULTIPLIERS: dict[str, Any] = {
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+}
+
+FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
+    "afmoe": _with(
+        tf.AfmoeConfig, **_EXPERTS, **_SLIDING, head_dim=8, num_shared_experts=1, route_scale=1.5, mup_enabled=True
+    ),
+    "apertus": _with(tf.ApertusConfig),
+    "arcee": _with(tf.ArceeConfig),
+    "axk1": _with(tf.AXK1Config, **_LATENT, **_GROUPS),
+    "bitnet": _with(tf.BitNetConfig),
+    "cohere2": _with(tf.Cohere2Config, **_SLIDING, logit_scale=0.5),
+    "cwm": _with(tf.CwmConfig, **_SLIDING, head_dim=8),
+    "deepseek_v2": _with(tf.DeepseekV2Config, **_LATENT, **_GROUPS, topk_method="group_limited_greedy"),
+    "deepseek_v3": _with(tf.DeepseekV3Config, **_LATENT, **_GROUPS),
+    "dots1": _with(tf.Dots1Config, **_ROUTED, sliding_window=_WINDOW, max_window_layers=1, first_k_dense_replace=1),
+    "ernie4_5_moe": _with(
+        tf.Ernie4_5_MoeConfig, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1, moe_intermediate_size=32
+    ),
+    "exaone_moe": _with(tf.ExaoneMoeConfig, **_EXPERTS, **_SLIDING),
+    "flex_olmo": _with(tf.FlexOlmoConfig, num_experts=4, num_experts_per_tok=2),
+    "gemma": _with(tf.GemmaConfig, head_dim=8),
+    "gemma4_text": _with(
+        tf.Gemma4TextConfig,
+        **_SLIDING,
+        head_dim=8,
+        global_head_dim=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        final_logit_softcapping=20.0,
+    ),
+    "glm": _with(tf.GlmConfig, head_dim=8),
+    "glm4_moe": _with(tf.Glm4MoeConfig, **_ROUTED, head_dim=8, use_qk_norm=True),
+    "glm4_moe_lite": _with(tf.Glm4MoeLiteConfig, **_LATENT, **_ROUTED),
+    "granitemoe": _with(tf.GraniteMoeConfig, **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2),
+    "granitemoeshared": _with(
+        tf.GraniteMoeSharedConfig,
+        **_MULTIPLIERS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=32,
+    ),
+    "helium": _with(tf.HeliumConfig, head_dim=8),
+    "hunyuan_v1_dense": _with(tf.HunYuanDenseV1Config, head_dim=8),
+    "hunyuan_v1_moe": _with(tf.HunYuanMoEV1Config, head_dim=8, num_experts=4, moe_topk=2),
+    "hyperclovax": _with(tf.HyperCLOVAXConfig, **_MULTIPLIERS),
+    "jais2": _with(tf.Jais2Config),
+    "jetmoe": _with(tf.JetMoeConfig, kv_channels=8, num_local_experts=4, num_experts_per_tok=2),
+    "llama4_text": _with(
+        tf.Llama4TextConfig,
+        head_dim=8,
+        attention_chunk_size=_WINDOW,
+        floor_scale=7,
+        attn_scale=0.5,
+        no_rope_layer_interval=2,
+        interleave_moe_layer_step=2,
+        intermediate_size_mlp=64,
+        num_local_experts=4,
+    ),
+    "longcat_flash": _with(
+        tf.LongcatFlashConfig,
+        **_LATENT,
+        num_hidden_layers=4,
+        head_dim=8,
+        ffn_hidden_size=64,
+        expert_ffn_hidden_size=32,
+        n_routed_experts=4,
+        zero_expert_num=2,
+        moe_topk=2,
+    ),
+    "mimo_v2_flash": _with(
+        tf.MiMoV2FlashConfig, **_ROUTED, **_SLIDING, num_attention_heads=8, head_dim=12, v_head_dim=8
+    ),
+    "minicpm3": _with(tf.MiniCPM3Config, **_LATENT, scale_emb=3, dim_model_base=24),
+    "minimax_m2": _with(tf.MiniMaxM2Config, head_dim=8, rotary_dim=4, num_local_experts=4, num_experts_per_tok=2),
+    "ministral": _with(tf.MinistralConfig, **_SLIDING, head_dim=8),
+    "ministral3": _with(tf.Ministral3Config, head_dim=8, rope_parameters=_SCALED),
+    "nanochat": _with(tf.NanoChatConfig, final_logit_softcapping=5.0),
+    "nemotron": _with(tf.NemotronConfig),
+    "olmo": _with(tf.OlmoConfig, clip_qkv=2.0),
+    "olmo3": _with(tf.Olmo3Config, **_SLIDING),
+    "olmoe": _with(tf.OlmoeConfig, num_experts=4, num_experts_per_tok=2, clip_qkv=2.0),
+    "persimmon": _with(tf.PersimmonConfig),
+    "phimoe": _with(tf.PhimoeConfig, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": _with(tf.Qwen2MoeConfig, **_EXPERTS, shared_expert_intermediate_size=32),
+    "seed_oss": _with(tf.SeedOssConfig, head_dim=8),
+    "solar_open": _with(tf.SolarOpenConfig, **_ROUTED, head_dim=8),
+    "vaultgemma": _with(
+        tf.VaultGemmaConfig,
+        **_SLIDING,
+        head_dim=8,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=20.0,
+    ),
+    "youtu": _with(tf.YoutuConfig, **_LATENT),
+}
+"""The same for families of which `make test` runs one test; `make test-exhaustive` runs all."""
+
 _MAMBA2: dict[str, Any] = {
     "mamba_n_heads": 6,
     "mamba_d_head": 16,
@@ -125,7 +255,6 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
 }
-_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _SHARED_EXPERT: dict[str, Any] = _EXPERTS | {"shared_expert_intermediate_size": 32}
 _CONVOLUTIONS: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 _WITHOUT_ATTENTION: dict[str, Any] = {
@@ -205,7 +334,7 @@ RECURRENT_CONFIGS: dict[str, Callable[[], Any]] = {
 
 def tiny_config(family: str) -> Any:
     """Return a new configuration of `family`, which the caller may change."""
-    return (CONFIGS | RECURRENT_CONFIGS)[family]()
+    return (CONFIGS | FURTHER_CONFIGS | RECURRENT_CONFIGS)[family]()
 
 
 def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -214,7 +343,11 @@ def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, *
     config = tiny_config(family)
     for name, value in changes.items():
         setattr(config, name, value)
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return make_distinct(tf.AutoModelForCausalLM.from_config(config, dtype=dtype))
+
+
+def make_distinct(model: Any) -> Any:
+    """Give the model random weights that tell its logits apart, and no training."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Biases and sinks are zero by default, so a loader that drops them would pass.

@@ -33,4 +33,5 @@ EXHAUSTIVE = {
     "worker/test_triton_kernels.py": {"80", "100"},
     "worker/test_quantized_checkpoints.py": {"gemma3_text", "qwen2", "qwen3"},
 }
-"""By file, the families and GPUs left to `make test-exhaustive`. Another one there runs the same code of ours."""
+"""By file, the families and GPUs left to `make test-exhaustive`. Another one there runs the same code of ours.
+So are those of FURTHER_CONFIGS, which the tests mark themselves."""

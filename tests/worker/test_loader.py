@@ -85,7 +85,7 @@ def test_length_dependent_rope_limits_the_context() -> None:
 
 def test_unverified_family_logs_a_warning() -> None:
     with capture_logs() as lines:
-        assert wrap_model(from_config(tiny(tf.NemotronConfig))).family == "nemotron"
+        assert wrap_model(from_config(tiny(tf.BioGptConfig))).family == "biogpt"
     assert [line["event"] for line in lines] == ["model_family_not_verified"]
 
 
@@ -179,26 +179,23 @@ def bidirectional() -> Any:
     return config
 
 
-LATENT = {
+SPARSE = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
-    "first_k_dense_replace": 1, "num_key_value_heads": 4,
-}  # fmt: skip
-CHUNKED = {
-    "intermediate_size_mlp": 64, "head_dim": 12, "num_hidden_layers": 4, "num_local_experts": 2,
-    "attention_chunk_size": 16,
+    "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16,
 }  # fmt: skip
 CUSTOM = "0 of the model's 2 layers call the attention interface|has a custom attention"
 UNREAD = {
     "falcon": (tiny(tf.FalconConfig), CUSTOM),
     "bloom": (tiny(tf.BloomConfig, n_layer=2, n_head=4), CUSTOM),
     "gptj": (tiny(tf.GPTJConfig, n_embd=48, n_layer=2, n_head=4, n_positions=64, rotary_dim=4), CUSTOM),
-    "deepseek_v3": (tiny(tf.DeepseekV3Config, **LATENT), "heads of unequal size .*multi-head latent attention"),
+    "mpt": (tf.MptConfig(vocab_size=VOCAB_SIZE, d_model=48, n_heads=4, n_layers=2), CUSTOM),
 }
 """Types that the check of config.json refuses without a look at the model, and what the probe says of them."""
 REFUSED = [
     *UNREAD.values(),
-    (tiny(tf.Llama4TextConfig, **CHUNKED), "layers of type chunked_attention are not supported"),
+    (tiny(tf.DeepseekV32Config, **SPARSE), r"sparse attention \(DeepSeek Sparse Attention\)"),
+    (tiny(tf.DiffLlamaConfig), "an attention module computes more than once, .* differential attention"),
     (tiny(tf.MiniMaxConfig, num_local_experts=2), "layers of type MiniMaxLightningAttention are not supported"),
     (
         tf.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=48, num_hidden_layers=2),

@@ -296,3 +296,16 @@ def test_adapter_of_another_model_is_refused(adapters: Callable[[str], list[Path
     small = ModelRunner(wrap_model(tiny_model("llama")), RunnerOptions(num_blocks=8))
     with pytest.raises(AdapterFilesRefused, match=r"features in the adapter, and \d+ to \d+ in the model"):
         small.load_adapter(1, adapter_files.read(first, 16).key, str(first))
+
+
+def test_adapter_of_an_absorbed_matrix_is_refused(tmp_path: Path) -> None:
+    """Latent attention does not call `kv_b_proj`; the other layers of the same attention are adapted."""
+    refused = save_adapter(tiny_model("youtu"), tmp_path / "refused", 1, ["kv_b_proj"])
+    taken = save_adapter(tiny_model("youtu"), tmp_path / "taken", 1, ["q_b_proj", "kv_a_proj_with_mqa", "o_proj"])
+    runner = ModelRunner(wrap_model(tiny_model("youtu")), RunnerOptions(num_blocks=64, block_size=4))
+    with pytest.raises(AdapterFilesRefused, match=r"no linear layer model.layers.0.self_attn.kv_b_proj that can be"):
+        runner.load_adapter(1, adapter_files.read(refused, 16).key, str(refused))
+    server = InProcess(runner, CoreLimits(prefix_cache=False))
+    key, prompt = server.load_adapter(taken), tuple(range(5, 22))
+    request = Request("adapted", prompt, Sampling(), 8, adapter=key)
+    assert server.serve([request])["adapted"] == peft_answer(lambda: tiny_model("youtu"), taken, prompt, 8)

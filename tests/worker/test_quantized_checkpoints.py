@@ -40,6 +40,7 @@ CASES = [
     *((name, "mixtral") for name in ("gptq4-sym-v1", "awq-gemm", "fp8-block")),
     *((name, "qwen3_moe") for name in ("gptq4-asym-v1-act", "packed4-sym-group", "fp8-tensor")),
     ("mxfp4", "gpt_oss"),
+    ("fp8-block", "deepseek_v3"),
 ]
 
 

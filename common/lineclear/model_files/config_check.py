@@ -29,13 +29,16 @@ _ENCODER_HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassific
 _MEDIA = ("vision", "image", "audio", "video", "speech")
 UNSUPPORTED = {
     "bloom": "ALiBi, positions in the attention mask",
-    "deepseek_v3": "multi-head latent attention",
     "falcon": "an attention of its own",
     "gptj": "an attention of its own",
+    "mpt": "ALiBi, positions in the attention mask",
 }
 """Types of transformers that the worker's probe refuses, and what they have that paged attention does not support."""
 _LAYER_TYPES = frozenset(
-    {"full_attention", "sliding_attention", "attention", "linear_attention", "mamba", "conv", "hybrid", "mlp", "moe"}
+    {
+        *("full_attention", "sliding_attention", "chunked_attention", "attention"),
+        *("linear_attention", "mamba", "conv", "hybrid", "mlp", "moe"),
+    }
 )
 
 

@@ -157,8 +157,13 @@ class AdapterSet:
 
 
 def _adaptable(model: Any) -> dict[str, nn.Linear]:
-    """Return the linear layers of the decoder layers by path: neither embeddings nor the output layer."""
+    """Return the linear layers of the decoder layers by path: neither embeddings nor the output layer.
+
+    Nor those that latent attention absorbs: they are not called.
+    """
     head = model.get_output_embeddings()
     return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not name.endswith(".kv_b_proj")
     }

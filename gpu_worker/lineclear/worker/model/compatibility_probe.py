@@ -8,7 +8,7 @@ blocks are compared with those of the model's own attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from lineclear.worker.attention.base import Chunk, LayerSpec, pack_chunks
 from lineclear.worker.attention.reference import ReferenceAttention
 from lineclear.worker.quantization.modules import quantized_bytes
 
+from .attention_layers import expand_again, is_latent, latent_spec, tell_positions
 from .loaded_model import LoadedModel, ModelRefused, forward, use_attention, use_paged_attention
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 0.05, torc
 A lost mask, bias or state causes an error of the size of the logits."""
 
 _CAPTURING = "lineclear_probe"
-_ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 _RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})
 """transformers' general names for layers with a recurrent state; a hybrid one has attention beside it."""
 _STATELESS = frozenset({"mlp", "moe"})
@@ -53,7 +54,11 @@ def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
     """
     config = model.config.get_text_config()
     _check_config(config)
+    if any("Indexer" in type(module).__name__ for module in model.modules()):
+        raise ModelRefused("sparse attention (DeepSeek Sparse Attention), whose indexer chooses keys, is not supported")
     kinds, calls = _layer_kinds(config), list[_Call]()
+    expand_again(model)
+    tell_positions(model)
     recurrent = _recurrent_layers(model, kinds)
     ids, positions = _input(config, next(model.parameters()).device)
     expected = sum(kind not in _WITHOUT_ATTENTION for kind in kinds)
@@ -61,13 +66,16 @@ def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
         use_attention(model, _CAPTURING, _capture_calls(calls))
     kept = forward(model, ids, positions, logits_to_keep=torch.tensor([1, 3], device=ids.device))
     if len({id(call.module) for call in calls}) != len(calls):
-        raise ModelRefused("layers share one attention module, so their keys and values cannot be separated")
+        raise ModelRefused(
+            "an attention module computes more than once, as in layers that share it or in differential attention, so"
+            " its keys and values cannot be separated"
+        )
     if len(calls) != expected:
         raise ModelRefused(
             f"only {len(calls)} of the model's {expected} layers call the attention interface;"
             f" the others would not use the KV cache"
         )
-    _check_windows([kind for kind in kinds if kind not in _WITHOUT_ATTENTION], calls)
+    _check_windows([kind for kind in kinds if kind not in _WITHOUT_ATTENTION], calls, config)
     vocab_size = int(kept.shape[-1])
     if model.get_input_embeddings().weight.shape[0] < vocab_size:
         raise ModelRefused("the model can sample tokens that it has no embedding for")
@@ -157,9 +165,7 @@ def _input(config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _check_config(config: Any) -> None:
     """Refuse configured features that a probe of a few tokens cannot show."""
-    if getattr(config, "attention_chunk_size", None):
-        raise ModelRefused("layers of type chunked_attention are not supported, only full and sliding-window attention")
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # Gemma 4: images only
         raise ModelRefused("the model attends to later tokens too, and a decoder cannot")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused("encoder-decoder models are not supported")
@@ -170,7 +176,9 @@ def _layer_kinds(config: Any) -> list[str]:
     if kinds := getattr(config, "layer_types", None):
         return list(kinds)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    return ["sliding_attention" if window else "full_attention"] * int(config.num_hidden_layers)
+    chunk = getattr(config, "attention_chunk_size", None)
+    kind = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+    return [kind] * int(config.num_hidden_layers)
 
 
 def _recurrent_layers(model: Any, kinds: Sequence[str]) -> tuple[RecurrentLayer, ...]:
@@ -212,7 +220,7 @@ def _capture_calls(calls: list[_Call]) -> Callable[..., tuple[Tensor, None]]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
     ) -> tuple[Tensor, None]:
         calls.append(_Call(module, _layer_spec(module, query, key, value, attention_mask, arguments)))
-        return torch.zeros_like(query.transpose(1, 2)), None
+        return value.new_zeros(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
 
     return capture
 
@@ -233,14 +241,14 @@ def _layer_spec(
         raise ModelRefused(f"the model's attention needs {what}, which paged attention does not support")
     if arguments.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ModelRefused("an attention layer is not causal")
-    if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+    if query.shape[-1] != key.shape[-1] or value.shape[-1] > key.shape[-1]:
         raise ModelRefused(
-            f"heads of unequal size (query {query.shape[-1]}, key {key.shape[-1]}, value {value.shape[-1]}), as in"
-            f" multi-head latent attention, are not supported"
+            f"heads of unequal size (query {query.shape[-1]}, key {key.shape[-1]}, value {value.shape[-1]}) are not"
+            " supported"
         )
     scaling = arguments.get("scaling")
     head_dim = int(query.shape[-1])
-    return LayerSpec(
+    spec = LayerSpec(
         num_heads=int(query.shape[1]),
         num_kv_heads=int(key.shape[1]),
         head_dim=head_dim,
@@ -249,11 +257,17 @@ def _layer_spec(
         softcap=float(arguments.get("softcap") or 0.0),
         sinks=arguments.get("s_aux"),
     )
+    return latent_spec(module, spec) if is_latent(module) else spec
 
 
-def _check_windows(kinds: Sequence[str], calls: list[_Call]) -> None:
-    """Refuse layers whose sliding window is only in the mask: it would be lost, and a short probe cannot show it."""
+def _check_windows(kinds: Sequence[str], calls: list[_Call], config: Any) -> None:
+    """Refuse layers whose sliding window is only in the mask: it would be lost, and a short probe cannot show it.
+
+    Chunks are always only in the mask, so their length is taken from the configuration.
+    """
     for kind, call in zip(kinds, calls, strict=True):
+        if kind == "chunked_attention":
+            call.spec = replace(call.spec, chunk=int(config.attention_chunk_size))
         if kind == "sliding_attention" and not call.spec.window:
             raise ModelRefused("a layer with a sliding window does not pass it to its attention, so it would be lost")
 

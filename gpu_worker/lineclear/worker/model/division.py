@@ -137,7 +137,8 @@ class _Division:
     def experts(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """Divide each expert by the features between its layers."""
         is_interleaved = self._config.model_type == "gpt_oss"  # [inputs, outputs] with gate and up in turn
-        outputs, inputs = (2, 1) if is_interleaved else (1, 2)
+        is_transposed = is_interleaved or self._config.model_type == "llama4_text"  # [inputs, outputs], gate, then up
+        outputs, inputs = (2, 1) if is_transposed else (1, 2)
         width = own["down_proj"].shape[inputs]
         self._check(width, f"the {width} features inside each expert of {name}")
         piece = self._piece(2 * width, 1 if is_interleaved else 2)

@@ -20,6 +20,8 @@ from lineclear.worker.cpu.fused_decoder import FusedDecoder
 from lineclear.worker.logits import Logits, with_argmax
 from lineclear.worker.staging import to_device
 
+from .attention_layers import attend_by
+
 if TYPE_CHECKING:
     from lineclear.worker.cuda.fused_decoder import CudaFusedDecoder  # imports triton
     from lineclear.worker.recurrent.mixers import RecurrentLayer
@@ -86,7 +88,8 @@ class LoadedModel:
     def attach(self, backend: AttentionBackend, states: RecurrentStates | None = None) -> None:
         """Use `backend` for attention in every layer, and `states` in those with a recurrent state."""
         for index, module in enumerate(self.attention_modules):
-            _attach(module, backend, index)
+            # A plain attribute, not a parameter.
+            module.lineclear_attend = attend_by(module, backend, index)  # type: ignore[assignment]
         for index, layer in enumerate(self.recurrent):
             assert states is not None
             layer.attach(states, index)
@@ -119,16 +122,21 @@ class LoadedModel:
 
         return ModelForward(lambda rows: self._head(output, hidden(rows)), hidden)
 
+    @property
+    def _layers_name(self) -> str:
+        name: str = self.model.base_model_prefix
+        return name if hasattr(self.model, name) else "model"  # Llama 4 has the name of a wrapper
+
     @torch.inference_mode()
     def _layers(self, tokens: Tensor, read_indices: Tensor, positions: Tensor) -> Any:
         input_ids = tokens.index_select(0, read_indices)
-        layers = getattr(self.model, self.model.base_model_prefix)
+        layers = getattr(self.model, self._layers_name)
         return layers(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
 
     @torch.inference_mode()
     def _head(self, output: Any, hidden: Tensor) -> Logits:
         """Return what the model makes of hidden states: its projection, with its own scaling or soft cap."""
-        name = self.model.base_model_prefix
+        name = self._layers_name
         layers, zeros = getattr(self.model, name), torch.zeros(len(hidden), dtype=torch.int64, device=self.device)
         setattr(self.model, name, _ComputedLayers(layers, output, hidden))
         try:
@@ -198,14 +206,9 @@ def use_attention(model: Any, name: str, function: Callable[..., tuple[Tensor, N
         raise ModelRefused(f"{type(model).__name__} has a custom attention that cannot be replaced")
 
 
-def _attach(module: nn.Module, backend: AttentionBackend, index: int) -> None:
-    module.lineclear_attention = (backend, index)  # type: ignore[assignment]  # a plain attribute, not a parameter
-
-
 def _paged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention interface: query [1, heads, tokens, dim] to output [1, tokens, heads, dim]."""
-    backend, index = module.lineclear_attention  # type: ignore[misc]
-    output = backend.attend(index, *(x[0].transpose(0, 1) for x in (query, key, value)))
+    output = module.lineclear_attend(*(x[0].transpose(0, 1) for x in (query, key, value)))  # type: ignore[operator]
     return output[None], None
