@@ -47,9 +47,9 @@ CONFIGS: dict[str, tuple[dict[str, Any] | bytes, list[str]]] = {
         {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
         ["is a model for images, audio or video (ViTForImageClassification)"],
     ),
-    "image and text": (
-        {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "vision_config": {}},
-        ["is a model for images, audio or video (LlavaForConditionalGeneration)"],
+    "speech and text": (
+        {"model_type": "csm", "architectures": ["CsmForConditionalGeneration"], "audio_config": {}},
+        ["is a model for images, audio or video (CsmForConditionalGeneration)"],
     ),
     "time series": (
         {"model_type": "informer", "architectures": ["InformerForPrediction"]},
@@ -129,6 +129,9 @@ def test_broken_weights_are_refused_by_name(weights: bytes, says: str, tmp_path:
         {"model_type": "llama"},
         {"model_type": "nemotron", "architectures": ["NemotronForCausalLM"]},  # not verified: a warning of the worker
         {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}},
+        {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "vision_config": {}},
+        {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}},
+        {"model_type": "voxtral", "audio_config": {}, "text_config": {"model_type": "llama"}},
         {"model_type": "llama4_text", "layer_types": ["chunked_attention", "full_attention"]},
         {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
         {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True},
@@ -161,6 +164,7 @@ def test_tables_are_those_of_transformers() -> None:
         if type_of[config_class] in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     }
     assert loaded == known.causal & set(CONFIG_MAPPING)
+    assert known.image_text == set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     assert known.sequence_to_sequence >= set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
     assert known.media >= set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 

@@ -27,6 +27,9 @@ _ENCODERS = frozenset(
 )
 _ENCODER_HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _MEDIA = ("vision", "image", "audio", "video", "speech")
+TEXT_TYPES = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+"""Types of transformers for images and text, and those that compute the same for text: there the three positions of a
+token (M-RoPE) are equal."""
 UNSUPPORTED = {
     "bloom": "ALiBi, positions in the attention mask",
     "falcon": "an attention of its own",
@@ -111,7 +114,9 @@ def _of_type(config: dict[str, Any], kind: str) -> str | None:
     if feature := UNSUPPORTED.get(kind):
         return f"is of the type {kind}, which has {feature}: it is not supported"
     known = installed_types()
-    if known is None or kind in known.causal:
+    text = config.get("text_config")
+    text_kind = str(text.get("model_type")) if isinstance(text, dict) else kind
+    if known is None or {kind, text_kind} & known.causal or kind in known.image_text:
         return None
     shown = ", ".join(_architectures(config)) or kind
     if kind not in known.all:
@@ -144,6 +149,8 @@ class InstalledTypes(NamedTuple):
     all: frozenset[str]
     causal: frozenset[str]
     """Those that AutoModelForCausalLM loads."""
+    image_text: frozenset[str]
+    """Those that AutoModelForImageTextToText loads."""
     sequence_to_sequence: frozenset[str]
     media: frozenset[str]
     """Those with a class for images, audio or video."""
@@ -167,6 +174,7 @@ def installed_types() -> InstalledTypes | None:
         package.version,
         _keys("".join(texts)),
         causal,
+        _keys(tables.get("MODEL_FOR_IMAGE_TEXT_TO_TEXT", "")),
         _keys("".join(text for name, text in tables.items() if "SEQ_TO_SEQ" in name or "SEQ_2_SEQ" in name)),
         _keys("".join(text for name, text in tables.items() if any(medium.upper() in name for medium in _MEDIA))),
     )

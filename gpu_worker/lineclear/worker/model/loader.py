@@ -42,6 +42,7 @@ from .compatibility_probe import (
     weight_bytes,
 )
 from .loaded_model import LoadedModel, ModelFilesChanged, ModelRefused
+from .text_backbone import NAMES, auto_class, renamed, text_config
 from .verified_families import VERIFIED
 
 if TYPE_CHECKING:
@@ -282,7 +283,8 @@ def import_model_class(source: str) -> None:
     Reads config.json.
     """
     config = _read_config(model_directory.locate(source))
-    AutoModelForCausalLM._model_mapping[type(config)]
+    config = text_config(config) or config
+    auto_class(config)._model_mapping[type(config)]
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # missing in some releases
 
     get_checkpoint_conversion_mapping(config.model_type)  # type: ignore[no-untyped-call]
@@ -347,13 +349,19 @@ def _read_model(
 ) -> Any:
     """Return the whole model with eager attention, on `device`. Raises ModelRefused."""
     config, is_direct = _read_config(directory), checkpoint is None and _can_read_directly(device)
+    text = text_config(config)
+    if text is not None or auto_class(config) is not AutoModelForCausalLM:
+        log.info("served_for_text_only", type=config.model_type, text_type=config.get_text_config().model_type)
     try:
         if checkpoint is None:
-            model, report = _from_pretrained(directory, config, dtype, device if is_direct else None)
+            model, report = _from_pretrained(
+                directory, text or config, text is not None, dtype, device if is_direct else None
+            )
         else:
             from .quantized_model import quantized_model
 
-            model, report = quantized_model(config, checkpoint, dtype, device)
+            checkpoint = checkpoint if text is None else renamed(checkpoint)
+            model, report = quantized_model(text or config, checkpoint, dtype, device)
             model.generation_config = _generation_config(directory, model)
     except ModelRefused:
         raise
@@ -387,15 +395,17 @@ def _can_read_directly(device: torch.device) -> bool:
 
 
 def _from_pretrained(
-    directory: Path, config: Any, dtype: str | torch.dtype, device_map: torch.device | None
+    directory: Path, config: Any, is_renamed: bool, dtype: str | torch.dtype, device_map: torch.device | None
 ) -> tuple[Any, dict[str, Any]]:
     """Return the model with eager attention, and transformers' report of missing weights.
 
+    `is_renamed`: the checkpoint has more than this model, under other names (text_backbone.py).
     Several threads read from mapped files. `device_map` None: weights in the checkpoint's format stay in the mapping.
     """
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = auto_class(config).from_pretrained(
         directory,
         config=config,
+        key_mapping=NAMES if is_renamed else None,
         dtype=dtype,
         use_safetensors=True,
         trust_remote_code=False,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from lineclear.worker.quantization.checkpoint import Checkpoint, Make
 from lineclear.worker.quantization.modules import (
@@ -24,6 +23,7 @@ from lineclear.worker.quantization.modules import (
 from lineclear.worker.quantization.packed_codes import MatrixBroken
 
 from .loaded_model import ModelRefused
+from .text_backbone import auto_class
 
 _TRANSPOSED_EXPERTS = frozenset({"gpt_oss"})
 """Model types whose experts multiply [inputs, outputs]."""
@@ -36,7 +36,7 @@ def quantized_model(
 
     Raises ModelRefused for a matrix that has no place or is damaged, and errors as `from_pretrained`.
     """
-    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    kind: Any = auto_class(config)._model_mapping[type(config)]
 
     def build(self: Any, *arguments: Any, **others: Any) -> None:
         kind.__init__(self, *arguments, **others)
