@@ -18,8 +18,29 @@ def test_quantization_error_is_at_most_half_a_step(bits: int, levels: int) -> No
     groups = weight.view(6, 2, 32)
     spread = 2 * groups.abs().amax(2) if bits == 8 else groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)
     error = (quantized.dequantized() - weight).view(6, 2, 32).abs()
-    assert (error <= (spread / levels * 0.501)[:, :, None]).all()
+    assert (error <= (quantized.scale * 0.5001)[:, :, None]).all()
     assert error[0].max() > 0
+    steps = spread / levels
+    assert (quantized.scale >= steps * 0.9999).all()
+    assert (quantized.scale <= steps * (1 + 2**-7)).all()  # the next number of bfloat16
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_checkpoints_can_hold_what_quantize_makes(bits: int) -> None:
+    """Scales of bfloat16, and zero points of 4 bits."""
+    weight = torch.randn(50, 96, generator=torch.Generator().manual_seed(1))
+    weight[:10] += 2
+    weight[10:20] -= 2
+    quantized = quantize(weight, bits, 32)
+    assert torch.equal(quantized.scale.bfloat16().float(), quantized.scale)
+    if bits == 8:
+        assert quantized.minimum is None
+        assert quantized.codes.min() >= -127
+        return
+    assert quantized.minimum is not None
+    zero = quantized.minimum / quantized.scale
+    assert set(zero.flatten().tolist()) > {0.0, 15.0}
+    assert set(zero.flatten().tolist()) <= set(map(float, range(16)))
 
 
 def test_elements_are_those_of_the_definition() -> None:

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+_PIECE_ELEMENTS = 1 << 22
+"""Elements of a matrix that are quantized at once, in float32."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedWeight:
@@ -84,20 +87,34 @@ class GroupedWeight:
 def quantize(weight: Tensor, bits: int, group_size: int) -> GroupedWeight:
     """Quantize a matrix [outputs, inputs] by the largest magnitude (8 bits) or the range (4 bits) of each group.
 
-    Raises ValueError if `inputs` is no multiple of `group_size`.
+    Checkpoints can hold the result: scales are bfloat16 numbers, and minima are 0 to 15 times their scales. Raises
+    ValueError if `inputs` is no multiple of `group_size`.
     """
-    outputs, inputs = weight.shape
+    inputs = weight.shape[1]
     if inputs % group_size:
         raise ValueError(f"{inputs} inputs cannot be divided into groups of {group_size}")
-    groups = weight.float().view(outputs, -1, group_size)
+    step = max(1, _PIECE_ELEMENTS // inputs)
+    parts = (weight[start : start + step] for start in range(0, len(weight), step))
+    pieces = [_quantized(part.float().view(len(part), -1, group_size), bits) for part in parts]
+    codes, scale, *minimum = map(torch.cat, zip(*pieces, strict=True))
+    return GroupedWeight(codes, bits, scale, *minimum)
+
+
+def _quantized(groups: Tensor, bits: int) -> tuple[Tensor, ...]:
+    """Return codes and scales, and with 4 bits minima, of [outputs, groups, inputs of a group]."""
     if bits == 8:
-        scale = groups.abs().amax(dim=2) / 127
-        values = (groups / _divisor(scale)).round_().to(torch.int8)
-        return GroupedWeight(values.view(outputs, inputs), 8, scale)
+        scale = _bfloat16_above(groups.abs().amax(dim=2) / 127)
+        return (groups / _divisor(scale)).round_().to(torch.int8).flatten(1), scale
     low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)  # so that 0 lies in the range
-    scale = (high - low) / 15
-    codes = ((groups - low[:, :, None]) / _divisor(scale)).round_().to(torch.uint8).view(outputs, -1, 2)
-    return GroupedWeight(codes[:, :, 0] | codes[:, :, 1] << 4, 4, scale, -low)
+    scale = _bfloat16_above((high - low) / 15)
+    zero = (-low[:, :, None] / _divisor(scale)).round_()
+    codes = (groups / _divisor(scale)).add_(zero).round_().clamp_(0, 15).to(torch.uint8).flatten(1)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scale, zero[:, :, 0] * scale
+
+
+def _bfloat16_above(scale: Tensor) -> Tensor:
+    """Round positive numbers up to those of bfloat16: with a smaller scale, values would not fit."""
+    return ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
 
 
 def _divisor(scale: Tensor) -> Tensor:
