@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +122,25 @@ def test_scaled_rope(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "scaled.gguf"
     model = gguf_files.write(path, "llama", rope_parameters=rope)
     expect_same_answers(loaded_file(path), model)
+
+
+def test_the_cache_has_one_directory_for_each_file(tmp_path: Path) -> None:
+    """Those of changed, moved and removed files go, and what a killed process has left."""
+    cache, (a, b) = tmp_path / "cache" / "lineclear" / "gguf", (tmp_path / "a.gguf", tmp_path / "b.gguf")
+    gguf_files.write(a, "llama")
+    gguf_files.write(b, "llama")
+    old, kept = model_directory.locate(str(a)), model_directory.locate(str(b))
+    assert model_directory.locate(str(a)) == old
+    (unfinished := cache / ".new").mkdir()
+    (killed := cache / ".old").mkdir()
+    os.utime(killed, (0, 0))
+    (cache / "stray").mkdir()
+    gguf_files.write(a, "llama", num_hidden_layers=3)
+    new = model_directory.locate(str(a))
+    assert set(cache.iterdir()) == {new.parent, kept.parent, unfinished}
+    b.rename(tmp_path / "c.gguf")
+    moved = model_directory.locate(str(tmp_path / "c.gguf"))
+    assert set(cache.iterdir()) == {new.parent, moved.parent, unfinished}
 
 
 def test_dtype_is_that_of_the_file(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """A directory as of Hugging Face for a GGUF file: its configuration and tokenizer, and a link to the file.
 
 Everything else then reads a model directory, whatever the weights lie in. It is in the user's cache, under a name that
-follows from its content and the path of the file, and is never changed: another content is another directory.
+follows from its content and the path of the file, and is never changed: another content is another directory. Making
+one removes those of files that are gone or changed, so there is one for each file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,6 +22,8 @@ from .gguf_file import LINK, GgufBroken, GgufHead, read_head
 from .gguf_tokenizer import tokenizer_of
 
 CONFIG = "config.json"
+_UNFINISHED_SECONDS = 3600
+"""A directory that is not finished after that belongs to a process that was killed."""
 
 
 class NoPlace(OSError):
@@ -97,4 +101,19 @@ def _write(directory: Path, path: Path, texts: Mapping[str, str]) -> bool:
         pass  # another process was first, or the disk is full
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    return _is_own(directory)
+    if not _is_own(directory):
+        return False
+    now = directory.stat().st_mtime
+    for other in root.iterdir():
+        with contextlib.suppress(OSError):  # another process removes it, too
+            if other != directory.parent and _is_outdated(other, path, now):
+                shutil.rmtree(other, ignore_errors=True)
+    return True
+
+
+def _is_outdated(made: Path, path: Path, now: float) -> bool:
+    """Return whether the file of a directory is gone, or is that of `path`, which has another directory now."""
+    if made.name.startswith("."):
+        return made.stat().st_mtime < now - _UNFINISHED_SECONDS
+    files = [link.readlink() for link in made.glob(f"*/{LINK}")]
+    return path in files or not any(file.exists() for file in files)
