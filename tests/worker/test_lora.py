@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from support import gguf_files, quantized_checkpoints
 from support.adapters import ALL_LINEAR, peft_answer, save_adapter
 from support.families import WIDE, tiny_model
 from support.inprocess import InProcess
+from support.kernel_variants import needs_kernels
+from transformers import AutoModelForCausalLM
 
 from lineclear.model_files import adapter_files
 from lineclear.model_files.adapter_files import AdapterFilesRefused
@@ -24,7 +29,7 @@ from lineclear.scheduler.core.events import Pooled, Scored
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.wire.messages import Pooling, PoolingKind, Row, Sampling, SlotInit, StepErrorKind, StepPlan
-from lineclear.worker.model.loader import build_fused, to_quantized, wrap_model
+from lineclear.worker.model.loader import build_fused, load, to_quantized, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner_interface import StepFailed
 
@@ -186,6 +191,68 @@ def test_adapter_changes_quantised_and_bf16_models(quantise: bool, tmp_path: Pat
     change = logprobs(torch.float32, path) - logprobs(torch.float32, None)
     rounded = logprobs(torch.bfloat16, path) - logprobs(torch.bfloat16, None)
     torch.testing.assert_close(rounded, change, atol=0.08, rtol=0.1)
+
+
+QUANTIZED = ("gptq4-asym-v1-act", "awq-gemm", "packed4-asym-group", "w8a8", "fp8-block", "gguf")
+
+
+def quantized_model(form: str, folder: Path) -> tuple[Path, Callable[[], Any]]:
+    """Write a quantized model; return its path, and what makes transformers' model with the dequantized matrices."""
+    if form == "gguf":
+        path = folder / "tiny.gguf"
+        model = gguf_files.write(path, "llama", GGMLQuantizationType.Q4_K)
+        return path, partial(deepcopy, model)
+    path = quantized_checkpoints.write(folder, quantized_checkpoints.FORMATS[form], "llama", **WIDE)
+    return path, partial(AutoModelForCausalLM.from_pretrained, path.parent / "plain", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("form", QUANTIZED)
+def test_adapters_over_quantized_files_equal_peft_over_the_dequantized_model(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path, make_model = quantized_model(form, tmp_path)
+    first = save_adapter(make_model(), tmp_path / "a", 1)
+    second = save_adapter(make_model(), tmp_path / "b", 2, ALL_LINEAR[:2], r=5, lora_alpha=7, use_rslora=True)
+    chosen = [(first, None, second)[i % 3] for i in range(9)]
+    expected = {str(i): peft_answer(make_model, chosen[i], prompts(9)[i], MAX_TOKENS) for i in range(9)}
+    assert expected["0"] != peft_answer(make_model, None, prompts(1)[0], MAX_TOKENS), "the adapter changes the answer"
+    for limits in (CoreLimits(), CoreLimits(target_batch_tokens=7)):
+        loaded = load(str(path), torch.device("cpu"), torch.float32)
+        assert loaded.weights
+        server = InProcess(ModelRunner(loaded, RunnerOptions(num_blocks=64)), limits)
+        keys = {path: b"" if path is None else server.load_adapter(path) for path in dict.fromkeys(chosen)}
+        requests = [
+            Request(str(i), prompts(9)[i], Sampling(), MAX_TOKENS, adapter=keys[path]) for i, path in enumerate(chosen)
+        ]
+        assert server.serve(requests) == expected
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", [form for form in QUANTIZED if form != "fp8-block"])
+def test_fused_pass_over_quantized_files_adds_what_peft_adds(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, with activations of 8 bits: within their error, which is measured without adapters."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path, make_model = quantized_model(form, tmp_path)
+    adapter = save_adapter(make_model(), tmp_path / "a", 1, size=0.1)
+    fused = build_fused(load(str(path), torch.device("cpu"), torch.bfloat16))
+    assert fused is not None
+    assert fused.decoder is not None
+    prompt, token = prompts(3)[2], 7
+    found, wanted = {}, {}
+    server = InProcess(ModelRunner(fused, RunnerOptions(num_blocks=64)))
+    for name, directory in (("alone", None), ("adapted", adapter)):
+        key = b"" if directory is None else server.load_adapter(directory)
+        server.serve([Request(name, (*prompt, token), Sampling(), 0, adapter=key, scoring=Scoring(0))])
+        scores = [e.scores.logprobs for e in server.events if isinstance(e, Scored) and e.request_id == name]
+        found[name] = torch.tensor([value for part in scores for value in part])
+        wanted[name] = _peft_outputs(make_model, directory, (*prompt, token))[0]
+    error = {name: (found[name] - wanted[name]).norm() for name in found}
+    change = (wanted["adapted"] - wanted["alone"]).norm()
+    assert error["adapted"] < 2 * error["alone"] + 0.05 * change
+    assert change > 5 * error["adapted"]
 
 
 def test_unloaded_index_is_refused_and_replaced(adapters: Callable[[str], list[Path | None]]) -> None:

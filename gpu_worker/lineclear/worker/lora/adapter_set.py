@@ -19,6 +19,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from lineclear.model_files.adapter_files import WEIGHTS, AdapterFiles, AdapterFilesRefused, read
+from lineclear.worker.quantization.modules import QuantizedLinear
 from lineclear.worker.shard import shard_of, take
 from lineclear.worker.staging import Put, to_device
 
@@ -156,14 +157,14 @@ class AdapterSet:
         return add_product
 
 
-def _adaptable(model: Any) -> dict[str, nn.Linear]:
+def _adaptable(model: Any) -> dict[str, Any]:
     """Return the linear layers of the decoder layers by path: neither embeddings nor the output layer.
 
     Nor those that latent attention absorbs: they are not called.
     """
-    head = model.get_output_embeddings()
+    head, kinds = model.get_output_embeddings(), nn.Linear | QuantizedLinear
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and not name.endswith(".kv_b_proj")
+        if isinstance(module, kinds) and module is not head and not name.endswith(".kv_b_proj")
     }
