@@ -11,6 +11,10 @@
 // Weights are stored in blocks of CHANNELS output channels, which are read in order. A block has for each group the scales,
 // the minima and the values. Four consecutive inputs of a channel form one 32-bit lane. 4-bit values lie in pairs: the low
 // halves of a lane are four inputs, the high halves the next four.
+//
+// With AVX2, 8-bit values are multiplied by magnitude. Activations of negative values are negated for that, an operation for
+// each row that only two of four ports can do on Zen 3. In large groups bits are flipped instead, which gives -x - 1, and the
+// sum of the negative values, which a block has for each channel, corrects it (FLIPPED).
 
 #include <type_traits>
 
@@ -33,7 +37,7 @@ struct LineclearGroupedWeight {
   int64_t has_minimum;  // whether blocks have minima
   int64_t column;       // of the output, of the first channel
   int64_t stride;       // columns of the output
-  uint8_t* blocks;      // [blocks][groups]: fp16 scales [CHANNELS], fp16 minima [CHANNELS] or nothing, values
+  uint8_t* blocks;      // [blocks][groups]: fp16 scales, fp16 minima or nothing, int32 sums or nothing, values
   const float* scale;   // [blocks * CHANNELS], multiplies the scales and minima of a channel
   const float* bias;    // [blocks * CHANNELS] or null
   const uint8_t* table; // [16], at most 31, or null
@@ -46,10 +50,12 @@ namespace {
 
 typedef LineclearGroupedWeight Weight;
 typedef int32_t vint_u __attribute__((vector_size(4 * LANES), aligned(4)));
-enum Kind { BYTES, NIBBLES, PLACES };
+enum Kind { BYTES, NIBBLES, PLACES, FLIPPED };  // FLIPPED: 8 bits in large groups with AVX2
 
 constexpr int64_t PREFETCH_BYTES = 1024;
 constexpr int64_t TASK_BYTES = 1 << 15;  // weights that a thread claims at a time
+
+constexpr int64_t FLIPPED_GROUP = 128;   // in smaller groups, the sums of negative values take too much memory
 
 // acc[lane] += dot product of the lane's four values with four activations, which are the same for all lanes.
 #if defined(__AVX512VNNI__)
@@ -72,7 +78,9 @@ inline vint with_sign(vint x, vint values) {
   return (vint)_mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)values), __m512i{}, (__m512i)x);
 }
 #else
+#define FLIPS 1
 constexpr int TILE_ROWS = 4, VECTORS = 2, BYTE_OFFSET = 0;
+inline vint flips_of(vint values) { return (vint)_mm256_cmpgt_epi8(__m256i{}, (__m256i)values); }
 inline vshort products(vint values, vint x) { return (vshort)_mm256_maddubs_epi16((__m256i)values, (__m256i)x); }
 inline vint widen(vshort sums) { return (vint)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
 inline vint magnitude(vint values) { return (vint)_mm256_abs_epi8((__m256i)values); }
@@ -92,6 +100,13 @@ inline void dot(vint& acc, vint values, vint x) {
 }
 #endif
 constexpr int CHANNELS = VECTORS * LANES;
+
+Kind kind_of(const Weight& w) {
+#if defined(FLIPS)
+  if (w.kind == BYTES && w.group >= FLIPPED_GROUP) return FLIPPED;
+#endif
+  return Kind(w.kind);
+}
 
 inline vint splat(int32_t x) { return x - vint{}; }
 inline vint load_bytes(const void* p) { return *reinterpret_cast<const vint_u*>(p); }
@@ -129,15 +144,19 @@ inline vint look_up(const uint8_t* table, vint places) {
 #endif
 }
 
+constexpr bool is_byte(Kind kind) { return kind == BYTES || kind == FLIPPED; }
 template <Kind KIND>
 constexpr int64_t step_bytes() {  // of the values of a block for four inputs
-  return KIND == BYTES ? CHANNELS * 4 : CHANNELS * 2;
+  return is_byte(KIND) ? CHANNELS * 4 : CHANNELS * 2;
+}
+constexpr int64_t head_bytes(Kind kind, bool minimum) {  // of a group of a block, before the values
+  return CHANNELS * ((minimum ? 4 : 2) + (kind == FLIPPED ? 4 : 0));
 }
 
 // Return the values of LANES channels, four inputs each.
 template <Kind KIND>
 inline vint values_of(const uint8_t* values, int step, int v, const uint8_t* table) {
-  if (KIND == BYTES) return load_bytes(values + step * step_bytes<BYTES>() + v * LANES * 4);
+  if (is_byte(KIND)) return load_bytes(values + step * step_bytes<BYTES>() + v * LANES * 4);
   const vint pair = load_bytes(values + step / 2 * CHANNELS * 4 + v * LANES * 4);
   const vint places = (step % 2 ? pair >> 4 : pair) & 0x0f0f0f0f;
   return KIND == PLACES ? look_up(table, places) : places;
@@ -165,6 +184,10 @@ inline void multiply(V acc[ROWS][VECTORS], const uint8_t* values, const int8_t* 
     vint here[VECTORS];
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) here[v] = values_of<KIND>(values, step, v, table);
+#if defined(FLIPS)
+    vint flips[VECTORS];
+    for (int v = 0; v < VECTORS && KIND == FLIPPED; v++) flips[v] = flips_of(here[v]), here[v] = magnitude(here[v]);
+#endif
     for (int64_t line = 0; step % 2 == 0 && line < 2 * step_bytes<KIND>(); line += 64)
       __builtin_prefetch(values + step * step_bytes<KIND>() + line + PREFETCH_BYTES);
 #pragma GCC unroll 8
@@ -172,6 +195,12 @@ inline void multiply(V acc[ROWS][VECTORS], const uint8_t* values, const int8_t* 
       const vint four = load_four(x + r * inputs + step * 4);
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) {
+#if defined(FLIPS)
+        if constexpr (KIND == FLIPPED) {
+          add_now(acc[r][v], widen(products(here[v], four ^ flips[v])));
+          continue;
+        }
+#endif
 #if defined(SHORT_SUMS)
         if constexpr (sizeof(V{}[0]) == 2) {
           if (step)
@@ -192,15 +221,17 @@ template <Kind KIND, bool MINIMUM, int ROWS>
 void tile(const Weight& w, const uint8_t* block, const Rows& x, float* out) {
   for (int i = 0; i < ROWS * CHANNELS; i += LANES) store(out + i, vfloat{});
   for (int64_t g = 0; g < x.groups; g++) {
-    const uint8_t* values = block + CHANNELS * (MINIMUM ? 4 : 2);
+    const uint8_t* values = block + head_bytes(KIND, MINIMUM);
     const int8_t* bytes = x.bytes + g * w.group;
     // Add the sums of the group, in integers so far.
     const auto finish = [&](const vint (&acc)[ROWS][VECTORS]) {
       vfloat scale[VECTORS], minimum[VECTORS];
+      vint negative[VECTORS] = {};  // sums
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) {
         scale[v] = load_half(block + v * LANES * 2);
         if (MINIMUM) minimum[v] = load_half(block + (CHANNELS + v * LANES) * 2);
+        if (KIND == FLIPPED) negative[v] = load_bytes(values + (v * LANES - CHANNELS) * 4);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
@@ -209,7 +240,7 @@ void tile(const Weight& w, const uint8_t* block, const Rows& x, float* out) {
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
           float* to = out + r * CHANNELS + v * LANES;
-          vfloat y = load(to) + __builtin_convertvector(acc[r][v] + start, vfloat) * (scale[v] * x.scale[at]);
+          vfloat y = load(to) + __builtin_convertvector(acc[r][v] - negative[v] + start, vfloat) * (scale[v] * x.scale[at]);
           if (MINIMUM) y -= minimum[v] * x.scaled_sum[at];
           store(to, y);
         }
@@ -217,7 +248,7 @@ void tile(const Weight& w, const uint8_t* block, const Rows& x, float* out) {
     };
 #if defined(SHORT_SUMS)
     constexpr int INPUTS = KIND == NIBBLES ? 32 : 16;
-    if constexpr (KIND != BYTES) {
+    if constexpr (!is_byte(KIND)) {
       const auto widened = [&](auto inputs, int64_t k, vint (&acc)[ROWS][VECTORS]) {
         vshort sums[ROWS][VECTORS];
         multiply<KIND, ROWS, inputs.value>(sums, values + k / 4 * step_bytes<KIND>(), bytes + k, x.inputs, w.table);
@@ -261,6 +292,9 @@ static_assert(sizeof(TILES<BYTES, true>) / sizeof(Tile) == TILE_ROWS + 1, "a fun
 
 const Tile* tiles_of(const Weight& w) {
   const bool minimum = w.has_minimum;
+#if defined(FLIPS)
+  if (kind_of(w) == FLIPPED) return minimum ? TILES<FLIPPED, true> : TILES<FLIPPED, false>;
+#endif
   if (w.kind == BYTES) return minimum ? TILES<BYTES, true> : TILES<BYTES, false>;
   if (w.kind == NIBBLES) return minimum ? TILES<NIBBLES, true> : TILES<NIBBLES, false>;
   return minimum ? TILES<PLACES, true> : TILES<PLACES, false>;
@@ -268,7 +302,7 @@ const Tile* tiles_of(const Weight& w) {
 
 int64_t bytes_of_block(const Weight& w) {
   const int64_t values = w.inputs * (w.kind == BYTES ? 2 : 1) / 2;
-  return CHANNELS * (values + w.inputs / w.group * (w.has_minimum ? 4 : 2));
+  return CHANNELS * values + w.inputs / w.group * head_bytes(kind_of(w), w.has_minimum);
 }
 
 // Quantize a row: its groups, each as `quantize` of int8_quant.h, without the offset.
@@ -373,8 +407,11 @@ void gemm(const Weight* parts, int64_t count, int64_t rows, const T* x, T* out) 
   }
 }
 
-// Write a channel's values of one group into a block.
+// Write a channel's values of one group into a block, behind the sums of negative values.
 void pack_channel(const Weight& w, const uint8_t* codes, uint8_t* to) {
+  int32_t negative = 0;
+  for (int64_t i = 0; kind_of(w) == FLIPPED && i < w.group; i++) negative += codes[i] & 128 ? codes[i] - 256 : 0;
+  if (kind_of(w) == FLIPPED) std::memcpy(to - CHANNELS * 4, &negative, 4);
   for (int64_t i = 0; i < w.group; i++)
     if (w.kind == BYTES)
       to[i / 4 * CHANNELS * 4 + i % 4] = codes[i] ^ BYTE_OFFSET;
@@ -406,7 +443,7 @@ void lineclear_pack_grouped(LineclearGroupedWeight* w, const uint8_t* codes, con
         uint8_t* to = w->blocks + block * bytes + g * group_bytes;
         std::memcpy(to + c * 2, scale + channel * groups + g, 2);
         if (minimum) std::memcpy(to + (CHANNELS + c) * 2, minimum + channel * groups + g, 2);
-        pack_channel(*w, codes + channel * row_bytes + g * (row_bytes / groups), to + CHANNELS * (minimum ? 4 : 2) + c * 4);
+        pack_channel(*w, codes + channel * row_bytes + g * (row_bytes / groups), to + head_bytes(kind_of(*w), minimum) + c * 4);
       }
 }
 
