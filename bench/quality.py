@@ -1,10 +1,11 @@
 """Measures the accuracy of 4- and 8-bit formats: perplexity, and how often the most likely next token stays the same.
 
-    python -m bench.quality [--model demo/model] [--text FILE ...] [--out bench/results/quality-NAME]
+    python -m bench.quality [--model demo/model] [--quantized PATH ...] [--text FILE ...] [--out bench/results/NAME]
 
 Texts are the demonstration model's corpus from a seed outside its training, and files outside its domain, which are
-harder for the formats. Windows run in chunks through the worker's model and paged attention, so that keys and values
-are read back from blocks. Writes a page and one JSON object per line.
+harder for the formats. `--quantized` adds checkpoints and GGUF files that were made of the model. Windows run in chunks
+through the worker's model and paged attention, so that keys and values are read back from blocks. Writes a page and one
+JSON object per line.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ class Variant:
     dtype: torch.dtype
     weights: str = "auto"
     kv_dtype: torch.dtype | None = None
+    source: str = ""
+    """A quantized file of the model; empty: the model."""
 
     def load(self, model: str) -> LoadedModel:
         """Load the model in these formats."""
-        loaded = load(model, CPU, self.dtype)
+        loaded = load(self.source or model, CPU, self.dtype)
         found = build_fused(loaded) if self.weights == "auto" else to_quantized(loaded, self.weights)
         assert found is not None, "its fused forward pass is not the model"
         return found
@@ -112,10 +115,10 @@ def predictions(
     return torch.cat(scores), torch.cat(best)
 
 
-def measure(model: str, texts: dict[str, list[list[int]]]) -> Iterator[Quality]:
-    """Measure every variant on every text."""
+def measure(model: str, texts: dict[str, list[list[int]]], quantized: Sequence[Path] = ()) -> Iterator[Quality]:
+    """Measure every variant on every text, also of `quantized` files."""
     yardsticks: dict[tuple[str, str], Tensor] = {}
-    for variant in VARIANTS:
+    for variant in (*VARIANTS, *(Variant(path.name, torch.bfloat16, source=str(path)) for path in quantized)):
         loaded = variant.load(model)
         for text, windows in texts.items():
             scores, best = predictions(loaded, windows, variant.kv_dtype)
@@ -146,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the page; write it and the raw figures with `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO / "model"))
+    parser.add_argument("--quantized", type=Path, nargs="*", default=[], help="checkpoints and GGUF files made of it")
     parser.add_argument("--windows", type=int, default=24, help=f"of the corpus, {WINDOW} tokens each")
     parser.add_argument("--text", type=Path, nargs="*", default=[TOP / "LICENSE"])
     parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.jsonl")
@@ -155,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(o.model, local_files_only=True, model_max_length=1 << 30)
     texts = {"unread documents of its corpus": corpus(tokenizer, o.windows)}
     texts |= {path.name: file(tokenizer, path) for path in o.text}
-    results = list(measure(o.model, texts))
+    results = list(measure(o.model, texts, o.quantized))
     place = Path(o.model).resolve()
     written = page(results, f"Quality of the formats: {place.parent.name}/{place.name}")
     print(written)
