@@ -36,13 +36,25 @@ class _Verbatim(TyperCommand):
 @command(name="serve", cls=_Verbatim)
 def start(context: typer.Context) -> None:
     """Start a server on this machine: scheduler and worker. `serve --help` shows the flags of the scheduler."""
+    _check_installed()
+    _become(local_server.command(context.args))
+
+
+@command(name="quantize", cls=_Verbatim)
+def quantize_model(context: typer.Context) -> None:
+    """Write a copy of a model with 4- or 8-bit matrices. `quantize --help` shows the flags."""
+    _check_installed()
+    _become([sys.executable, "-P", "-m", "lineclear.worker.quantize_command", *context.args])
+
+
+def _check_installed() -> None:
+    """Raise typer.Exit unless scheduler and worker are installed."""
     if absent := local_server.missing():
         output.print_stderr(
             f"error: a server needs more than the client: {', '.join(absent)} is not installed", "bold red"
         )
         output.print_stderr(f"this brings scheduler and worker: {install_command('all')}")
         raise typer.Exit(ExitCode.CONFIGURATION)
-    _become(local_server.command(context.args))
 
 
 @command(name="simulate", cls=_Verbatim)

@@ -45,7 +45,7 @@ class Tensor(NamedTuple):
 def check_weights(directory: Path) -> None:
     """Check that every weight file is complete and holds the tensors in the index. Raises CheckpointBroken."""
     if (directory / SINGLE).is_file():
-        _tensors(directory / SINGLE)
+        tensors_of(directory / SINGLE)
     elif (directory / INDEX).is_file():
         _check_shards(directory, _index(directory / INDEX))
     elif any(directory.glob("*.safetensors")):
@@ -65,7 +65,7 @@ def _check_shards(directory: Path, index: Mapping[str, str]) -> None:
     for file, names in sorted(expected.items()):
         if not (directory / file).is_file():
             raise CheckpointBroken(f"{file} is missing, {len(names)} tensors are in it; the download may be incomplete")
-        missing = sorted(names - {tensor.name for tensor in _tensors(directory / file)})
+        missing = sorted(names - {tensor.name for tensor in tensors_of(directory / file)})
         if missing:
             raise CheckpointBroken(f"{file} lacks {len(missing)} tensors that {INDEX} says are there, as {missing[0]}")
 
@@ -87,7 +87,7 @@ def _index(path: Path) -> Mapping[str, str]:
     return weight_map
 
 
-def _tensors(path: Path) -> list[Tensor]:
+def tensors_of(path: Path) -> list[Tensor]:
     """Return the tensors of a file by offset. Raises CheckpointBroken unless they cover the whole file."""
     size = path.stat().st_size
     with path.open("rb") as file:

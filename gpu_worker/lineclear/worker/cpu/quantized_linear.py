@@ -27,7 +27,7 @@ from .linear import Linear, Packer
 _MAX_GROUP = 1 << 16  # inputs, of which a sum of products of 8 bits fits in 32 bits
 _MAX_OFFSET = 255
 _MAX_PLACE = 31  # of a table
-_INT4_GROUP = 64  # perplexity of groups of 32, in 4.5 bits a weight instead of 5
+INT4_GROUP = 64  # perplexity of groups of 32, in 4.5 bits a weight instead of 5
 
 
 Form = Callable[[Tensor], GroupedWeight]
@@ -46,7 +46,7 @@ def by_row(weight: Tensor) -> GroupedWeight:
 
 def by_group(weight: Tensor) -> GroupedWeight:
     """Quantize to 4 bits, in the largest groups of at most 64 inputs that divide them."""
-    return quantize(weight, 4, math.gcd(weight.shape[1], _INT4_GROUP))
+    return quantize(weight, 4, math.gcd(weight.shape[1], INT4_GROUP))
 
 
 FORMS = {"int8": by_row, "int4": by_group}

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .float8_weight import Float8Weight
 from .fp8 import block_scales
@@ -91,6 +92,18 @@ def _read_packed(parts: Parts, inputs: int) -> GroupedWeight:
     if order is not None:
         codes = repacked(unpacked(codes, bits)[:, order], bits)
     return affine(codes, bits, scale, zero, order)
+
+
+def stored(weight: GroupedWeight) -> dict[str, Tensor]:
+    """Return a matrix of `grouped_weight.quantize` as pack-quantized holds it."""
+    outputs, inputs = weight.shape
+    codes = weight.codes if weight.bits == 4 else weight.codes.view(torch.uint8) ^ 128
+    parts = {"weight_packed": codes.view(torch.int32), "weight_scale": weight.scale.bfloat16()}
+    if weight.minimum is not None:
+        zero = (weight.minimum / weight.scale).nan_to_num().to(torch.uint8)  # 0 / 0 in groups of zeros
+        padded = repacked(functional.pad(zero.t(), (0, -outputs % 8)), weight.bits)
+        parts["weight_zero_point"] = padded.flatten().view(torch.int32).view(len(padded), -1).t()
+    return {**parts, "weight_shape": torch.tensor([outputs, inputs])}
 
 
 def _row_scales(scale: Tensor, outputs: int, inputs: int) -> tuple[Tensor, int]:
