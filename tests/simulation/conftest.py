@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulation.sweep import NUM_SEEDS
-
-_CHUNKS = 6
+from simulation.sweep import NUM_SEEDS, pieces
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,6 +15,4 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise `seeds` with the run's seeds in equal ranges; even seeds test safety, odd ones liveness."""
     if "seeds" in metafunc.fixturenames:
         count = metafunc.config.getoption("--seeds", default=NUM_SEEDS)
-        step = -(-count // _CHUNKS)
-        pieces = [range(begin, min(begin + step, count)) for begin in range(0, count, step)]
-        metafunc.parametrize("seeds", pieces, ids=lambda r: f"{r.start}-{r.stop - 1}")
+        metafunc.parametrize("seeds", pieces(count), ids=lambda r: f"{r.start}-{r.stop - 1}")

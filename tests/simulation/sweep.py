@@ -16,6 +16,11 @@ NUM_SEEDS = 200
 """Number of seeds that the tests run, unless told otherwise; `make simulation` runs 20,000."""
 
 
+def pieces(count: int) -> list[range]:
+    """Return the first `count` seeds in ranges of up to 50."""
+    return [range(begin, min(begin + 50, count)) for begin in range(0, count, 50)]
+
+
 def regressions() -> list[int]:
     """Return the seeds of regressions.txt."""
     text = Path(__file__).with_name("regressions.txt").read_text()

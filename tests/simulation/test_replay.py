@@ -10,7 +10,7 @@ import pytest
 import simulation.checked_scheduler
 from simulation.scenario_draw import draw
 from simulation.simulated_run import SimulatedRun
-from simulation.sweep import regressions
+from simulation.sweep import NUM_SEEDS, pieces, regressions
 
 from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.dump import dump_core, load, load_core
@@ -34,9 +34,7 @@ def record(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [json.dumps(entry) for entry in run.scheduler.core.recording()]
 
 
-@pytest.mark.parametrize(
-    "histories", [*(range(first, first + 50) for first in range(0, 200, 50)), [*regressions(), 329]]
-)
+@pytest.mark.parametrize("histories", [*pieces(NUM_SEEDS), [*regressions(), 329]])
 def test_history_replays(histories: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In history 329, accepted drafts behind the end of an answer, which a recording lacks, once gave credit."""
     calls = 0
