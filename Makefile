@@ -164,7 +164,8 @@ ready: $(STAMP)
 
 # The stamp is written last, so that an interrupted set-up is repeated. TORCH replaces the pin of torch. hatchling is
 # installed first, so that the project is built with the pinned version, without build isolation. pip does not compile,
-# because a server imports only a fraction of torch and transformers.
+# because a server imports only a fraction of torch and transformers. Triton lies beside the packages: torch imports it
+# from there.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n '$(PYTHON)' || { echo "No Python >= 3.11 with the venv module was found. Install one (on Debian or Ubuntu:" \
 		"apt install python3 python3-venv), or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
@@ -174,11 +175,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import pip' 2>/dev/null || '$(PYTHON)' -m venv --clear $(VENV)
 	@sed '/^torch==/d' constraints.txt > $(VENV)/constraints.txt
 	@echo "--- set-up: build backend" && $(PIP) hatchling
-	@echo "--- set-up: $(TORCH), 0.2 GB for a CPU and some GB with CUDA" && $(PIP) '$(TORCH)'
-	@echo "--- set-up: lineclear, its dependencies and the development tools"
-	@$(PIP) --no-build-isolation --editable '.[dev]'
-	@echo "--- set-up: Triton, for the tests of the GPU kernels; beside the packages, because torch imports it from there"
-	@$(PIP) --no-deps --target $(VENV)/triton "$$(sed -n '/^triton==/p' constraints.txt)"
+	@echo "--- set-up: $(TORCH), 0.2 GB for a CPU and some GB with CUDA; and Triton, for the tests of the GPU kernels"
+	@$(PIP) --no-deps --target $(VENV)/triton "$$(sed -n '/^triton==/p' constraints.txt)" & triton=$$!; \
+		$(PIP) '$(TORCH)' && echo "--- set-up: lineclear, its dependencies and the development tools" && \
+		$(PIP) --no-build-isolation --editable '.[dev]'; code=$$?; wait $$triton && exit $$code
 	@echo "--- set-up: compiling the modules of a server"
 	@env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFIX $(BIN)/python -c '$(SERVED)'
 	@touch $@ && echo "--- set-up: done"
