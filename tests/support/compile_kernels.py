@@ -27,9 +27,22 @@ POINTERS = {"tiles": "*i32", "blocks": "*i32", "cells": "*i64", "targets": "*fp6
     ("partial", "maxima", "sums"), "*fp32"
 )
 POINTERS |= {"rows": "*i64", "positions": "*i64"}
-OF_LAYERS = ("residual", "add", "sums", "normed", "weight", "add_weight", "qkv", "rotary", "weights", "gate_up", "out")
+OF_LAYERS = ("residual", "add", "sums", "normed", "qkv", "rotary", "source", "out")
+OF_NORMS = ("weight", "add_weight", "bias", "weights")
 ELEMENTS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-ALIGNED = {"query", "keys", "values", "out", "key", "value", "partial", "query_token", "query_head", *OF_LAYERS}
+ALIGNED = {
+    "query",
+    "keys",
+    "values",
+    "out",
+    "key",
+    "value",
+    "partial",
+    "query_token",
+    "query_head",
+    *OF_LAYERS,
+    *OF_NORMS,
+}
 PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MODELS = (
     # group, head size, window, softcap, sinks
@@ -59,18 +72,20 @@ def variants(dtype: torch.dtype) -> Iterator[tuple[Any, dict[str, Any], int]]:
 def layers(dtype: torch.dtype) -> Iterator[tuple[Any, dict[str, Any], int]]:
     """Return the kernels between matrix products: of Llama 3 8 B, OLMo 2 7 B, Qwen3 and Llama 3 405 B."""
     wide = {"WIDTH": 4096, "WIDTH_PAD": 4096, "HAS_ADD": True, "HAS_ROWS": False, "NORMS_ADD": False, "NORMS_SUM": True}
-    largest = {"WIDTH": 16384, "WIDTH_PAD": 16384, "HAS_ROWS": True, "NORMS_ADD": True}
+    wide["CENTERS"] = False
+    largest = {"WIDTH": 16384, "WIDTH_PAD": 16384, "HAS_ROWS": True, "NORMS_ADD": True, "CENTERS": True}
     for changes in ({}, largest) if dtype is torch.bfloat16 else ({},):
         constants = wide | changes
         yield layer_kernels.add_norm_kernel, constants, layer_kernels.num_warps(constants["WIDTH_PAD"])
     heads = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "DIM": 128, "DIM_PAD": 128, "ROTATED": 128, "HEADS_PAD": 8}
-    heads |= {"HAS_NORM": False, "WHOLE_ROWS": False}
+    heads |= {"HAS_NORM": False, "WHOLE_ROWS": False, "PAIRS": False}
     whole = {"KEY_HEADS": 32, "HEADS_PAD": 32, "HAS_NORM": True, "WHOLE_ROWS": True}
-    for changes in ({}, {"HAS_NORM": True}, whole) if dtype is torch.bfloat16 else ({},):
+    for changes in ({}, {"HAS_NORM": True, "PAIRS": True}, whole) if dtype is torch.bfloat16 else ({},):
         constants = heads | changes
         yield layer_kernels.rotate_kernel, constants, layer_kernels.num_warps(constants["HEADS_PAD"] * 128)
-    for is_gelu in (False, True) if dtype is torch.bfloat16 else (False,):
-        yield layer_kernels.gate_kernel, {"WIDTH": 14336, "TILE": layer_kernels.TILE, "IS_GELU": is_gelu}, 4
+    for activation in range(5) if dtype is torch.bfloat16 else (0,):
+        mlp = {"WIDTH": 14336, "TILE": layer_kernels.TILE, "ACTIVATION": activation, "IS_GATED": activation < 2}
+        yield layer_kernels.activate_kernel, mlp, 4
 
 
 def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, dtype: torch.dtype, architecture: int) -> Any:
@@ -78,7 +93,11 @@ def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, dtype: torc
     for name in ("query", "key", "value", "keys", "values", "out", "sinks"):
         types[name] = ELEMENTS[dtype]
     if kernel.__module__ == layer_kernels.__name__:
-        types |= dict.fromkeys(OF_LAYERS, ELEMENTS[dtype]) | dict.fromkeys(("eps", "add_eps", "scale"), "fp32")
+        types |= (
+            dict.fromkeys(OF_NORMS, "*fp32")
+            | dict.fromkeys(OF_LAYERS, ELEMENTS[dtype])
+            | dict.fromkeys(("eps", "add_eps", "scale"), "fp32")
+        )
     if kernel is triton_threshold.largest_reaching_kernel:
         types |= {"keys": "*i32", "weights": "*fp32"}
     names = kernel.arg_names

@@ -31,6 +31,7 @@ WIDE: dict[str, Any] = {
     "head_dim": 16,
     "num_attention_heads": 4,
     "vocab_size": 256,
+    "word_embed_proj_dim": 64,
 }
 """Configuration changes that let the kernels run a model, in blocks of a multiple of 16, and make the path without
 kernels search for the best logit in parts.

@@ -11,6 +11,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ import structlog
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from lineclear.worker.cuda import layer_kernels
-from lineclear.worker.decoder_layers import Norm
+from lineclear.worker.decoder_layers import ACTIVATIONS, Norm
 from lineclear.worker.lora.adapter_set import AdapterSet, Factors, _Adapter
 from lineclear.worker.model import compatibility_probe, loader
 from lineclear.worker.model.compatibility_probe import paged_logits, relative_error
@@ -48,11 +50,13 @@ class Case:
         return (torch.randn(*shape, generator=self.generator) * scale).to(self.dtype)
 
     def norm(self, width: int) -> Norm | None:
-        return Norm(self.normal(width), self.rng.choice([1e-5, 1e-6])) if self.rng.random() < 0.6 else None
+        return Norm(self.normal(width).float(), self.rng.choice([1e-5, 1e-6])) if self.rng.random() < 0.6 else None
 
     def add_norm(self) -> tuple[dict[str, Any], float]:
         width, scale = self.rng.choice([48, 64, 896, 2048]), self.rng.choice([1.0, 0.22])
         residual, add, norm = self.normal(5, width, scale=3), self.normal(5, width), self.norm(width)
+        if norm is not None and self.rng.random() < 0.5:
+            norm = replace(norm, bias=self.normal(width).float())
         before = self.norm(width)
         has_add, rows = self.rng.random() < 0.8, torch.tensor([4, 0, 4]) if self.rng.random() < 0.4 else None
         if not has_add:
@@ -71,35 +75,50 @@ class Case:
     def rotate(self) -> tuple[dict[str, Any], float]:
         kv_heads, group, dim = self.rng.choice([1, 2, 3]), self.rng.choice([1, 2, 7]), self.rng.choice([8, 16, 80, 128])
         heads, width = kv_heads * group, self.rng.choice([0, dim, dim // 2])
+        pairs = self.rng.random() < 0.5
         is_whole = self.rng.random() < 0.4
         qkv = self.normal(self.count, heads + 2 * kv_heads, dim)
-        norm = Norm(self.normal((heads + kv_heads) * dim), 1e-6) if is_whole or self.rng.random() < 0.4 else None
+        norm = (
+            Norm(self.normal((heads + kv_heads) * dim).float(), 1e-6) if is_whole or self.rng.random() < 0.4 else None
+        )
         angles = torch.rand(9, width // 2, generator=self.generator, dtype=torch.float64) * 7
         table = torch.cat([angles.cos(), angles.sin()], 1).to(self.dtype)
         positions = torch.randint(0, 9, (self.count,), generator=self.generator)
-        found = layer_kernels.rotate(qkv, (heads, kv_heads), positions, table if width else None, norm, is_whole)
+        found = layer_kernels.rotate(qkv, (heads, kv_heads), positions, table if width else None, norm, is_whole, pairs)
         x = qkv[:, : heads + kv_heads].double()
         if norm is not None:
             parts = x.split([heads, kv_heads], 1) if is_whole else [x]
             axes = (1, 2) if is_whole else (2,)
             x = torch.cat([y * (y.pow(2).mean(axes, keepdim=True) + norm.eps).rsqrt() for y in parts], 1)
             x = x * norm.weight.double().view(x.shape[1], dim)
-        cosine, sine = (torch.cat([y, y], 1)[:, None] for y in table.double()[positions].chunk(2, 1))
-        first, second = x[..., :width].chunk(2, -1)
-        rotated = x[..., :width] * cosine + torch.cat([-second, first], -1) * sine
-        shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "rotated": width, "is_whole": is_whole}
+        cosine, sine = (y[:, None] for y in table.double()[positions].chunk(2, 1))
+        turned = x[..., :width]
+        first, second = (turned[..., ::2], turned[..., 1::2]) if pairs else turned.chunk(2, -1)
+        both = first * cosine - second * sine, second * cosine + first * sine
+        rotated = torch.stack(both, -1).flatten(-2) if pairs else torch.cat(both, -1)
+        shape = {
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "dim": dim,
+            "rotated": width,
+            "is_whole": is_whole,
+            "pairs": pairs,
+        }
         return shape | {"norms": norm is not None}, worst([found], [torch.cat([rotated, x[..., width:]], -1)])
 
-    def gate(self) -> tuple[dict[str, Any], float]:
-        width, activation = self.rng.choice([40, 96, 1024, 1100, 2816]), self.rng.choice([0, 1])
-        gate_up = self.normal(self.count, 2 * width, scale=4)
-        found = layer_kernels.gate(gate_up, activation)
-        first, up = gate_up.double().chunk(2, 1)
-        wanted = up * (F.gelu(first, approximate="tanh") if activation else F.silu(first))
-        return {"width": width, "activation": activation}, worst([found], [wanted])
+    def activate(self) -> tuple[dict[str, Any], float]:
+        width, name = self.rng.choice([40, 96, 1024, 1100, 2816]), self.rng.choice(sorted(ACTIVATIONS))
+        gated = self.rng.random() < 0.5
+        x = self.normal(self.count, 2 * width if gated else width, scale=4)
+        found = layer_kernels.activate(x, width, ACTIVATIONS[name])
+        wanted = ACT2FN[name](x[:, :width].double())
+        wanted = wanted * x[:, width:].double() if gated else wanted
+        return {"width": width, "activation": name, "gated": gated}, worst([found], [wanted])
 
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
+    if norm.bias is not None:
+        return F.layer_norm(x, x.shape[-1:], norm.weight.double(), norm.bias.double(), norm.eps)
     return x * (x.pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight.double()
 
 
@@ -111,7 +130,7 @@ def worst(found: Any, wanted: Any) -> float:
 def kernels(first: int, end: int) -> Iterator[dict[str, Any]]:
     for seed in range(first, end):
         case = Case(seed)
-        for make in (case.add_norm, case.rotate, case.gate):
+        for make in (case.add_norm, case.rotate, case.activate):
             shape, error = make()
             yield {"kernel": make.__name__, "seed": seed, "dtype": str(case.dtype), **shape, "error": error}
 

@@ -70,7 +70,7 @@ class Launches(TorchDispatchMode):
 
 _KERNELS = {
     "lineclear.worker.attention.triton_paged": ("attend_kernel", "combine_kernel", "write_kernel"),
-    "lineclear.worker.cuda.layer_kernels": ("add_norm_kernel", "rotate_kernel", "gate_kernel"),
+    "lineclear.worker.cuda.layer_kernels": ("add_norm_kernel", "rotate_kernel", "activate_kernel"),
     "lineclear.worker.triton_threshold": ("largest_reaching_kernel",),
 }
 
@@ -118,6 +118,7 @@ def fused_on_cuda(loaded: LoadedModel) -> LoadedModel:
     fused_decoder = importlib.import_module("lineclear.worker.cuda.fused_decoder")
     spec = loaded.layers[0]
     described = describe(loaded.model, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    assert described is not None
     with torch.inference_mode():
         return replace(loaded, decoder=fused_decoder.CudaFusedDecoder(described, loaded.max_model_len))
 

@@ -14,8 +14,25 @@ SLOW = (
 )
 """Folders, files and functions that `make test` leaves to `make test-slow`. Each explores more of what a quicker test
 holds: more seeds and combinations, all model families with adapters, other processors, or planted errors."""
+_FURTHER_FUSED = {
+    *(
+        "arcee",
+        "cohere",
+        "cohere2",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "glm4",
+        "gpt2",
+        "ministral",
+        "ministral3",
+    ),
+    *("olmo3", "opt", "phi", "seed_oss", "stablelm", "starcoder2"),
+}
 EXHAUSTIVE = {
-    "e2e/test_deterministic.py": {"gemma2"},
+    "e2e/test_deterministic.py": _FURTHER_FUSED - {"gpt2"},
+    "e2e/test_int8.py": _FURTHER_FUSED,
     "e2e/test_recurrent_families.py": {
         *(
             "bamba",
@@ -28,6 +45,7 @@ EXHAUSTIVE = {
             "qwen3_5_text",
         ),
     },
+    "worker/test_fused_decoder.py": _FURTHER_FUSED,
     "worker/test_gguf.py": {"gemma2", "mixtral", "qwen2", "qwen3_moe"},
     "worker/test_lora.py": {"phi3", "qwen2"},
     "worker/test_triton_kernels.py": {"80", "100"},

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from e2e.transformers_answers import generated
-from support.families import WIDE, tiny_model
+from support.families import CONTEXT, WIDE, tiny_config, tiny_model
 from support.inprocess import InProcess
 from support.kernel_variants import needs_kernels
 from support.launches import fused_on_cuda, without_kernels
@@ -26,7 +27,7 @@ from lineclear.worker import triton_support
 from lineclear.worker.decoder_layers import FAMILIES
 from lineclear.worker.kernels.native_library import NONE
 from lineclear.worker.model import loader
-from lineclear.worker.model.compatibility_probe import paged_logits
+from lineclear.worker.model.compatibility_probe import paged_logits, relative_error
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, to_quantized, wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
@@ -38,14 +39,30 @@ def requests() -> list[Request]:
     return [Request(str(i), p, Sampling(), 8) for i, p in enumerate(prompts)]
 
 
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a tiny model whose norms have weights and biases as no other."""
+    changes = dict[str, Any](WIDE)
+    if family == "ministral3":  # beyond its original context queries are scaled
+        rope = tiny_config(family).rope_parameters
+        changes["rope_parameters"] = rope | {"original_max_position_embeddings": CONTEXT}
+    model = tiny_model(family, dtype=dtype, **changes)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in (
+            p for name, p in model.named_parameters() if p.ndim == 1 and ("norm" in name or "ln_" in name)
+        ):
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
 @cache
 def expected(family: str) -> dict[str, list[int]]:
-    return generated(tiny_model(family, **WIDE), requests(), eos_token_id=None)
+    return generated(model_of(family), requests(), eos_token_id=None)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_fused_tokens_equal_transformers(family: str, each_way: str) -> None:
-    fused = build_fused(wrap_model(tiny_model(family, **WIDE)), keep_weights=True)
+    fused = build_fused(wrap_model(model_of(family)), keep_weights=True)
     assert fused is not None
     assert (fused.decoder is None) == (each_way == NONE), "it was not used"
     for budget in (7, 256):
@@ -53,8 +70,46 @@ def test_fused_tokens_equal_transformers(family: str, each_way: str) -> None:
         assert server.serve(requests()) == expected(family)
 
 
-def test_other_families_are_not_fused() -> None:
-    loaded = wrap_model(tiny_model("gpt2"))
+@needs_kernels
+@pytest.mark.parametrize("family", sorted(FAMILIES), ids="best library of {}".format)
+def test_best_library_equals_transformers(family: str) -> None:
+    fused = build_fused(wrap_model(model_of(family)))
+    assert fused is not None
+    server = InProcess(ModelRunner(fused, RunnerOptions(num_blocks=32)), CoreLimits(target_batch_tokens=7))
+    assert server.serve(requests()) == expected(family)
+    again = [replace(x, request_id=f"again-{x.request_id}") for x in requests()]
+    assert [*server.serve(again).values()] == [*expected(family).values()]
+    assert server.finished("again-2").stats.cached_tokens > 30
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", sorted(FAMILIES), ids="bfloat16 of {}".format)
+def test_bfloat16_equals_the_modules_within_rounding(family: str) -> None:
+    loaded = wrap_model(model_of(family, torch.bfloat16))
+    fused = build_fused(loaded)
+    assert fused is not None
+    assert fused.decoder is not None
+    assert loaded.probe_logits is not None
+    with torch.inference_mode():
+        error = relative_error(paged_logits(fused), loaded.probe_logits)
+    assert error <= 0.06
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("lfm2", {}),
+        ("phi", {"qk_layernorm": True}),
+        ("cohere", {"use_qk_norm": True}),
+        ("stablelm", {"qk_layernorm": True}),
+        ("opt", {"do_layer_norm_before": False}),
+        ("opt", {"word_embed_proj_dim": 32}),
+        ("ministral3", {}),
+        ("phi3", {"hidden_act": "tanh"}),
+    ],
+)
+def test_other_models_are_not_fused(family: str, changes: dict[str, Any]) -> None:
+    loaded = wrap_model(tiny_model(family, **WIDE | changes))
     assert build_fused(loaded) is loaded
 
 
@@ -70,7 +125,7 @@ def test_wrong_kernels_of_a_gpu_leave_the_modules(problem: str, monkeypatch: pyt
     without_kernels(monkeypatch)
     if problem == "cannot be compiled":
         kernels = importlib.import_module("lineclear.worker.cuda.layer_kernels")
-        monkeypatch.setattr(kernels, "gate_kernel", {})
+        monkeypatch.setattr(kernels, "activate_kernel", {})
     loaded = wrap_model(tiny_model("qwen2"))
     assert loader.build_cuda(loaded) is loaded
     assert loaded.probe_logits is not None
@@ -128,7 +183,7 @@ def test_packing_frees_the_matrices(build: Callable[[LoadedModel], LoadedModel |
 
 @needs_kernels
 def test_failed_comparison_falls_back_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_model("llama", **WIDE).save_pretrained(tmp_path)
+    model_of("llama").save_pretrained(tmp_path)
     monkeypatch.setattr(loader, "relative_error", lambda found, wanted: float("inf"))
     assert build_fused(loader.load(str(tmp_path), torch.device("cpu"), None)) is None
     assert InProcess(runner_with(tmp_path), CoreLimits()).serve(requests()) == expected("llama")

@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from support.attention_pools import fill_pools
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from lineclear.worker.attention import cpu_native
 from lineclear.worker.attention.base import Chunk, LayerSpec, pack_chunks
 from lineclear.worker.attention.reference import ReferenceAttention
+from lineclear.worker.decoder_layers import ACTIVATIONS
 from lineclear.worker.kernels.native_library import ELEMENTS, selected_library
 
 pytestmark = pytest.mark.usefixtures("each_library")
@@ -28,41 +30,46 @@ def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.float()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 5, 700])
-def test_add_and_norm(dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize("centers", [False, True])
+def test_add_and_norm(dtype: torch.dtype, rows: int, centers: bool) -> None:
     kernels: Any = selected_library()
-    residual, add = torch.randn(2, rows, 96).to(dtype)
-    weight, out = torch.randn(96).to(dtype), torch.empty(rows, 96, dtype=dtype)
+    residual, add = (torch.randn(2, rows, 96) + 2).to(dtype)
+    (weight, bias), out = torch.randn(2, 96), torch.empty(rows, 96, dtype=dtype)
     total = (residual.float() + add.float() * 0.5).to(dtype)
     kernels.lineclear_add_norm(
-        ELEMENTS[dtype], rows, 96, add.data_ptr(), 0.5, residual.data_ptr(), weight.data_ptr(), 1e-5, out.data_ptr()
-    )
+        ELEMENTS[dtype], rows, 96, add.data_ptr(), 0.5, residual.data_ptr(), weight.data_ptr(),
+        bias.data_ptr() if centers else None, 1e-5, out.data_ptr(),
+    )  # fmt: skip
     close(residual, total, dtype)
-    close(out, rms_norm(total, weight, 1e-5), dtype)
+    wanted = F.layer_norm(total.float(), (96,), weight, bias) if centers else rms_norm(total, weight, 1e-5)
+    close(out, wanted, dtype)
     before = residual.clone()
-    kernels.lineclear_add_norm(ELEMENTS[dtype], rows, 96, None, 1.0, residual.data_ptr(), None, 0.0, None)
+    kernels.lineclear_add_norm(ELEMENTS[dtype], rows, 96, None, 1.0, residual.data_ptr(), None, None, 0.0, None)
     assert torch.equal(residual, before), "without anything to add or to norm, nothing changes"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", ["none", "head", "row"])
-@pytest.mark.parametrize("rotary", [32, 16, 10])
-def test_split_heads_norms_and_rotates(dtype: torch.dtype, norm: str, rotary: int) -> None:
+@pytest.mark.parametrize("rotary", [32, 16, 10, 0])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_split_heads_norms_and_rotates(dtype: torch.dtype, norm: str, rotary: int, pairs: bool) -> None:
     kernels: Any = selected_library()
     rows, heads, kv_heads, dim = 7, 6, 2, 32
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
-    angles = torch.rand(rows, rotary // 2).repeat(1, 2) * 6
+    angles = torch.rand(rows, rotary // 2) * 6
     cosine, sine = angles.cos(), angles.sin()
     widths = {"none": None, "head": (dim, dim), "row": (heads * dim, kv_heads * dim)}[norm]
-    weights = None if widths is None else [torch.randn(width).to(dtype) for width in widths]
+    weights = None if widths is None else [torch.randn(width) for width in widths]
     q, k, v = (torch.empty(rows, count, dim, dtype=dtype) for count in (heads, kv_heads, kv_heads))
     pointers = [None, None] if weights is None else [w.data_ptr() for w in weights]
     kernels.lineclear_split_heads(
-        ELEMENTS[dtype], rows, heads, kv_heads, dim, rotary, qkv.data_ptr(), cosine.data_ptr(), sine.data_ptr(),
+        ELEMENTS[dtype], rows, heads, kv_heads, dim, rotary // 2, pairs, 0,
+        qkv.data_ptr(), cosine.data_ptr(), sine.data_ptr(),
         *pointers, norm == "row", 1e-6, q.data_ptr(), k.data_ptr(), v.data_ptr(),
     )  # fmt: skip
     parts = qkv.float().split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
@@ -71,22 +78,44 @@ def test_split_heads_norms_and_rotates(dtype: torch.dtype, norm: str, rotary: in
         x = x.view(rows, -1, dim)
         x = rms_norm(x, weight, 1e-6) if norm == "head" and weight is not None else x
         turned, rest = x[..., :rotary], x[..., rotary:]
-        a, b = turned.chunk(2, dim=-1)
-        turned = turned * cosine[:, None] + torch.cat([-b, a], dim=-1) * sine[:, None]
+        a, b = (turned[..., ::2], turned[..., 1::2]) if pairs else turned.chunk(2, dim=-1)
+        both = a * cosine[:, None] - b * sine[:, None], b * cosine[:, None] + a * sine[:, None]
+        turned = torch.stack(both, -1).flatten(-2) if pairs else torch.cat(both, -1)
         close(found, torch.cat([turned, rest], dim=-1), dtype)
     assert torch.equal(v, parts[2].view(rows, kv_heads, dim).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", [0, 1])
-def test_gated_activation(dtype: torch.dtype, activation: int) -> None:
+def test_grouped_heads_are_split(dtype: torch.dtype) -> None:
     kernels: Any = selected_library()
-    gate_up = (torch.randn(9, 2 * 48) * 8).to(dtype)
+    qkv = torch.randn(5, 3, 3, 32).to(dtype)
+    parts = [torch.empty(5, 3, 32, dtype=dtype) for _ in range(3)]
+    kernels.lineclear_split_heads(
+        ELEMENTS[dtype], 5, 3, 3, 32, 0, 0, 1, qkv.data_ptr(), *[None] * 4, 0, 0.0, *(x.data_ptr() for x in parts)
+    )
+    assert torch.equal(torch.stack(parts, 2), qkv)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_activation(dtype: torch.dtype, name: str, gated: bool) -> None:
+    kernels: Any = selected_library()
+    x = (torch.randn(9, 48 + 48 * gated) * 8).to(dtype)
     out = torch.empty(9, 48, dtype=dtype)
-    kernels.lineclear_gated_activation(ELEMENTS[dtype], 9, 48, activation, gate_up.data_ptr(), out.data_ptr())
-    gate, up = gate_up.float().chunk(2, dim=1)
-    wanted = F.silu(gate) if activation == 0 else F.gelu(gate, approximate="tanh")
-    close(out, wanted * up, dtype)
+    kernels.lineclear_activation(ELEMENTS[dtype], 9, 48, ACTIVATIONS[name], gated, x.data_ptr(), out.data_ptr())
+    wanted = ACT2FN[name](x[:, :48].float())
+    close(out, wanted * x[:, 48:].float() if gated else wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cap(dtype: torch.dtype) -> None:
+    kernels: Any = selected_library()
+    x = (torch.randn(3, 53) * 20).to(dtype)
+    x[1, 50], x[2, 3], x[2, 52] = float("nan"), float("inf"), -float("inf")
+    wanted = torch.tanh(x.float() / 7) * 7
+    kernels.lineclear_cap(ELEMENTS[dtype], 3, 53, 7.0, x.data_ptr())
+    torch.testing.assert_close(x.float(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
 
 
 def test_bfloat16_rounding() -> None:
@@ -95,7 +124,7 @@ def test_bfloat16_rounding() -> None:
     x = x[: len(x) // 16 * 16].bfloat16()
     add = (torch.randn(len(x)) * 7).bfloat16()
     wanted = (x.float() + add.float()).bfloat16()
-    kernels.lineclear_add_norm(1, 1, len(x), add.data_ptr(), 1.0, x.data_ptr(), None, 0.0, None)
+    kernels.lineclear_add_norm(1, 1, len(x), add.data_ptr(), 1.0, x.data_ptr(), None, None, 0.0, None)
     torch.testing.assert_close(x, wanted, rtol=0, atol=0, equal_nan=True)
 
 

@@ -238,7 +238,7 @@ def test_layers_and_quantized_layers_are_packed() -> None:
 
 
 def test_other_families_are_refused() -> None:
-    with pytest.raises(ModelRefused, match=r"int4 weights need a model built like Llama.*gpt2 in float32 on cpu"):
+    with pytest.raises(ModelRefused, match=r"int4 weights need a model of a fused family.*gpt2 in float32 on cpu"):
         to_quantized(wrap_model(tiny_model("gpt2")), "int4")
 
 

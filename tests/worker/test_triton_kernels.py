@@ -18,13 +18,14 @@ from support.triton_package import FOLDER
 from lineclear.worker import triton_support
 from lineclear.worker.attention.base import LayerSpec
 from lineclear.worker.attention.registry import choose
+from lineclear.worker.decoder_layers import FAMILIES
 
 TESTS = Path(__file__).parents[1]
 TOLERANCE = {"torch.float32": 2e-5, "torch.float16": 8e-3}
 OF_VALUE = {"torch.float32": 1e-6, "torch.float16": 6e-4}
 """Half a unit in the last place, and the difference of sums in another order."""
 OF_LOGITS = {"torch.float32": 2e-6, "torch.float16": 5e-3}
-FUSED = ("phi3", "llama", "qwen3", "olmo2", "granite", "smollm3")
+FUSED = ("phi3", "llama", "qwen3", "olmo2", "granite", "smollm3", "gemma3_text")
 """The first one in float16."""
 LEAST_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that a program can have: A100, H100, B200."""
@@ -81,6 +82,14 @@ def test_interpreted_fused_models_equal_transformers(layers: list[dict[str, Any]
 
 
 @pytest.mark.exhaustive
+def test_interpreted_fused_models_of_all_families_equal_transformers() -> None:
+    families = sorted(FAMILIES - set(FUSED))
+    found = run("interpret_layers", "0", "0", "phi3", *families, TRITON_INTERPRET="1")[1:]
+    assert [x["family"] for x in found] == families
+    assert [x for x in found if not x["is_used"] or not x["error"] <= OF_LOGITS[x["dtype"]]] == []
+
+
+@pytest.mark.exhaustive
 def test_interpreted_ranks_give_the_tokens_of_transformers() -> None:
     """The fused forward pass with collectives, in captured graphs, on two ranks."""
     (found,) = run("divided_card", "llama", TRITON_INTERPRET="1")
@@ -95,7 +104,7 @@ def test_kernels_compile_without_spills(architecture: int, tmp_path: Path) -> No
     kernels = run("compile_kernels", str(architecture), TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION="1")
     assert {x["kernel"] for x in kernels} == {
         *("attend_kernel", "combine_kernel", "write_kernel", "largest_reaching_kernel"),
-        *("add_norm_kernel", "rotate_kernel", "gate_kernel"),
+        *("add_norm_kernel", "rotate_kernel", "activate_kernel"),
     }
     assert [x for x in kernels if x["stack"] or x["shared"] > LEAST_SHARED[architecture]] == []
 

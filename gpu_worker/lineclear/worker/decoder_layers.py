@@ -1,4 +1,4 @@
-"""What the decoder of a model built like Llama is: its matrix products and norms by role, for any device and packing.
+"""What a decoder of attention and dense MLPs is: its matrix products and norms by role, for any device and packing.
 
 `describe` reads it from the modules of a transformers model. cpu/fused_decoder.py and cuda/fused_decoder.py execute it.
 With tensor parallelism it is the part of this rank: its heads, its features of each MLP, its token ids.
@@ -16,18 +16,62 @@ from torch import Tensor, nn
 from .quantization.modules import QuantizedWeight
 from .shard import shard_of
 
-FAMILIES = frozenset({"granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
-"""Model types whose decoder layer is `DecoderLayer`: attention, a gated MLP, RMS norms, rotary positions."""
-ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
-"""Of gated MLPs, by their name in a model's configuration. The numbers are those of the kernels."""
+FAMILIES = frozenset(
+    {
+        *(
+            "arcee",
+            "cohere",
+            "cohere2",
+            "ernie4_5",
+            "exaone4",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "glm4",
+            "gpt2",
+            "gpt_neox",
+        ),
+        *("granite", "llama", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2"),
+        *("qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    }
+)
+"""Model types whose decoder layer is `DecoderLayer`."""
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2, "relu": 3, "relu2": 4}
+"""Of MLPs, by their name in a model's configuration. The numbers are those of the kernels."""
+_GEMMA = frozenset({"gemma", "gemma2", "gemma3_text"})
+"""Their norms multiply by 1 + weight, and their embeddings are scaled."""
+_REPEATED_ANGLES = frozenset({"cohere", "cohere2"})
+"""Their rotary embeddings return each angle twice, the others all angles twice."""
+_ROTATES_PAIRS = frozenset({"ernie4_5", "glm4"}) | _REPEATED_ANGLES
+_PARALLEL = frozenset({"cohere", "cohere2", "phi"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """RMS norm: x / rms(x) * weight."""
+    """RMS norm x / rms(x) * weight; with a bias layer norm, (x - mean(x)) / deviation(x) * weight + bias."""
 
     weight: Tensor
+    """float32, as the bias."""
     eps: float
+    bias: Tensor | None = None
+
+
+class Rotary(NamedTuple):
+    """Rotary positions (RoPE, Su et al. 2021) of some layers."""
+
+    module: nn.Module
+    layer_type: str | None
+    """Chooses the frequencies of a module that has several."""
+    repeats_angles: bool
+    """See `_REPEATED_ANGLES`."""
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [positions, rotated values / 2], rounded as in a model of `dtype`."""
+        kind = () if self.layer_type is None else (self.layer_type,)
+        both = self.module(torch.empty(0, dtype=dtype, device=positions.device), positions[None], *kind)
+        half = both[0].shape[-1] // 2
+        cosine, sine = (x[0, :, ::2] if self.repeats_angles else x[0, :, :half] for x in both)
+        return cosine, sine
 
 
 class Part(NamedTuple):
@@ -50,7 +94,7 @@ def is_partial(parts: Sequence[Part]) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """A decoder layer. OLMo 2 norms the outputs of attention and MLP, other families the inputs.
+    """A decoder layer. OLMo norms the outputs of attention and MLP, Gemma outputs and inputs, most families inputs.
 
     A norm of queries or keys as wide as one head norms each head; a wider one norms the whole row.
     """
@@ -65,7 +109,10 @@ class DecoderLayer:
     attention_output: tuple[Part, ...]
     gate_up: tuple[Part, ...]
     down: tuple[Part, ...]
-    rotates: bool
+    rotary: int | None
+    """Of the model's `rotaries`."""
+    is_parallel: bool
+    """The MLP reads the residual without the attention's output: by its own norm, or what attention has read."""
 
     @property
     def products(self) -> tuple[tuple[Part, ...], ...]:
@@ -86,8 +133,15 @@ class DecoderModel:
     embedding: Tensor | QuantizedWeight
     """[vocabulary, hidden size]."""
     embedding_scale: float
-    rotary: nn.Module
-    """Returns the cosines and sines of positions."""
+    learned_positions: Tensor | None
+    """[positions, hidden size], added to the embeddings."""
+    rotaries: tuple[Rotary, ...]
+    rotates_pairs: bool
+    """Neighbouring values of a head rotate, not the first half of those that rotate with the second half."""
+    query_scale: float
+    """Multiplies queries, which attention scales besides."""
+    has_grouped_heads: bool
+    """Query, key and value of a head lie side by side in the outputs of `qkv`."""
     layers: tuple[DecoderLayer, ...]
     residual_scale: float
     """Multiplies what attention and MLP add."""
@@ -97,6 +151,8 @@ class DecoderModel:
     output_layer: nn.Linear
     """Of one of several ranks: the module gathers its outputs, its weight is that of this rank."""
     logits_scale: float
+    logits_cap: float
+    """Logits become cap * tanh(logits / cap); 0: unchanged."""
 
     @property
     def weights(self) -> Iterator[list[Any]]:
@@ -106,25 +162,41 @@ class DecoderModel:
         yield [self.output_layer.weight]
 
 
-def describe(model: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> DecoderModel:
-    """Return the decoder of a transformers model of `FAMILIES` with one of `ACTIVATIONS`. Holds its modules."""
-    config = model.config
+def describe(model: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> DecoderModel | None:
+    """Return the decoder of a transformers model; None for one that is no such decoder. Holds its modules."""
+    config, family = model.config, model.config.model_type
+    activation = ACTIVATIONS.get(_first(config, "hidden_activation", "activation_function", "hidden_act") or "")
+    if family not in FAMILIES or activation is None or _is_unusual(config):
+        return None
+    path = f"{model.base_model_prefix}.decoder" if family == "opt" else model.base_model_prefix
+    base = model.get_submodule(path)
+    name = "h" if family == "gpt2" else "layers"
+    kinds = getattr(getattr(base, "rotary_emb", None), "layer_types", [None] if hasattr(base, "rotary_emb") else [])
+    layers = [
+        _layer(family, f"{path}.{name}.{i}", module, _rotary(config, kinds, i))
+        for i, module in enumerate(getattr(base, name))
+    ]
     return DecoderModel(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         hidden_size=int(config.hidden_size),
-        intermediate_size=model.model.layers[0].mlp.down_proj.in_features,
+        intermediate_size=layers[0].down[0].linear.in_features,
         dtype=model.dtype,
-        embedding=model.model.embed_tokens.weight,
-        embedding_scale=float(getattr(config, "embedding_multiplier", 1.0)),
-        rotary=model.model.rotary_emb,
-        layers=tuple(_layer(f"model.layers.{i}", module) for i, module in enumerate(model.model.layers)),
+        embedding=model.get_input_embeddings().weight,
+        embedding_scale=_embedding_scale(model),
+        learned_positions=_learned_positions(base),
+        rotaries=tuple(Rotary(base.rotary_emb, kind, family in _REPEATED_ANGLES) for kind in kinds),
+        rotates_pairs=family in _ROTATES_PAIRS,
+        query_scale=head_dim**-0.5 if family == "opt" else 1.0,
+        has_grouped_heads=family == "gpt_neox",
+        layers=tuple(layers),
         residual_scale=float(getattr(config, "residual_multiplier", 1.0)),
-        activation=ACTIVATIONS[config.hidden_act],
-        norm=_norm(model.model.norm),
-        output_layer=model.lm_head,
-        logits_scale=1.0 / float(getattr(config, "logits_scaling", 1.0)),
+        activation=activation,
+        norm=_norm(family, _first(base, "norm", "final_layernorm", "final_layer_norm", "ln_f")),
+        output_layer=model.get_output_embeddings(),
+        logits_scale=float(getattr(config, "logit_scale", 1.0)) / float(getattr(config, "logits_scaling", 1.0)),
+        logits_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
     )
 
 
@@ -135,41 +207,86 @@ def fused_weights(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([_bias(layer) for layer in layers]) if biased else None
 
 
-def _layer(path: str, module: Any) -> DecoderLayer:
-    attention = module.self_attn
-    after = getattr(module, "post_feedforward_layernorm", None)
-    # In OLMo 2 this norms the attention's output, in other families the MLP's input.
-    between = module.post_attention_layernorm
+def _first(owner: Any, *names: str) -> Any:
+    """Return the first of these attributes that there is; None for none."""
+    return next((found for name in names if (found := getattr(owner, name, None)) is not None), None)
 
-    def parts(owner: str, fused: str, *names: str) -> tuple[Part, ...]:
-        owned = getattr(module, owner)
-        names = (fused,) if hasattr(owned, fused) else names
-        return tuple(Part(f"{path}.{owner}.{name}", getattr(owned, name)) for name in names)
 
+def _is_unusual(config: Any) -> bool:
+    """Return whether a model differs from its family: norms of StableLM, Phi and Cohere, or the layers of OPT 350M."""
+    is_unlike_opt = config.model_type == "opt" and (
+        not config.do_layer_norm_before
+        or config.word_embed_proj_dim != config.hidden_size
+        or config._remove_final_layer_norm
+    )
+    return is_unlike_opt or any(getattr(config, name, False) for name in ("qk_layernorm", "use_qk_norm"))
+
+
+def _rotary(config: Any, kinds: Sequence[str | None], layer: int) -> int | None:
+    """Return the place of a layer's frequencies; None without rotary positions."""
+    return (kinds.index(config.layer_types[layer]) if len(kinds) > 1 else 0) if kinds else None
+
+
+def _rotates(family: str, attention: Any) -> bool:
+    if family == "cohere2":
+        return attention.sliding_window is not None
+    if family == "exaone4":
+        return attention.sliding_window is None or bool(attention.is_sliding)
+    return bool(getattr(attention, "use_rope", True))
+
+
+def _embedding_scale(model: Any) -> float:
+    if model.config.model_type in _GEMMA:  # rounded, as the models do
+        return float(torch.tensor(model.config.hidden_size**0.5).to(model.dtype))
+    return float(getattr(model.config, "embedding_multiplier", 1.0))
+
+
+def _learned_positions(base: Any) -> Tensor | None:
+    module: Any = _first(base, "embed_positions", "wpe")
+    return None if module is None else module.weight.detach()[getattr(module, "offset", 0) :]
+
+
+def _layer(family: str, path: str, module: Any, rotary: int | None) -> DecoderLayer:
+    attention: Any = _first(module, "self_attn", "attention", "attn")
+    mlp = getattr(module, "mlp", module)  # the layer itself in OPT
+    paths = {x: name for name, x in module.named_modules(prefix=path)}
+
+    def parts(owner: Any, *choices: str) -> tuple[Part, ...]:
+        found = next(names for choice in choices if (names := choice.split())[0] in owner._modules)
+        return tuple(Part(paths[owner._modules[name]], owner._modules[name]) for name in found)
+
+    def norm(*choices: str) -> Norm | None:
+        found = _first(module, *choices)
+        return None if found is None else _norm(family, found)
+
+    # Where the MLP's output has a norm of this name, the one behind attention is of the attention's output.
+    is_after = hasattr(module, "post_feedforward_layernorm")
+    between = "post_attention_layernorm"
+    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return DecoderLayer(
-        norm_before_attention=_optional_norm(getattr(module, "input_layernorm", None)),
-        norm_after_attention=None if after is None else _norm(between),
-        norm_before_mlp=_norm(between) if after is None else None,
-        norm_after_mlp=_optional_norm(after),
-        qkv=parts("self_attn", "qkv_proj", "q_proj", "k_proj", "v_proj"),
-        q_norm=_optional_norm(getattr(attention, "q_norm", None)),
-        k_norm=_optional_norm(getattr(attention, "k_norm", None)),
-        attention_output=parts("self_attn", "o_proj"),
-        gate_up=parts("mlp", "gate_up_proj", "gate_proj", "up_proj"),
-        down=parts("mlp", "down_proj"),
-        rotates=bool(getattr(attention, "use_rope", True)),
+        norm_before_attention=norm("input_layernorm", "self_attn_layer_norm", "ln_1"),
+        norm_after_attention=norm(between) if is_after else norm("post_self_attn_layernorm"),
+        norm_before_mlp=norm("pre_feedforward_layernorm", *(() if is_after else (between, "final_layer_norm", "ln_2"))),
+        norm_after_mlp=norm("post_feedforward_layernorm", "post_mlp_layernorm"),
+        qkv=parts(attention, "qkv_proj", "query_key_value", "c_attn", "q_proj k_proj v_proj"),
+        q_norm=None if q_norm is None else _norm(family, q_norm),
+        k_norm=None if k_norm is None else _norm(family, k_norm),
+        attention_output=parts(attention, "o_proj", "out_proj", "dense", "c_proj"),
+        gate_up=parts(mlp, "gate_up_proj", "gate_proj up_proj", "up_proj", "fc1", "c_fc", "dense_h_to_4h"),
+        down=parts(mlp, "down_proj", "fc2", "c_proj", "dense_4h_to_h"),
+        rotary=rotary if _rotates(family, attention) else None,
+        is_parallel=family in _PARALLEL or getattr(module, "use_parallel_residual", False),
     )
 
 
-def _norm(module: nn.Module) -> Norm:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    eps: Any = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-    return Norm(weight.detach().contiguous(), float(eps))
-
-
-def _optional_norm(module: nn.Module | None) -> Norm | None:
-    return None if module is None else _norm(module)
+def _norm(family: str, module: Any) -> Norm:
+    eps = _first(module, "variance_epsilon", "eps")
+    weight = module.weight.detach().float().contiguous()
+    weight = weight + 1.0 if family in _GEMMA else weight
+    if "LayerNorm" not in type(module).__name__:
+        return Norm(weight, float(eps))
+    bias = getattr(module, "bias", None)
+    return Norm(weight, float(eps), torch.zeros_like(weight) if bias is None else bias.detach().float().contiguous())
 
 
 def _bias(layer: nn.Linear) -> Tensor:

@@ -59,8 +59,8 @@ class WorkerSettings(settings_base.ProcessSettings):
     bfloat16 for float16."""
     quantization: Quantization = COMPUTATION.field("none")
     """Quantization of the weight matrices while loading. int8: with a scale for each output channel. int4: for each 64
-    inputs of a channel, and int8 in the output layer. Activations become int8 too. On a CPU only, for models of the
-    Llama architecture. It is faster and less exact."""
+    inputs of a channel, and int8 in the output layer. Activations become int8 too. On a CPU only, for the fused
+    families of docs/supported.md. It is faster and less exact."""
     attention_backend: AttentionBackendName = COMPUTATION.field("auto")
     """Implementation of paged attention. reference is slow and serves as a comparison."""
     deterministic: bool = COMPUTATION.field(False)
@@ -73,7 +73,7 @@ class WorkerSettings(settings_base.ProcessSettings):
     """Number format of the KV cache. auto: dtype. int8: with a scale for each token and head, almost twice the blocks
     in the same memory. On a CPU with the native attention backend only."""
     fused_forward: bool = COMPUTATION.field(True)
-    """Use the fused forward pass. It runs models of the Llama architecture in few operations, on CPUs with kernels and
+    """Use the fused forward pass. It runs the families of docs/supported.md in few operations, on CPUs with kernels and
     on GPUs with Triton."""
     cpu_kernels: str = COMPUTATION.field("auto")
     """C++ kernels for CPUs: auto, none or a name. auto: the fastest that were built and that this processor runs. none:

@@ -1,4 +1,4 @@
-"""A fused forward pass on the CPU for models built like Llama (decoder_layers.py).
+"""A fused forward pass on the CPU for decoders of attention and dense MLPs (decoder_layers.py).
 
 A layer is four matrix products, attention and four row operations, where transformers' modules take about fifty
 operations. The calls are captured once, on buffers that stay, and replayed at every step (kernels/call_graph.py).
@@ -26,7 +26,7 @@ from lineclear.worker.lora.fused_lora import AdapterCalls
 from lineclear.worker.shard import add_over_ranks, gather_over_ranks, shard_of
 
 from .linear import Linear, Packer
-from .rotary_cache import RotaryCache
+from .rotary_cache import RotaryCaches
 from .row_kernels import Heads, RowKernels
 
 
@@ -48,8 +48,6 @@ class _Activations(NamedTuple):
     """Of attention or MLP, before it is added to the residual."""
     normed_output: Tensor
     qkv: Tensor
-    cosine: Tensor
-    sine: Tensor
     query: Tensor
     key: Tensor
     value: Tensor
@@ -74,12 +72,12 @@ class FusedDecoder:
     """Computes logits of packed tokens over a paged attention backend. Holds its own packed weights."""
 
     def __init__(self, model: DecoderModel, max_positions: int, packer: Packer) -> None:
-        self._model, self._layers = model, model.layers
-        self._rotary = RotaryCache(model.rotary, model.dtype, max_positions)
+        self._model, self._layers, self.query_scale = model, model.layers, model.query_scale
+        self._rotary = RotaryCaches(model.rotaries, model.dtype, max_positions)
         arena = HugePageArena()
         self._packed = [_packed_layer(layer, packer, arena) for layer in model.layers]
         self._lm_head = packer([model.output_layer], arena)
-        self._kernels = RowKernels(model.dtype, model.residual_scale)
+        self._kernels = RowKernels(model)
         self._backend: AttentionBackend | None = None
         self._tokens, self._samples = DynamicInt(0), DynamicInt(0)
         self._table, self._read_indices = DynamicPointer(), DynamicPointer()
@@ -97,7 +95,6 @@ class FusedDecoder:
         self._logits: tuple[Tensor, Tensor, Tensor] = (torch.empty(0), torch.empty(0), torch.empty(0))
         self._host_max: Any = memoryview(b"")  # this and the next: host views of the last two tensors of `_logits`
         self._host_ids: Any = memoryview(b"")
-        self._identity_rotary: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
 
     def attach(self, backend: AttentionBackend) -> None:
         """Use `backend` for attention from now on."""
@@ -165,12 +162,11 @@ class FusedDecoder:
             model = self._model
             query, key = (model.num_heads, model.head_dim), (model.num_kv_heads, model.head_dim)
             shapes: list[tuple[int, ...]] = [(model.hidden_size,)] * 4
-            shapes += [((query[0] + 2 * key[0]) * model.head_dim,), *[(self._rotary.width,)] * 2]
-            shapes += [query, key, key, query, (2 * model.intermediate_size,), (model.intermediate_size,), ()]
-            others = {"cosine": torch.float32, "sine": torch.float32, "input_ids": torch.int64}
-            dtypes = dict.fromkeys(_Activations._fields, model.dtype) | others
-            tensors = (torch.empty(capacity, *x, dtype=t) for x, t in zip(shapes, dtypes.values(), strict=True))
-            self._activations = _Activations(*tensors)
+            shapes += [((query[0] + 2 * key[0]) * model.head_dim,), query, key, key, query]
+            shapes += [(sum(part.outputs for part in self._layers[0].gate_up),), (model.intermediate_size,)]
+            tensors = [torch.empty(capacity, *shape, dtype=model.dtype) for shape in shapes]
+            self._rotary.allocate_rows(capacity)
+            self._activations = _Activations(*tensors, torch.empty(capacity, dtype=torch.int64))
             self._layers_graph, self._adapted_graph = CallGraph(self._capture(self._activations)), None
             self._head_activations = None  # its captured calls read the old buffers
         return self._activations
@@ -195,6 +191,8 @@ class FusedDecoder:
             calls += _output_calls(self._samples, model.output_layer, self._lm_head, head)
             if model.logits_scale != 1.0:
                 calls.append((lambda: head.logits[: self._samples.value].mul_(model.logits_scale), ()))
+            if model.logits_cap:
+                calls.append(self._kernels.cap(self._samples, head.logits, model.logits_cap))
             self._head_graph = CallGraph(
                 [*calls, self._kernels.argmax(self._samples, head.logits, head.max_values, head.ids)]
             )
@@ -217,39 +215,37 @@ class FusedDecoder:
 
     def _capture(self, act: _Activations, adapters: AdapterCalls | None = None) -> list[Call]:
         """Return the calls from token ids through all layers, on the first `_tokens` rows of `act`."""
-        count, kernels, width, scale = self._tokens, self._kernels, self._rotary.width, self._model.embedding_scale
-        identity_rotary = (torch.ones(len(act.cosine), width), torch.zeros(len(act.sine), width))
-        self._identity_rotary = identity_rotary  # kept alive: the calls hold its addresses
-        calls = [
-            kernels.gather(count, self._table, self._read_indices, act.input_ids),
-            _embed(kernels, count, self._model, act),
-            kernels.gather(count, pointer(self._rotary.cosine), self._positions, act.cosine),
-            kernels.gather(count, pointer(self._rotary.sine), self._positions, act.sine),
-        ]
-        if scale != 1.0:
-            calls.append((lambda: act.residual[: count.value].mul_(scale), ()))
+        count, kernels = self._tokens, self._kernels
+        calls = [kernels.gather(count, self._table, self._read_indices, act.input_ids)]
+        calls += _embedding_calls(kernels, count, self._positions, self._model, act)
+        for table, rows in self._rotary.tables():
+            calls.append(kernels.gather(count, pointer(table), self._positions, rows))
         pending: Tensor | None = None  # output of attention or MLP, not yet added to the residual
         for index, layer in enumerate(self._layers):
             x = act.residual
             if layer.norm_before_attention is not None or pending is not None:
                 calls.append(kernels.add_norm(count, act.residual, pending, layer.norm_before_attention, act.normed))
                 x = act.residual if layer.norm_before_attention is None else act.normed
-            rotary = (act.cosine, act.sine) if layer.rotates else identity_rotary
-            calls += self._attention_calls(index, x, rotary, act, adapters)
+            calls += self._attention_calls(index, x, act, adapters)
             pending = act.output if layer.norm_after_attention is None else act.normed_output
-            x = act.residual if layer.norm_before_mlp is None else act.normed
-            calls.append(kernels.add_norm(count, act.residual, pending, layer.norm_before_mlp, act.normed))
+            norm = layer.norm_before_mlp
+            if layer.is_parallel:
+                if norm is not None:
+                    calls.append(kernels.add_norm(count, act.residual, None, norm, act.normed))
+                calls.append(kernels.add_norm(count, act.residual, pending, None, act.normed))
+            else:
+                calls.append(kernels.add_norm(count, act.residual, pending, norm, act.normed))
+                x = act.residual if norm is None else act.normed
             calls += self._mlp_calls(index, x, act, adapters)
             pending = act.output if layer.norm_after_mlp is None else act.normed_output
         return calls
 
-    def _attention_calls(
-        self, index: int, x: Tensor, rotary: tuple[Tensor, Tensor], act: _Activations, adapters: AdapterCalls | None
-    ) -> list[Call]:
+    def _attention_calls(self, index: int, x: Tensor, act: _Activations, adapters: AdapterCalls | None) -> list[Call]:
         """Return the calls from the input `x` of a layer to its attention's `act.output`."""
         backend, count, layer, packed = self._backend, self._tokens, self._layers[index], self._packed[index]
         assert backend is not None
         attended = act.attended.view(len(act.attended), -1)
+        rotary = self._rotary.rows[-1 if layer.rotary is None else layer.rotary]
         heads = Heads(act.qkv, *rotary, act.query, act.key, act.value)
         return [
             packed.qkv.bind(count, x, act.qkv),
@@ -268,7 +264,7 @@ class FusedDecoder:
         return [
             packed.gate_up.bind(count, x, act.gate_up),
             *_products(adapters, layer.gate_up, x, act.gate_up),
-            self._kernels.gate(count, self._model.activation, act.gate_up, act.gated),
+            self._kernels.activate(count, self._model.activation, act.gate_up, act.gated),
             packed.down.bind(count, act.gated, act.output),
             *_products(adapters, layer.down, act.gated, act.output),
             *_sums_over_ranks(count, layer.down, act.output),
@@ -276,16 +272,27 @@ class FusedDecoder:
         ]
 
 
-def _embed(kernels: RowKernels, count: DynamicInt, model: DecoderModel, act: _Activations) -> Call:
-    embedding = model.embedding
-    if isinstance(embedding, Tensor):
-        return kernels.gather(count, pointer(embedding), pointer(act.input_ids), act.residual)
+def _embedding_calls(
+    kernels: RowKernels, count: DynamicInt, positions: DynamicPointer, model: DecoderModel, act: _Activations
+) -> list[Call]:
+    """Return the calls from token ids and positions to the first `act.residual`."""
+    embedding, calls = model.embedding, list[Call]()
 
     def dequantize() -> None:
+        assert not isinstance(embedding, Tensor)
         ids = act.input_ids[: count.value]
         act.residual[: count.value].copy_(embedding.rows(ids).dequantized(model.dtype))
 
-    return dequantize, ()
+    if isinstance(embedding, Tensor):
+        calls.append(kernels.gather(count, pointer(embedding), pointer(act.input_ids), act.residual))
+    else:
+        calls.append((dequantize, ()))
+    if model.embedding_scale != 1.0:
+        calls.append((lambda: act.residual[: count.value].mul_(model.embedding_scale), ()))
+    if model.learned_positions is not None:
+        calls.append(kernels.gather(count, pointer(model.learned_positions), positions, act.output))
+        calls.append(kernels.add_norm(count, act.residual, act.output, None, act.normed))
+    return calls
 
 
 def _norms_of_output(kernels: RowKernels, count: DynamicInt, norm: Norm | None, act: _Activations) -> list[Call]:

@@ -6,10 +6,13 @@ models whose frequencies depend on the length.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
+
+from lineclear.worker.decoder_layers import Rotary
 
 _SERIAL_ELEMENTS = 1 << 14
 """Values computed at once. torch divides more of them among threads, and the last bits depend on where it cuts."""
@@ -17,10 +20,37 @@ _VECTOR_ELEMENTS = 32
 """torch computes the rest of a division by this number otherwise than the values before it."""
 
 
-class RotaryCache:
-    """Cosines and sines [positions, width] of a transformers rotary embedding, filled as positions are needed."""
+class RotaryCaches:
+    """The caches of a model's rotary positions, which are filled together, and a step's rows of them."""
 
-    def __init__(self, rotary: Any, dtype: torch.dtype, max_positions: int) -> None:
+    def __init__(self, rotaries: Sequence[Rotary], dtype: torch.dtype, max_positions: int) -> None:
+        """See RotaryCache."""
+        self._caches = [RotaryCache(rotary, dtype, max_positions) for rotary in rotaries]
+        self.num_filled = 0 if self._caches else max_positions
+        self.rows: list[tuple[Tensor, Tensor]] = []
+        """Cosines and sines of a step's tokens, for each of the rotary positions; the last ones rotate nothing."""
+
+    def allocate_rows(self, capacity: int) -> None:
+        """Allocate `rows` for so many tokens."""
+        widths = [*(cache.width for cache in self._caches), 0]
+        self.rows = [(torch.empty(capacity, width), torch.empty(capacity, width)) for width in widths]
+
+    def tables(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each table, and the rows of it that a step needs."""
+        tables = [table for cache in self._caches for table in (cache.cosine, cache.sine)]
+        return list(zip(tables, chain(*self.rows), strict=False))
+
+    def extend(self, end: int) -> None:
+        """Fill the positions before `end`."""
+        for cache in self._caches:
+            cache.extend(end)
+        self.num_filled = min(cache.num_filled for cache in self._caches)
+
+
+class RotaryCache:
+    """Cosines and sines [positions, width] of the angles of rotary positions, filled as positions are needed."""
+
+    def __init__(self, rotary: Rotary, dtype: torch.dtype, max_positions: int) -> None:
         """`dtype`: the model's, to which `rotary` may round.
 
         Never calls `rotary` for positions from `max_positions` on: its frequencies may change there.
@@ -31,7 +61,7 @@ class RotaryCache:
         self.num_filled = 0
         """Positions that are computed."""
         self.width = int(self._compute(0, 1)[0].shape[-1])
-        self._chunk = max(_SERIAL_ELEMENTS // self.width // _VECTOR_ELEMENTS, 1) * _VECTOR_ELEMENTS  # positions
+        self._chunk = max(_SERIAL_ELEMENTS // (2 * self.width) // _VECTOR_ELEMENTS, 1) * _VECTOR_ELEMENTS  # positions
         # Unwritten memory takes no pages.
         self.cosine, self.sine = (torch.empty(max_positions, self.width) for _ in range(2))
 
@@ -47,5 +77,4 @@ class RotaryCache:
         self.cosine[chunk], self.sine[chunk] = self._compute(start, self.num_filled)
 
     def _compute(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        cosine, sine = self._rotary(torch.empty(0, dtype=self._dtype), torch.arange(start, end)[None])
-        return cosine[0], sine[0]
+        return self._rotary.angles(torch.arange(start, end), self._dtype)

@@ -1,14 +1,13 @@
-"""Calls of the row operations between the matrix products of a layer: gather, norm, heads, gate, argmax."""
+"""Calls of the row operations between the matrix products of a layer: gather, norm, heads, activation, argmax."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from lineclear.worker.decoder_layers import Norm
+from lineclear.worker.decoder_layers import DecoderModel, Norm
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, DynamicPointer, Kernel, pointer
 from lineclear.worker.kernels.native_library import ELEMENTS, selected_library
 
@@ -18,7 +17,7 @@ class Heads(NamedTuple):
 
     qkv: Tensor
     cosine: Tensor
-    """[num_rows, width], as `sine`: the first `width` values of a head rotate."""
+    """[num_rows, width], as `sine`: the first 2 * width values of a head rotate."""
     sine: Tensor
     query: Tensor
     key: Tensor
@@ -31,16 +30,17 @@ class RowKernels:
     Calls hold the addresses of their buffers, which the caller keeps alive.
     """
 
-    def __init__(self, dtype: torch.dtype, residual_scale: float) -> None:
-        """`residual_scale` multiplies what is added to a residual."""
-        self._element = ctypes.c_int64(ELEMENTS[dtype])
-        self._residual_scale = ctypes.c_float(residual_scale)
+    def __init__(self, model: DecoderModel) -> None:
+        self._element = ctypes.c_int64(ELEMENTS[model.dtype])
+        self._residual_scale = ctypes.c_float(model.residual_scale)
+        self._layout = ctypes.c_int64(model.rotates_pairs), ctypes.c_int64(model.has_grouped_heads)
         native = selected_library()
         self._gather = Kernel(native, "lineclear_gather_rows")
         self._add_norm = Kernel(native, "lineclear_add_norm")
         self._split_heads = Kernel(native, "lineclear_split_heads")
-        self._gate = Kernel(native, "lineclear_gated_activation")
+        self._activate = Kernel(native, "lineclear_activation")
         self._argmax = Kernel(native, "lineclear_argmax")
+        self._cap = Kernel(native, "lineclear_cap")
 
     def gather(self, count: DynamicInt, table: DynamicPointer, indices: DynamicPointer, out: Tensor) -> Call:
         """Return the call out[i] = table[indices[i]]; the rows of both have the width of `out`."""
@@ -57,6 +57,7 @@ class RowKernels:
             self._residual_scale,
             pointer(residual),
             pointer(None if norm is None else norm.weight),
+            pointer(None if norm is None else norm.bias),
             ctypes.c_float(0.0 if norm is None else norm.eps),
             pointer(out),
         )
@@ -73,6 +74,7 @@ class RowKernels:
             self._element,
             count,
             *map(ctypes.c_int64, sizes),
+            *self._layout,
             *map(pointer, (heads.qkv, heads.cosine, heads.sine)),
             pointer(None if q_norm is None else q_norm.weight),
             pointer(None if k_norm is None else k_norm.weight),
@@ -81,10 +83,15 @@ class RowKernels:
             *map(pointer, (heads.query, heads.key, heads.value)),
         )
 
-    def gate(self, count: DynamicInt, activation: int, gate_up: Tensor, out: Tensor) -> Call:
-        """Return the call out = activation(gate) * up, where `gate_up` has both side by side."""
-        sizes = ctypes.c_int64(out.shape[1]), ctypes.c_int64(activation)
-        return self._gate, (self._element, count, *sizes, pointer(gate_up), pointer(out))
+    def activate(self, count: DynamicInt, activation: int, x: Tensor, out: Tensor) -> Call:
+        """Return the call out = activation(x), or activation(gate) * up where `x` has both side by side."""
+        is_gated = x.shape[1] != out.shape[1]
+        sizes = map(ctypes.c_int64, (out.shape[1], activation, is_gated))
+        return self._activate, (self._element, count, *sizes, pointer(x), pointer(out))
+
+    def cap(self, count: DynamicInt, x: Tensor, cap: float) -> Call:
+        """Return the call x = cap * tanh(x / cap), in place. torch's bits depend on where it divides among threads."""
+        return self._cap, (self._element, count, ctypes.c_int64(x.shape[1]), ctypes.c_float(cap), pointer(x))
 
     def argmax(self, count: DynamicInt, logits: Tensor, max_values: Tensor, ids: Tensor) -> Call:
         """Return the call that writes the largest logit of each row, and its index."""

@@ -1,4 +1,4 @@
-"""A fused forward pass on CUDA for models built like Llama (decoder_layers.py): ten launches a layer instead of forty.
+"""A fused forward pass on CUDA for the decoders of decoder_layers.py: ten launches a layer instead of forty.
 
 Matrix products with a common input are one product of torch, over one weight that the modules' weights are views of.
 Triton does the rest (layer_kernels.py). Nothing waits for the device, so that steps can be captured as CUDA graphs.
@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineclear.worker.attention.base import AttentionBackend, Indices, IntArray
-from lineclear.worker.decoder_layers import DecoderLayer, DecoderModel, Norm, Part, fused_weights, is_partial
+from lineclear.worker.decoder_layers import DecoderLayer, DecoderModel, Norm, Part, Rotary, fused_weights, is_partial
 from lineclear.worker.logits import Logits, with_argmax
 from lineclear.worker.lora.adapter_set import AdapterSet
 from lineclear.worker.shard import add_over_ranks
 from lineclear.worker.staging import to_device
 
-from .layer_kernels import add_norm, gate, rotate
+from .layer_kernels import activate, add_norm, rotate
 
 _POSITIONS_AT_ONCE = 1 << 15
 
@@ -62,9 +62,10 @@ class CudaFusedDecoder:
     """Computes logits of packed tokens over a paged attention backend. Shares its weights with the modules."""
 
     def __init__(self, model: DecoderModel, max_positions: int) -> None:
-        self._model = model
+        self._model, self.query_scale = model, model.query_scale
         self._layers = [_layer(layer, model) for layer in model.layers]
-        self._rotary = _rotary_table(model, max_positions)
+        self._device = model.norm.weight.device
+        self._rotaries = [_rotary_table(rotary, model.dtype, self._device, max_positions) for rotary in model.rotaries]
         self._adapters: AdapterSet | None = None
         self._backend: AttentionBackend | None = None
         self._states: _States | None = None
@@ -105,7 +106,7 @@ class CudaFusedDecoder:
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _tensor(self, indices: Indices) -> Tensor:
-        return indices if isinstance(indices, Tensor) else to_device(indices, self._rotary.device)
+        return indices if isinstance(indices, Tensor) else to_device(indices, self._device)
 
     def _run(self, tokens: Tensor, read_indices: Tensor, positions: Tensor) -> _States:
         embedding = self._model.embedding
@@ -113,12 +114,18 @@ class CudaFusedDecoder:
         residual = F.embedding(tokens.index_select(0, read_indices), embedding)
         if self._model.embedding_scale != 1.0:
             residual = residual * self._model.embedding_scale
+        if self._model.learned_positions is not None:
+            residual = residual + F.embedding(positions, self._model.learned_positions)
         states = _States(residual, None, None)
         for index, layer in enumerate(self._model.layers):
             residual, x = self._next(states, layer.norm_before_attention)
+            if layer.is_parallel and layer.norm_before_mlp is not None:
+                before_mlp = self._next(_States(residual, None, None), layer.norm_before_mlp)[1]
+            else:
+                before_mlp = x
             states = _States(residual, self._attention(index, x, positions), layer.norm_after_attention)
-            residual, x = self._next(states, layer.norm_before_mlp)
-            states = _States(residual, self._mlp(index, x), layer.norm_after_mlp)
+            residual, x = self._next(states, None if layer.is_parallel else layer.norm_before_mlp)
+            states = _States(residual, self._mlp(index, before_mlp if layer.is_parallel else x), layer.norm_after_mlp)
         return states
 
     def _next(self, states: _States, norm: Norm | None, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -129,17 +136,24 @@ class CudaFusedDecoder:
         model, layer, backend = self._model, self._layers[index], self._backend
         assert backend is not None
         num_heads = model.num_heads, model.num_kv_heads
-        heads = self._product(layer.qkv, x).view(len(x), -1, model.head_dim)
+        heads = self._product(layer.qkv, x)
+        if model.has_grouped_heads:
+            heads = heads.view(len(x), -1, 3, model.head_dim).transpose(1, 2).contiguous()
+        heads = heads.view(len(x), -1, model.head_dim)
         query_key, value = heads[:, : sum(num_heads)], heads[:, sum(num_heads) :]
-        rotary = self._rotary if model.layers[index].rotates else None
-        if rotary is not None or layer.head_norm is not None:
-            query_key = rotate(heads, num_heads, positions, rotary, layer.head_norm, layer.is_whole)
+        place = model.layers[index].rotary
+        if place is not None or layer.head_norm is not None:
+            rotary = None if place is None else self._rotaries[place]
+            norm = layer.head_norm, layer.is_whole
+            query_key = rotate(heads, num_heads, positions, rotary, *norm, model.rotates_pairs)
         attended = backend.attend(index, query_key[:, : num_heads[0]], query_key[:, num_heads[0] :], value)
         return self._product(layer.attention_output, attended.reshape(len(x), -1))
 
     def _mlp(self, index: int, x: Tensor) -> Tensor:
         layer = self._layers[index]
-        return self._product(layer.down, gate(self._product(layer.gate_up, x), self._model.activation))
+        return self._product(
+            layer.down, activate(self._product(layer.gate_up, x), self._model.intermediate_size, self._model.activation)
+        )
 
     def _product(self, product: _Product, x: Tensor) -> Tensor:
         out, end = F.linear(x, product.weight, product.bias), 0
@@ -153,8 +167,9 @@ class CudaFusedDecoder:
         return self._next(states, self._model.norm, self._tensor(rows))[1]
 
     def _logits(self, hidden: Tensor) -> Logits:
-        logits = self._model.output_layer(hidden)
-        return with_argmax(logits if self._model.logits_scale == 1.0 else logits * self._model.logits_scale)
+        logits, scale, cap = self._model.output_layer(hidden), self._model.logits_scale, self._model.logits_cap
+        logits = logits if scale == 1.0 else logits * scale
+        return with_argmax(torch.tanh(logits / cap) * cap if cap else logits)
 
 
 def _layer(layer: DecoderLayer, model: DecoderModel) -> _Layer:
@@ -181,14 +196,13 @@ def _shared(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def _rotary_table(model: DecoderModel, max_positions: int) -> Tensor:
-    """Return [max_positions, width]: cosines of the first half of the values that rotate, then sines.
+def _rotary_table(rotary: Rotary, dtype: torch.dtype, device: torch.device, max_positions: int) -> Tensor:
+    """Return [max_positions, width]: cosines of each pair of values that rotates, then sines.
 
-    The second half has the same. A position never has other values, see cpu/rotary_cache.py.
+    A position never has other values, see cpu/rotary_cache.py.
     """
-    device, parts = model.norm.weight.device, []
+    parts = []
     for start in range(0, max_positions, _POSITIONS_AT_ONCE):
         positions = torch.arange(start, min(start + _POSITIONS_AT_ONCE, max_positions), device=device)
-        both = model.rotary(torch.empty(0, dtype=model.dtype, device=device), positions[None])
-        parts.append(torch.cat([x[0, :, : x.shape[-1] // 2] for x in both], dim=-1))
+        parts.append(torch.cat(rotary.angles(positions, dtype), dim=-1))
     return torch.cat(parts)

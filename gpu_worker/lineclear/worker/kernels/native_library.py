@@ -23,16 +23,17 @@ MAX_HEAD_DIM = 512
 AUTO, NONE = "auto", "none"
 """Names that `choose` accepts besides those of libraries: the best library, or none."""
 
-_ABI = 14
+_ABI = 15
 _FOLDER = Path(__file__).parent
 _INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 FUNCTIONS: dict[str, list[Any]] = {
     "lineclear_queries_per_item": [_INTEGER] * 2,
     "lineclear_paged_attention": [_POINTER] * 6,
-    "lineclear_add_norm": [*[_INTEGER] * 3, _POINTER, _REAL, _POINTER, _POINTER, _REAL, _POINTER],
-    "lineclear_split_heads": [*[_INTEGER] * 6, *[_POINTER] * 5, _INTEGER, _REAL, *[_POINTER] * 3],
-    "lineclear_gated_activation": [*[_INTEGER] * 4, *[_POINTER] * 2],
+    "lineclear_add_norm": [*[_INTEGER] * 3, _POINTER, _REAL, *[_POINTER] * 3, _REAL, _POINTER],
+    "lineclear_split_heads": [*[_INTEGER] * 8, *[_POINTER] * 5, _INTEGER, _REAL, *[_POINTER] * 3],
+    "lineclear_activation": [*[_INTEGER] * 5, *[_POINTER] * 2],
     "lineclear_argmax": [*[_INTEGER] * 3, *[_POINTER] * 3],
+    "lineclear_cap": [*[_INTEGER] * 3, _REAL, _POINTER],
     "lineclear_bf16_gemm_is_faster": [],
     "lineclear_packed_size": [_INTEGER] * 2,
     "lineclear_pack": [*[_INTEGER] * 3, *[_POINTER] * 2],

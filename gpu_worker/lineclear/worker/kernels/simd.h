@@ -110,6 +110,18 @@ inline vfloat vtanh(vfloat x) {
   return 1.0f - 2.0f / (e + 1.0f);
 }
 
+// Abramowitz and Stegun 7.1.26, to 1.5e-7.
+inline vfloat verf(vfloat x) {
+  const vfloat size = select(x < 0.0f, -x, x), t = 1.0f / (1.0f + 0.3275911f * size);
+  vfloat p = splat(1.061405429f);
+  p = p * t - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const vfloat y = 1.0f - p * t * vexp(-size * size);
+  return select(x < 0.0f, -y, y);
+}
+
 inline void store(float* p, vfloat v) { *reinterpret_cast<vfloat_u*>(p) = v; }
 inline void store(bf16* p, vfloat v) {  // rounds like from_float
   vuint bits = (vuint)v;

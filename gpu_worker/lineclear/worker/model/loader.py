@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.import_utils import is_accelerate_available
@@ -27,7 +27,7 @@ from lineclear.worker.cpu.fused_decoder import FusedDecoder, can_build
 from lineclear.worker.cpu.linear import Packer, free_after_packing, leave_unpacked, pack, pack_twice
 from lineclear.worker.cpu.quantized_linear import can_pack, packer_of, stored_packer
 from lineclear.worker.cpu.thread_tuner import probe_threads
-from lineclear.worker.decoder_layers import ACTIVATIONS, FAMILIES, DecoderModel, describe
+from lineclear.worker.decoder_layers import DecoderModel, describe
 from lineclear.worker.kernels.native_library import prefers_bf16_gemm_for_few_rows
 from lineclear.worker.memory_budget import free_bytes
 from lineclear.worker.shard import Agree
@@ -103,6 +103,8 @@ def load(
 def wrap_model(model: Any, model_id: str = "", max_model_len: int = 0) -> LoadedModel:
     """Probe a transformers model that is in memory, on its final device. Raises ModelRefused."""
     model.eval().requires_grad_(False)
+    if model.config.model_type == "gpt2":
+        _transpose_weights(model)
     try:
         with torch.inference_mode(), probe_threads(weight_bytes(model)):
             loaded = inspect_model(model, model_id, max_model_len)
@@ -114,6 +116,17 @@ def wrap_model(model: Any, model_id: str = "", max_model_len: int = 0) -> Loaded
     if loaded.family not in VERIFIED:
         log.warning("model_family_not_verified", family=loaded.family, model_id=model_id)
     return loaded
+
+
+def _transpose_weights(model: Any) -> None:
+    """Put linear layers in place of GPT-2's own kind, which has the weights transposed."""
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in [x for x in model.named_modules() if isinstance(x[1], Conv1D)]:
+        linear = nn.Linear(module.nx, module.nf, device="meta")
+        linear.weight = nn.Parameter(module.weight.t().contiguous(), requires_grad=False)
+        linear.bias = module.bias
+        model.set_submodule(name, linear)
 
 
 def build_fused(
@@ -237,7 +250,7 @@ def to_quantized(loaded: LoadedModel, form: str = "int8", *, keep_weights: bool 
     exact = build_fused(loaded, leave_unpacked, keep_weights=True) if has_kernels else None
     if described is None or exact is None:
         raise ModelRefused(
-            f"{form} weights need a model built like Llama on a CPU with native kernels;"
+            f"{form} weights need a model of a fused family (docs/supported.md) on a CPU with native kernels;"
             f" this is {loaded.family} in {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}:"
             " leave --quantization at none"
         )
@@ -255,11 +268,17 @@ def to_quantized(loaded: LoadedModel, form: str = "int8", *, keep_weights: bool 
 
 
 def _described(loaded: LoadedModel) -> DecoderModel | None:
-    """Return what the fused forward passes need; None for a model unlike Llama."""
+    """Return what the fused forward passes need; None for a model that they cannot compute."""
     shapes = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in loaded.layers}
-    if len(shapes) != 1 or loaded.family not in FAMILIES or loaded.model.config.hidden_act not in ACTIVATIONS:
+    if len(shapes) != 1 or _scales_queries(loaded):
         return None
     return describe(loaded.model, *shapes.pop())
+
+
+def _scales_queries(loaded: LoadedModel) -> bool:
+    """Return whether queries of late positions are scaled, as in Ministral 3 behind its original context."""
+    rope = getattr(loaded.model.config, "rope_parameters", None) or {}
+    return bool(rope.get("llama_4_scaling_beta")) and loaded.max_model_len > rope["original_max_position_embeddings"]
 
 
 def _with_decoder(
@@ -272,7 +291,9 @@ def _with_decoder(
     assert expected is not None
     num_positions = max(loaded.max_model_len, NUM_TOKENS)  # the largest position ever computed
     with torch.inference_mode():
-        fused = replace(loaded, decoder=build(num_positions))
+        decoder = build(num_positions)
+        layers = tuple(replace(spec, scaling=spec.scaling * decoder.query_scale) for spec in loaded.layers)
+        fused = replace(loaded, decoder=decoder, layers=layers)
         with probe_threads(loaded.weight_bytes):
             return fused, relative_error(paged_logits(fused), expected)
 
