@@ -104,6 +104,18 @@ def test_tokens_do_not_depend_on_late_masks(
     assert late.counters.generation_tokens == sum(map(len, expected.values()))
 
 
+@pytest.mark.parametrize("family", ["granitemoehybrid", "lfm2"])
+def test_late_masks_beside_recurrent_state(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states before deferred and void rows are brought back, and no sequence starts again."""
+    hybrid = replace(wrap_model(tiny_model(family, vocab_size=4096)), directory=DEMO_MODEL)
+    expected = server(hybrid).serve(requests())
+    monkeypatch.setattr(grammar_constraints, "MaskThreads", lambda: LateThreads(500))
+    late = server(hybrid, pipeline_depth=3)
+    assert late.serve(requests()) == expected
+    assert late.counters.wasted_samples > 50
+    assert late.counters.preemptions == 0
+
+
 def test_resumed_answer_continues(loaded: LoadedModel) -> None:
     request = asked("a", GRAMMARS["schema"], 5)
     single = server(loaded)

@@ -105,7 +105,7 @@ STATE_BUGS: Bugs = {
         "states are kept without a prefix cache": always("self._limits.prefix_cache"),
     },
     ResultApplier: {
-        "a late mask leaves the state behind its position": never("worker.batch.pool.states is not None and _")
+        "a late mask leaves states behind its position": drop("worker.batch.drop_later_states(sequence)"),
     },
     Scheduler._make_plan: {"copies of states are not sent": replace("tuple(planner.state_copies)", "()")},
 }

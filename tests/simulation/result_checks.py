@@ -64,10 +64,11 @@ class ResultChecks:
                 continue
             if sampling[index] in result.deferred_rows:
                 require(sequence.request.sampling.grammar != "", "I20", "only rows with a grammar are deferred")
-                if worker.states.is_recurrent and sequence.is_running:
-                    self.state.preempt(sequence)
-                    wanted.append(Preempted(request_id))
                 sequence.defer()
+                if worker.states.is_recurrent and sequence.is_running:
+                    for block in sequence.blocks[sequence.num_planned // worker.blocks.size :]:
+                        worker.states.drop(block)
+                    sequence.state_at = min(sequence.state_at, sequence.num_planned)
                 self.state.counters.wasted_samples += 1
                 continue
             first_output = sequence.num_outputs

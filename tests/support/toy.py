@@ -272,7 +272,7 @@ class ToyRunner:
         self.slots: dict[int, _Slot] = {}
         # What each state has consumed: the model, and the content of a cell for each position.
         self.states: list[list[int]] = [[] for _ in range(self.num_slots + (self.num_state_snapshots or 0))]
-        threads = LateThreads(self.late_per_mille, varies=self.num_state_snapshots is not None)
+        threads = LateThreads(self.late_per_mille)
         self._constraints = ConstraintTable(ToyGrammars(self.vocab_size), self.vocab_size, threads)
 
     def idle_work(self) -> bool:
@@ -329,15 +329,16 @@ class ToyRunner:
                 block = slot.blocks[position // self.block_size]
                 assert 0 <= block < self.num_blocks
                 self.cells[block][position % self.block_size] = slot.tokens[position]
+            is_late = row.output == RowOutput.SAMPLE and row.slot in late
             if self.num_state_snapshots is not None:
-                self._advance_state(slot, row)
+                self._advance_state(slot, row, is_undone=is_late)
             self.num_rows += 1
             self.num_positions += row.num_tokens
             if row.output == RowOutput.NONE:
                 continue
             size = self.block_size
             context = [self.cells[slot.blocks[p // size]][p % size] for p in range(end)]
-            if self.num_state_snapshots is not None:
+            if self.num_state_snapshots is not None and not is_late:
                 context = self.states[row.slot][1:]
             if self.is_bad(context) and not (row.slot in void and row.output == RowOutput.SAMPLE):
                 bad.add(len(counts) + len(scores) + len(vectors))
@@ -395,8 +396,14 @@ class ToyRunner:
         for copy, state in zip(plan.copy_states, copied, strict=True):
             self.states[copy.target] = list(state)
 
-    def _advance_state(self, slot: _Slot, row: Row) -> None:
-        """Consume the cells of a row, which must continue from the state of exactly the positions before it."""
+    def _advance_state(self, slot: _Slot, row: Row, *, is_undone: bool) -> None:
+        """Consume the cells of a row, which must continue from the state of exactly the positions before it.
+
+        The state stays if `is_undone`, as a worker brings it back. Later rows of the slot are void.
+        """
+        if is_undone:
+            assert row.num_tokens == 1, "a state that cannot be brought back"
+            return
         size, end = self.block_size, row.start + row.num_tokens
         cells = [self.cells[slot.blocks[p // size]][p % size] for p in range(end)]
         model = [zlib.crc32(self._model(slot).encode())]
@@ -420,7 +427,10 @@ class ToyRunner:
         def last_tokens(indices: list[int]) -> Callable[[], list[int]]:
             return lambda: [self.slots[slots[index]].tokens[-1] for index in indices]
 
-        pending = self._constraints.start(slots, ends, last_tokens)
+        singles = {row.slot for row in rows if row.num_tokens == 1}
+        pending = self._constraints.start(
+            slots, ends, last_tokens, None if self.num_state_snapshots is None else singles
+        )
         masks = Masks([], np.zeros((0, 0), np.uint32)) if pending is None else pending.result()
         assert not any(rows[row].num_drafts for row in masks.rows), "a request with a grammar has no drafts"
         found = {slots[row]: tokens_of(masks.bits, i, self.vocab_size) for i, row in enumerate(masks.rows)}

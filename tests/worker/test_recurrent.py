@@ -232,20 +232,32 @@ class LateThreads:
         return False
 
 
-@pytest.mark.parametrize("may_defer", [True, False])
-def test_steps_wait_for_masks(may_defer: bool, loaded: LoadedModel) -> None:
+@pytest.mark.parametrize(
+    ("singles", "is_slow", "may_defer", "is_deferred"),
+    [
+        (None, False, True, True),
+        ({3}, True, True, True),
+        ({3}, False, True, False),
+        ({1}, True, True, False),
+        ({3}, True, False, False),
+    ],
+)
+def test_rows_are_deferred_whose_state_can_be_brought_back(
+    singles: set[int] | None, is_slow: bool, may_defer: bool, is_deferred: bool
+) -> None:
+    """Else the step waits: for quick masks, behind rows of several tokens, and with several ranks."""
     grammars: Any = type("Grammars", (), {"matcher": lambda self, grammar: None, "end_ids": ()})()
     threads: Any = LateThreads()
     table = ConstraintTable(grammars, 32, threads)
     table.may_defer = may_defer
-    constraint: Any = type("Constraint", (), {"mask": None, "position": 5, "compiled": None, "is_slow": False})()
+    constraint: Any = type("Constraint", (), {"mask": None, "position": 5, "compiled": None, "is_slow": is_slow})()
     constraint.is_compiled, constraint.allowed = True, lambda words: None
     table.slots[3] = constraint
-    pending = table.start([1, 3], [9, 5], lambda rows: list)
+    pending = table.start([1, 3], [9, 5], lambda rows: list, singles)
     assert pending is not None
     masks = pending.result()
-    assert (masks.rows, list(masks.deferred)) == (([], [1]) if may_defer else ([1], []))
-    assert not ModelRunner(loaded, RunnerOptions(num_blocks=8))._constraints.may_defer
+    assert (masks.rows, list(masks.deferred)) == (([], [1]) if is_deferred else ([1], []))
+    assert list(pending.held) == [3] * is_deferred
 
 
 def test_one_token_at_a_time_is_independent_of_the_batch(loaded: LoadedModel) -> None:

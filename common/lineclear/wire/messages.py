@@ -242,7 +242,8 @@ class StepResult:
     deferred_rows: frozenset[int] = frozenset()
     """Indices, as in `bad_rows`, of sampling rows whose mask was not ready; their token means nothing.
 
-    Later rows of the slot mean nothing either, up to a row that starts at the same position: it is computed again."""
+    Later rows of the slot mean nothing either, up to a row that starts at the same position: it is computed again.
+    With recurrent state only rows of one position are deferred, and they leave the state as it was."""
     num_drafted: tuple[int, ...] = ()
     """Number of drafts that each sampling row verified; empty when none did."""
     draft_seconds: float = 0.0

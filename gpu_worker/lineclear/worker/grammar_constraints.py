@@ -10,7 +10,7 @@ are in flight behind it lack its token and are deferred, too. The core plans its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -174,17 +174,20 @@ class PendingMasks:
         num_rows: int,
         num_words: int,
         *,
-        may_defer: bool = True,
+        required: Sequence[Mask] = (),
+        held: Sequence[int] = (),
     ) -> None:
         self._threads, self._rows, self._masked, self._void = threads, rows, masked, void
-        self._num_rows, self._num_words, self._may_defer = num_rows, num_words, may_defer
+        self._num_rows, self._num_words, self._required = num_rows, num_words, required
+        self.held = held
+        """Slots whose rows may be deferred or are void."""
 
     def result(self) -> Masks:
         """Wait for the masks as long as the step may, and return those that are ready."""
         masks = [constraint.mask for constraint in self._masked if constraint.mask is not None]
         assert len(masks) == len(self._rows)
         self._threads.wait(masks, is_alone=len(masks) + len(self._void) == self._num_rows)
-        while not self._may_defer and (late := [x for x in masks if self._is_late(x)]):
+        while late := [x for x in self._required if self._is_late(x)]:
             self._threads.wait(late, is_alone=True)
         rows: list[int] = []
         found: list[Bits] = []
@@ -217,7 +220,7 @@ class ConstraintTable:
         self.slots: dict[int, _Constraint] = {}
         """The constraints by slot. A step without any needs no call."""
         self.may_defer = may_defer
-        """Steps go on without masks that are late. With a recurrent state no position can be computed twice."""
+        """Steps go on without masks that are late."""
         self._threads = threads or MaskThreads()
 
     def reset(self) -> None:
@@ -236,17 +239,23 @@ class ConstraintTable:
         slots: Sequence[int],
         positions: Sequence[int],
         fetch_last_tokens: Callable[[list[int]], Callable[[], list[int]]],
+        single_slots: Container[int] | None = None,
     ) -> PendingMasks | None:
         """Compute the masks of the sampling rows with these slots and positions, while the caller goes on.
 
         `fetch_last_tokens(rows)` is called at once for the rows that sampled their last token in an earlier step. A
         helper thread calls its result, which waits for these tokens. Returns None if no row has a constraint.
+
+        With a recurrent state, which the caller can bring back behind a row of one token, `single_slots` are the slots
+        with such rows. Only their rows are deferred, and only for masks that are slow: the others are waited for.
         """
         if not self.slots or self.slots.keys().isdisjoint(slots):
             return None
         rows: list[int] = []
         masked: list[_Constraint] = []
         void: list[int] = []
+        required: list[Mask] = []
+        held: list[int] = []
         new: list[Mask] = []
         behind: list[int] = []
         for row, slot in enumerate(slots):
@@ -255,6 +264,7 @@ class ConstraintTable:
                 continue
             if constraint.mask is not None and positions[row] > constraint.mask_position:
                 void.append(row)
+                held.append(slot)
                 continue
             rows.append(row)
             masked.append(constraint)
@@ -266,6 +276,11 @@ class ConstraintTable:
                 constraint.mask = Mask(compute, is_slow=is_slow, compiled=compiled)
                 constraint.mask_position = positions[row]
                 new.append(constraint.mask)
+            is_held = single_slots is None or (slot in single_slots and constraint.mask.is_slow)
+            if self.may_defer and is_held:
+                held.append(slot)
+            else:
+                required.append(constraint.mask)
         last_tokens = fetch_last_tokens(behind) if behind else list
         taking = [self.slots[slots[row]] for row in behind]
 
@@ -275,4 +290,4 @@ class ConstraintTable:
 
         self._threads.start(new, take_tokens)
         counts = len(slots), self._num_words
-        return PendingMasks(self._threads, rows, masked, void, *counts, may_defer=self.may_defer)
+        return PendingMasks(self._threads, rows, masked, void, *counts, required=required, held=held)

@@ -99,7 +99,7 @@ class ModelRunner:
         self._sampling = SamplingTable(options.num_slots, loaded.vocab_size, loaded.device, put)
         self._row_outputs = RowOutputs(self._batch.flat_tokens, loaded.device)
         self._grammars = GrammarCompiler(loaded.directory, loaded.vocab_size, loaded.eos_token_ids)
-        self._constraints = ConstraintTable(self._grammars, loaded.vocab_size, may_defer=not loaded.recurrent)
+        self._constraints = ConstraintTable(self._grammars, loaded.vocab_size)
         self._draft_model_id = draft_model.model_id if draft_model else ""
         self._drafter = drafter or _make_drafter(loaded, draft_model, options, self._batch)
         self._drafting = set[int]()  # slots that the drafter may know
@@ -253,10 +253,12 @@ class ModelRunner:
         if not len(packed.read_indices):
             self._batch.send()
             return StepOutputs(metadata, None, None, drafts)
-        pending = None
+        pending, restore = None, None
         if self._constraints.slots:
-            fetch = partial(self._batch.fetch_last_tokens, packed)
-            pending = self._constraints.start(packed.sample_slots, packed.sample_positions, fetch)
+            fetch, singles = partial(self._batch.fetch_last_tokens, packed), self._states and self._states.single_slots
+            pending = self._constraints.start(packed.sample_slots, packed.sample_positions, fetch, singles)
+            if pending is not None and pending.held and self._states is not None:
+                restore = self._states.hold(pending.held)
         if packed.adapters is not self._adapters.rows:
             self._adapters.start_step(packed.adapters)
         self._batch.send()
@@ -270,6 +272,8 @@ class ModelRunner:
             sampled = self._sample(logits, metadata, self._batch.tokens, masks)
             if masks.deferred:
                 sampled = sampled._replace(deferred=masks.deferred, void=masks.void)
+                if restore is not None:
+                    restore({packed.sample_slots[row] for row in masks.deferred})
         return StepOutputs(metadata, sampled, reported, drafts)
 
     def _defer(self, packed: PackedInputs, sampled: Sampled) -> None:

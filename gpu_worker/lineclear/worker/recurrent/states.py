@@ -2,12 +2,13 @@
 
 The rows of a step are packed as for attention. Each row reads the state of its slot, and leaves there the state behind
 its last token. A row at position 0 starts from the zero state, so no state reaches the next owner of a slot.
-*Snapshots* are further states, which copies fill and read. No state can be taken back, so there are no drafts.
+*Snapshots* are further states, which copies fill and read. No state can be taken back by some positions, so there are
+no drafts; that before a row of one token can be held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -65,6 +66,7 @@ class RecurrentStates:
         self.put: Put = partial(to_device, device=device)
         """Brings an array of `start_step` to the device. Its values have to be there when the layers run."""
         self.rows = Rows(0, torch.empty(0, dtype=torch.int64, device=device), ())
+        self._single_slots = np.empty(0, np.int64)
 
     def start_step(self, batch: Batch) -> None:
         """Take the rows of the next step, and zero the states of those that start a sequence."""
@@ -76,7 +78,24 @@ class RecurrentStates:
                 pool.index_fill_(0, places, 0)
         columns = (column[num_single:].tolist() for column in (batch.first, batch.num_queries, slots))
         chunks = [(first, first + count, slot) for first, count, slot in zip(*columns, strict=True)]
-        self.rows = Rows(num_single, self.put(slots[:num_single]), chunks)
+        self.rows, self._single_slots = Rows(num_single, self.put(slots[:num_single]), chunks), slots[:num_single]
+
+    @property
+    def single_slots(self) -> Set[int]:
+        """Return the slots with a row of one token in this step."""
+        return {*self._single_slots.tolist()}
+
+    def hold(self, slots: Sequence[int]) -> Callable[[Container[int]], None]:
+        """Return a function that brings back the present states of those of `slots` that it is called with."""
+        places = to_device(np.array(slots, np.int64), self._device)
+        kept = [pool.index_select(0, places) for pool in self._all()]
+
+        def restore(wanted: Container[int]) -> None:
+            rows = to_device(np.array([i for i, slot in enumerate(slots) if slot in wanted], np.int64), self._device)
+            for pool, values in zip(self._all(), kept, strict=True):
+                pool.index_copy_(0, places[rows], values[rows])
+
+        return restore
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy states, given as (source, target): all reads come before all writes."""

@@ -118,7 +118,7 @@ class ResultApplier:
                 counters.requests_failed += 1
                 failures.append(self._fail(sequence, row, result, now))
             elif row in result.deferred_rows:
-                failures += self._defer(worker, sequence)
+                self._defer(worker, sequence)
             else:
                 accepted[sequence] = self._append_row(sequence, tokens, range(first, first + count), inflight.step, now)
                 candidates.append(sequence)
@@ -146,15 +146,11 @@ class ResultApplier:
         self._state.counters.generation_tokens += len(rows) - len(left)
         return left, tokens.add_decode_rows(inflight, left)
 
-    def _defer(self, worker: WorkerState, sequence: Sequence) -> list[Event]:
+    def _defer(self, worker: WorkerState, sequence: Sequence) -> None:
         """Drop the oldest sample in flight of a sequence, and the later ones, which lack its token.
 
-        Behind their results its last known position is planned again. A recurrent state is beyond it, so such a
-        sequence is preempted.
+        Behind their results its last known position is planned again. Recurrent states of later ones are of no use.
         """
-        events = list[Event]()
-        if worker.batch.pool.states is not None and sequence.state is State.RUNNING:
-            events.append(self._state.preempt(worker, sequence))
         if sequence.in_decode_batch:
             worker.batch.leave_decode(sequence)
         sequence.num_known -= 1
@@ -164,7 +160,7 @@ class ResultApplier:
         if sequence.state is State.RUNNING:
             sequence.num_drafts = 0
             sequence.num_planned = sequence.num_computed = len(sequence.tokens) - 1
-        return events
+            worker.batch.drop_later_states(sequence)
 
     def _fail(self, sequence: Sequence, row: int, result: StepResult, now: float) -> Event:
         if row in result.stuck_rows and row not in result.bad_rows:

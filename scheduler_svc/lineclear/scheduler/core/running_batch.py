@@ -350,6 +350,13 @@ class RunningBatch:
         if (old := end - 2 * interval) > sequence.prompt_len:
             states.drop(sequence.blocks[old // size - 1])
 
+    def drop_later_states(self, sequence: Sequence) -> None:
+        """Drop the states behind positions of a sequence that are planned again."""
+        if (states := self.pool.states) is not None and sequence.state_at is not None:
+            for block in sequence.blocks[sequence.num_planned // self.pool.block_size :]:
+                states.drop(block)
+            sequence.state_at = min(sequence.state_at, sequence.num_planned)
+
     def _block_content(self, sequence: Sequence, index: int) -> tuple[bytes, bytes]:
         """Return prefix-cache key and `token_bytes` of block `index`, whose tokens are all confirmed."""
         size = self.pool.block_size

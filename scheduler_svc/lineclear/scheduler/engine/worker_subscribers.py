@@ -213,8 +213,11 @@ def log_join(hello: Hello, limits: CoreLimits) -> None:
     )
     if hello.has_recurrent_state:
         hint = "drafts and --swap-memory-bytes have no effect; without snapshots, neither has the prefix cache"
-        tell = log.warning if limits.wants_drafts else log.info
-        tell("worker_has_recurrent_state", pid=hello.pid, num_state_snapshots=hello.num_state_snapshots, hint=hint)
+        figures = {"pid": hello.pid, "num_state_snapshots": hello.num_state_snapshots, "hint": hint}
+        if limits.wants_drafts:
+            log.warning("worker_has_recurrent_state", **figures)
+        else:
+            log.info("worker_has_recurrent_state", **figures)
     caps = (
         ("--max-batch-size", limits.max_batch_size, hello.num_slots),
         ("--target-batch-tokens", limits.target_batch_tokens, hello.max_step_tokens),
