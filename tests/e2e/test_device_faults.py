@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from e2e.test_service import BLOCK_BYTES
 from support.demo import PROMPTS, all_at_once, greedy, reference
 from support.service import running, wait_for
 
@@ -12,7 +13,7 @@ LENGTH = 60
 
 
 def test_answers_survive_faults_of_the_device(tmp_path: Path) -> None:
-    """It runs out of memory, and asserts while blocks of preempted requests are in host memory."""
+    """It runs out of memory, and asserts while blocks of preempted requests are in host memory; later ones return."""
     noted = tmp_path / "noted"
     flags = ("--max-batch-size", "6", "--target-batch-tokens", "16", "--no-prefix-cache")
     command = ("--worker-command", f"{sys.executable} -P -m support.faulty_device {noted}")
@@ -29,4 +30,9 @@ def test_answers_survive_faults_of_the_device(tmp_path: Path) -> None:
         )
         assert stats.counters.swapped_out_tokens > stats.counters.swapped_in_tokens
         assert stats.counters.requests_failed == 0
+        again = all_at_once(service.client, **greedy(LENGTH))
+        assert [a.token_ids for a in again] == [a.token_ids for a in answers]
+        before, stats = stats.counters, service.client.stats()
+        assert stats.workers[0].swap_memory_bytes == 4_000_000 // BLOCK_BYTES * BLOCK_BYTES
+        assert before.swapped_in_tokens < stats.counters.swapped_in_tokens <= stats.counters.swapped_out_tokens
         wait_for(service.is_idle, "no block is left")

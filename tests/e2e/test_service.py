@@ -111,19 +111,6 @@ def test_cancelled_streams_release_everything(service: Service) -> None:
     wait_for(lambda: service.client.stats().gauges.asyncio_tasks <= tasks, "no task left of 24 streams")
 
 
-def test_answers_with_swapped_blocks_equal_generate() -> None:
-    """Too few blocks preempt requests, whose blocks go to host memory and come back."""
-    flags = ("--max-batch-size", "6", "--target-batch-tokens", "16", "--no-prefix-cache")
-    with running(*flags, worker=("--num-blocks", "12", "--swap-memory-bytes", "4000000")) as service:
-        answers = all_at_once(service.client, **greedy(LENGTH))
-        assert [a.token_ids for a in answers] == [reference(p, LENGTH) for p in PROMPTS]
-        stats = service.client.stats()
-        assert stats.workers[0].swap_memory_bytes == 4_000_000 // BLOCK_BYTES * BLOCK_BYTES
-        counters = stats.counters
-        assert 0 < counters.swapped_in_tokens <= counters.swapped_out_tokens
-        wait_for(service.is_idle, "no block is left")
-
-
 def test_answers_without_kernels_equal_generate() -> None:
     """As after an installation without a compiler. Prompts run in chunks, and too few blocks preempt some requests."""
     flags = ("--max-batch-size", "6", "--target-batch-tokens", "16")
