@@ -88,6 +88,7 @@ def test_cancelled_calls_cost_little(tmp_path: Path) -> None:
 
 def test_server_that_ignores_cancels_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toy_service_module, "CODE", _PROGRAM.format(method="cancel"))
+    monkeypatch.setattr(requests, "_SETTLE_SECONDS", 0.5)
     with toy_service(tmp_path) as service:
         found = asyncio.run(requests.open_and_cancel(service, 100, quiet_seconds=0.1))
     assert not found.is_cancelled, found
