@@ -1,6 +1,6 @@
 """Run the scheduler as a process, with toy workers where a test names no other worker, and read its log.
 
-torch, transformers and numpy are blocked in it, so that importing them fails.
+torch, transformers, numpy and rich are blocked in it, so that importing them fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WITHOUT_TORCH = """
 import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers", "triton", "numpy"):
+        if name.split(".")[0] in ("torch", "transformers", "triton", "numpy", "rich"):
             raise ImportError(name + " is not installed here")
 sys.meta_path.insert(0, Blocked())
 """

@@ -66,6 +66,7 @@ def main() -> int:
     supervised = die_with_parent()
     standby = Standby.claim()
     # Slow imports only here: this process already exits with its scheduler.
+    sys.modules["rich"] = None  # type: ignore[assignment]  # structlog imports it for colours, if it can
     from support.faulty_runner import FaultyRunner
 
     from lineclear.process.logging_setup import configure
