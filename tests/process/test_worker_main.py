@@ -102,7 +102,7 @@ sys.exit(app.serve(flags, False))
     assert ("max_batch_size" in done.stderr) == (form == "json")
 
 
-def test_a_standby_imports_the_class_of_its_model() -> None:
+def test_a_standby_imports_the_class_of_its_model_and_nothing_of_ranks() -> None:
     done = run("""
 import sys
 from lineclear.worker import app
@@ -110,6 +110,7 @@ from lineclear.worker.settings import WorkerSettings
 name = "transformers.models.llama.modeling_llama"
 before = name in sys.modules
 app._prepare(WorkerSettings(model=sys.argv[1], socket_directory="unused"))
-print(before, name in sys.modules)
+parts = {f"lineclear.worker.{part}" for part in ("ranks", "rank_runner", "model.division")}
+print(before, name in sys.modules, parts & {*sys.modules})
 """)
-    assert (done.returncode, done.stdout) == (0, "False True\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "False True set()\n"), done.stderr
