@@ -58,7 +58,7 @@ def generate(generator: Any, names: Sequence[str], timed: Run, size: int) -> Non
     jobs = timed.workload.jobs
 
     def received(step: Any) -> bool:
-        job = jobs[step.batch_id]
+        job: Job = jobs[step.batch_id]
         timed.tokens(job.id, 1)
         timed.answer(job.id, [step.token_id])
         return len(timed.times[job.id]) == job.max_tokens
