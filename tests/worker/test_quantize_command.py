@@ -41,6 +41,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"tie_word_embeddings": True},
     "qwen3": {},
     "olmo2": {},
+    "gemma2": {"tie_word_embeddings": True},  # scaled embeddings
+    "starcoder2": {},  # biases and layer norms
 }
 
 
@@ -191,8 +193,10 @@ def test_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"MODEL {out} does not exist" in refusal(capsys, out, out)
     quantized = write(tmp_path / "gptq", FORMATS["gptq4-sym-v1"], "llama")
     assert "is quantized already; give the checkpoint that it was made from" in refusal(capsys, quantized, out)
-    gemma = saved(tmp_path / "gemma", "gemma2")
-    assert "models of the type gemma2 cannot be quantized, but granite, llama" in refusal(capsys, gemma, out)
+    for family in ("mixtral", "gpt2"):
+        model = tmp_path / family
+        tiny_model(family).save_pretrained(model)
+        assert f"the type {family} cannot be quantized; docs/supported.md lists" in refusal(capsys, model, out)
     lacking = saved(tmp_path / "lacking")
     edit(lacking / "config.json", num_hidden_layers=3)
     sentence = "its files lack 7 matrices that its config.json asks for, as model.layers.2."

@@ -17,10 +17,11 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from lineclear.model_files import config_check, fingerprint
 from lineclear.model_files import safetensors_check as files
-from lineclear.worker.decoder_layers import ACTIVATIONS, FAMILIES, describe
+from lineclear.worker.decoder_layers import describe
 from lineclear.worker.quantization import compressed_tensors
 from lineclear.worker.quantization.grouped_weight import quantize
 
@@ -111,12 +112,12 @@ def write(source: Path, target: Path, bits: int, group: int) -> int:
 def _matrices_of(source: Path, bits: int, group: int) -> _Matrices:
     """Return the matrices of the products of a fused forward pass. Raises ModelRefused for a model without one."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
-    if config.model_type not in FAMILIES or getattr(config, "hidden_act", None) not in ACTIVATIONS:
-        known = ", ".join(sorted(FAMILIES))
-        raise ModelRefused(f"models of the type {config.model_type} cannot be quantized, but {known}")
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    decoder = describe(model, 1, 1, 1)
+    is_transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    decoder = None if is_transposed else describe(model, 1, 1, 1)
+    if decoder is None:
+        raise ModelRefused(f"the type {config.model_type} cannot be quantized; docs/supported.md lists fused families")
     names = {module: name for name, module in model.named_modules()}
     forms = {
         part.module: _Form(bits, group if bits == 4 else 0)
