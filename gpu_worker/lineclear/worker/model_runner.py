@@ -255,7 +255,8 @@ class ModelRunner:
             return StepOutputs(metadata, None, None, drafts)
         pending, restore = None, None
         if self._constraints.slots:
-            fetch, singles = partial(self._batch.fetch_last_tokens, packed), self._states and self._states.single_slots
+            fetch = partial(self._batch.fetch_last_tokens, packed)
+            singles = None if self._states is None else self._states.single_slots
             pending = self._constraints.start(packed.sample_slots, packed.sample_positions, fetch, singles)
             if pending is not None and pending.held and self._states is not None:
                 restore = self._states.hold(pending.held)

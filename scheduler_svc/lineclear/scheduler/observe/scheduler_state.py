@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -109,7 +109,7 @@ def _worker(index: int, worker: WorkerState, references: bytes) -> pb.WatchedWor
     batch, pool = worker.batch, worker.batch.pool
     num_used = len(references) - references.count(0)
     states = pool.states
-    of_states = (
+    of_states: dict[str, Any] = (
         {}
         if states is None
         else {
