@@ -245,7 +245,8 @@ def test_worker_smaller_than_the_limits_is_a_warning() -> None:
 
 @pytest.mark.parametrize(("wanted", "has"), [(True, ""), (False, "draft"), (True, "draft"), (False, "")])
 def test_a_worker_that_drafts_in_another_way_is_a_warning(wanted: bool, has: str) -> None:
-    told = warnings_of("worker_differs_in_drafts", CoreLimits(wants_draft_model=wanted), draft_model=has)
+    limits = CoreLimits(speculative_method="draft_model" if wanted else "prompt_lookup")
+    told = warnings_of("worker_differs_in_drafts", limits, draft_model=has)
     assert bool(told) == (wanted != bool(has))
     assert not told or ("--draft-model DIR" if wanted else "--speculative-method draft_model") in told[0]["hint"]
 
@@ -255,7 +256,7 @@ def test_a_worker_with_recurrent_state_is_logged() -> None:
     (told,) = warnings_of("worker_has_recurrent_state", CoreLimits(), **state)
     assert (told["log_level"], told["num_state_snapshots"]) == ("info", 0)
     assert "drafts" in told["hint"]
-    (told,) = warnings_of("worker_has_recurrent_state", CoreLimits(wants_drafts=True), **state)
+    (told,) = warnings_of("worker_has_recurrent_state", CoreLimits(speculative_method="prompt_lookup"), **state)
     assert told["log_level"] == "warning", "the server was started with --speculative-method"
     assert warnings_of("worker_has_recurrent_state", CoreLimits()) == []
 

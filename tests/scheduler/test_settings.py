@@ -101,7 +101,7 @@ def test_group_has_a_setting_for_each_field(kind: type, others: set[str]) -> Non
 def test_group_has_the_values_of_the_settings() -> None:
     flags = ["--max-batch-size=3", "--batch-timeout-ms=7", "--tenant-weights=a=2", "--max-worker-crashes=9"]
     limits = load([*flags, "--speculative-method=draft_model"])[0].part(CoreLimits)
-    assert (limits.max_batch_size, limits.max_isolated_kills, limits.wants_draft_model) == (3, 7, True)
+    assert (limits.max_batch_size, limits.max_isolated_kills, limits.speculative_method) == (3, 7, "draft_model")
     assert (limits.policy.batch_timeout_seconds, limits.policy.fixed_size_timeout_seconds) == (0.007, 0.007)
     assert limits.policy.share_weights == {share_of("a"): 2.0}
 

@@ -254,33 +254,21 @@ class ConstraintTable:
         rows: list[int] = []
         masked: list[_Constraint] = []
         void: list[int] = []
-        required: list[Mask] = []
-        held: list[int] = []
-        new: list[Mask] = []
-        behind: list[int] = []
+        new, behind = list[Mask](), list[int]()
         for row, slot in enumerate(slots):
             constraint = self.slots.get(slot)
             if constraint is None:
                 continue
             if constraint.mask is not None and positions[row] > constraint.mask_position:
                 void.append(row)
-                held.append(slot)
                 continue
             rows.append(row)
             masked.append(constraint)
             if constraint.mask is None:
                 if constraint.position < positions[row]:
                     behind.append(row)
-                compute, compiled = partial(constraint.allowed, self._num_words), constraint.compiled
-                is_slow = constraint.is_slow or not constraint.is_compiled
-                constraint.mask = Mask(compute, is_slow=is_slow, compiled=compiled)
-                constraint.mask_position = positions[row]
-                new.append(constraint.mask)
-            is_held = single_slots is None or (slot in single_slots and constraint.mask.is_slow)
-            if self.may_defer and is_held:
-                held.append(slot)
-            else:
-                required.append(constraint.mask)
+                new.append(self._new_mask(constraint, positions[row]))
+                constraint.mask = new[-1]
         last_tokens = fetch_last_tokens(behind) if behind else list
         taking = [self.slots[slots[row]] for row in behind]
 
@@ -289,5 +277,23 @@ class ConstraintTable:
                 constraint.take(token)
 
         self._threads.start(new, take_tokens)
+        required = self._required([slots[row] for row in rows], masked, single_slots)
+        held = [slots[row] for row in void]
+        held += [slots[row] for row, x in zip(rows, masked, strict=True) if x.mask not in required]
         counts = len(slots), self._num_words
         return PendingMasks(self._threads, rows, masked, void, *counts, required=required, held=held)
+
+    def _required(
+        self, slots: Sequence[int], masked: Sequence[_Constraint], single_slots: Container[int] | None
+    ) -> list[Mask]:
+        """Return the masks that the step waits for, of constraints in `slots`."""
+        if self.may_defer and single_slots is None:
+            return []
+        singles = single_slots if self.may_defer and single_slots is not None else ()
+        masks = [(slot, x.mask) for slot, x in zip(slots, masked, strict=True) if x.mask is not None]
+        return [mask for slot, mask in masks if slot not in singles or not mask.is_slow]
+
+    def _new_mask(self, constraint: _Constraint, position: int) -> Mask:
+        constraint.mask_position = position
+        is_slow = constraint.is_slow or not constraint.is_compiled
+        return Mask(partial(constraint.allowed, self._num_words), is_slow=is_slow, compiled=constraint.compiled)

@@ -72,16 +72,6 @@ class SchedulerSettings(SchedulerFields):
         return self.speculative_adaptive
 
     @property
-    def wants_drafts(self) -> bool:
-        """Whether requests have drafts, if their model can verify some."""
-        return self.speculative_method != "none"
-
-    @property
-    def wants_draft_model(self) -> bool:
-        """Whether drafts come from a draft model."""
-        return self.speculative_method == "draft_model"
-
-    @property
     def max_isolated_kills(self) -> int:
         """Kills of a request that runs alone. It does so after two crashes, which count in max_worker_crashes too."""
         return max(1, self.max_worker_crashes - 2)

@@ -48,8 +48,7 @@ class CoreLimits:
     prefix_cache: bool = True
     max_loras: int = 8
     adaptive_drafts: bool = True  # False: as many drafts as requests allow, also where they gain nothing
-    wants_drafts: bool = False  # compared with the workers that join
-    wants_draft_model: bool = False  # the same
+    speculative_method: str = "none"  # compared with the workers that join
     cache_secret: bytes = b""
     batching_strategy: str = "continuous"
     scheduling_policy: str = "fifo"

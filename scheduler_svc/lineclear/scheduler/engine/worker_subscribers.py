@@ -214,7 +214,7 @@ def log_join(hello: Hello, limits: CoreLimits) -> None:
     if hello.has_recurrent_state:
         hint = "drafts and --swap-memory-bytes have no effect; without snapshots, neither has the prefix cache"
         figures = {"pid": hello.pid, "num_state_snapshots": hello.num_state_snapshots, "hint": hint}
-        if limits.wants_drafts:
+        if limits.speculative_method != "none":
             log.warning("worker_has_recurrent_state", **figures)
         else:
             log.info("worker_has_recurrent_state", **figures)
@@ -222,10 +222,10 @@ def log_join(hello: Hello, limits: CoreLimits) -> None:
         ("--max-batch-size", limits.max_batch_size, hello.num_slots),
         ("--target-batch-tokens", limits.target_batch_tokens, hello.max_step_tokens),
     )
-    if limits.wants_draft_model != bool(hello.draft_model):
+    if (wants_draft_model := limits.speculative_method == "draft_model") != bool(hello.draft_model):
         hint = (
             "drafts come from the request's own text; start the worker with --draft-model DIR"
-            if limits.wants_draft_model
+            if wants_draft_model
             else f"the worker holds {hello.draft_model}; start the scheduler with --speculative-method draft_model"
         )
         log.warning("worker_differs_in_drafts", pid=hello.pid, draft_model=hello.draft_model, hint=hint)
