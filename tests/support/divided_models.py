@@ -1,17 +1,19 @@
 """Serve tiny models with tensor parallelism, one after the other: `python -m support.divided_models COUNT FAMILY ...`
 
-All ranks run this module. Rank 0 prints a JSON object with the answers of each family by request, divided and whole.
-The name of a family behind "fused " is served with the fused forward pass.
+All ranks run this module. Rank 0 prints a JSON object for each family, with the answers by request, divided and whole.
+The name of a family behind "fused " is served with the fused forward pass. ALTERED, the last one, ends all ranks.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,8 @@ FUSED = "fused "
 _FUSED_SIZES = _SIZES | {"hidden_size": 128, "head_dim": 16}
 """Heads that the kernels can read."""
 _NEXT = b"next"
+ALTERED = "altered"
+"""A llama of which one rank draws another token in its third step."""
 
 
 class Alone:
@@ -77,7 +81,7 @@ class _Ranks(Ranks):
 
 def model_of(family: str) -> Any:
     """Return a tiny model of a family whose heads four ranks can divide."""
-    name = family.removeprefix(FUSED)
+    name = "llama" if family == ALTERED else family.removeprefix(FUSED)
     config, sizes = tiny_config(name), _SIZES if name == family else _FUSED_SIZES
     return tiny_model(name, **{key: size for key, size in sizes.items() if hasattr(config, key)})
 
@@ -111,17 +115,30 @@ def answers(runner: ModelRunner, adapter: Path | None) -> dict[str, list[int]]:
     return server.serve(sent)
 
 
+def alter_a_token() -> None:
+    """Let this rank draw another token in its third step."""
+    sample, steps = ModelRunner._sample, count(1)
+
+    def sample_another(*arguments: Any) -> Any:
+        found = sample(*arguments)
+        if next(steps) != 3:
+            return found
+        return found._replace(tokens=found.tokens ^ 1, host_tokens=[token ^ 1 for token in found.host_tokens])
+
+    ModelRunner._sample = staticmethod(sample_another)  # type: ignore[method-assign]
+
+
 def main(words: list[str]) -> None:
-    count, families = int(words[0]), words[1:]
     torch.set_num_threads(1)
-    ranks = _Ranks.join(count, [sys.executable, "-m", "support.divided_models", *words])
+    ranks = _Ranks.join(int(words[0]), [sys.executable, "-m", "support.divided_models", *words])
     ranks.connect(torch.device("cpu"))
-    found: dict[str, Any] = {}
-    for family in families:
+    for family in words[1:]:
+        if family == ALTERED and ranks.rank:
+            alter_a_token()
         loaded = load(ranks, family)
         if ranks.rank:
             if code := follow(FollowingRunner(ranks, loaded, _OPTIONS), ranks):
-                sys.exit(code)
+                os._exit(code)  # at once, as a worker does: rank 0 waits for a moment only
             continue
         with tempfile.TemporaryDirectory() as folder:
             is_fused = loaded.decoder is not None
@@ -130,9 +147,9 @@ def main(words: list[str]) -> None:
             ranks.send(Kind.CALL, _NEXT)
             whole = answers(ModelRunner(wrap_model(model_of(family)), _OPTIONS), adapter)
         heads = [spec.num_kv_heads for spec in loaded.layers]
-        found[family] = {"divided": divided, "whole": whole, "kv_heads": heads, "fused": is_fused}
+        found = {"divided": divided, "whole": whole, "kv_heads": heads, "fused": is_fused}
+        print(json.dumps({"family": family, **found}), flush=True)
     if not ranks.rank:
-        print(json.dumps(found))
         ranks.close()
 
 

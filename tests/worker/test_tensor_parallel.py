@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 from collections import deque
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from support.divided_models import FUSED, Alone, model_of
+from support.divided_models import ALTERED, FUSED, Alone, model_of
 from support.engine_harness import ENVIRONMENT
 from support.families import tiny_model
 from support.processes import is_running
@@ -65,9 +66,17 @@ def run(*command: str, code: int = 0) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@cache
+def served(count: int) -> str:
+    """Return the output of the ranks. With two ranks, one of them draws another token at the end."""
+    more, code = ((ALTERED,), ExitCode.INTERNAL) if count == 2 else ((), 0)
+    return run("-m", "support.divided_models", str(count), *FAMILIES[count], *more, code=code)
+
+
+@pytest.mark.parametrize("count", FAMILIES)
 def test_divided_models_give_the_tokens_of_whole_ones(count: int) -> None:
-    answers = json.loads(run("-m", "support.divided_models", str(count), *FAMILIES[count]).splitlines()[-1])
+    lines = [json.loads(line) for line in served(count).splitlines() if line.startswith("{")]
+    answers = {found.pop("family"): found for found in lines}
     assert answers.keys() == set(FAMILIES[count])
     for family, found in answers.items():
         assert found["divided"] == found["whole"], family
@@ -194,37 +203,9 @@ def test_rank_0_goes_on_after_no_failed_step(monkeypatch: pytest.MonkeyPatch) ->
     assert failed.value.kind is StepErrorKind.EXCEPTION
 
 
-_ONE_DRAWS_ANOTHER = """
-import sys
-from support import divided_models
-from lineclear.worker.model_runner import ModelRunner
-from lineclear.worker.ranks import Ranks
-
-sample, join, num_steps = ModelRunner._sample, Ranks.join, 0
-
-def sample_another(*arguments):
-    global num_steps
-    found, num_steps = sample(*arguments), num_steps + 1
-    if num_steps != 3:
-        return found
-    return found._replace(tokens=found.tokens ^ 1, host_tokens=[token ^ 1 for token in found.host_tokens])
-
-def joined(count, command):
-    ranks = join.__func__(divided_models._Ranks, count, [sys.executable, "-c", sys.argv[1], *sys.argv[1:]])
-    if ranks.rank:
-        ModelRunner._sample = staticmethod(sample_another)
-    return ranks
-
-divided_models._Ranks.join = joined
-divided_models.main(["2", "llama"])
-"""
-
-
 def test_rank_that_draws_another_token_ends_the_worker() -> None:
     """Its keys and values would not be those of the other ranks from then on."""
-    script = _ONE_DRAWS_ANOTHER
-    output = run("-c", script, script, code=ExitCode.INTERNAL)
-    assert re.search(r"rank_out_of_step .*the tokens of its first 3 steps are not those of rank 0.*rank=1", output)
+    assert re.search(r"rank_out_of_step .*the tokens of its first 3 steps are not those of rank 0.*rank=1", served(2))
 
 
 class _Step:
@@ -323,12 +304,6 @@ def test_all_ranks_have_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ZeroDivisionError):
         runner_factory._make_part(settings, MachineShare(), cast("Ranks", other))
     assert chosen == [2, 1]
-
-
-def test_worker_of_one_process_imports_none_of_it() -> None:
-    script = "import sys; from lineclear.worker import app, runner_factory; print(*sys.modules)"
-    parts = ("lineclear.worker.ranks", "lineclear.worker.rank_runner", "lineclear.worker.model.division")
-    assert {*run("-c", script).split()}.isdisjoint(parts)
 
 
 def test_size_is_refused_with_settings_that_it_excludes() -> None:
