@@ -7,7 +7,7 @@ import signal
 
 from campaigns.server import ranks_of
 from support.processes import is_running
-from support.service import running
+from support.service import DEMO_MODEL, running
 from support.waiting import eventually
 
 PROMPT = "The capital of France is"
@@ -16,8 +16,9 @@ PROMPT = "The capital of France is"
 def test_worker_whose_rank_hangs_is_replaced() -> None:
     """Its heartbeats go on. The step timeout ends it, and with it the stopped rank; the stream goes on exactly."""
     times = "--step-timeout-seconds", "3", "--cold-step-timeout-seconds", "30"
-    with running(*times, worker=("--tensor-parallel-size", "2")) as service:
-        sampling = {"max_tokens": 150, "temperature": 0.8, "seed": 5, "ignore_eos": True}
+    model = DEMO_MODEL.with_name("model-tiny")
+    with running(*times, worker=("--tensor-parallel-size", "2"), model=model) as service:
+        sampling = {"max_tokens": 120, "temperature": 0.8, "seed": 5, "ignore_eos": True}
         expected = service.client.generate(PROMPT, **sampling)
         pid = service.worker_pid
         (rank,) = ranks_of(pid)
