@@ -76,14 +76,20 @@ def requests() -> list[Request]:
     return [asked(f"{name}{seed}", grammar, seed) for seed in range(2) for name, grammar in GRAMMARS.items()]
 
 
-def test_tokens_do_not_depend_on_scheduling(loaded: LoadedModel) -> None:
+@pytest.fixture(scope="module")
+def expected(loaded: LoadedModel) -> dict[str, list[int]]:
+    """Return the answers to all requests, which run together."""
+    return server(loaded).serve(requests())
+
+
+def test_tokens_do_not_depend_on_scheduling(loaded: LoadedModel, expected: dict[str, list[int]]) -> None:
     single, alone = server(loaded), dict[str, list[int]]()
     for request in requests():
         alone |= single.serve([request])
     for name, output in alone.items():
         if name.startswith("schema") and output[-1] == 2:
             jsonschema.validate(json.loads(decode(TOKENIZER, output[:-1], keep_special=False)), SCHEMA)
-    assert server(loaded).serve(requests()) == alone
+    assert expected == alone
     assert server(loaded, pipeline_depth=1).serve(requests()) == alone
     assert server(loaded).serve(requests(), lose_worker_after_steps=9) == alone
     short = server(loaded, num_blocks=28)
@@ -93,10 +99,9 @@ def test_tokens_do_not_depend_on_scheduling(loaded: LoadedModel) -> None:
 
 @pytest.mark.parametrize("limits", [{"pipeline_depth": 1}, {"pipeline_depth": 3}], ids=str)
 def test_tokens_do_not_depend_on_late_masks(
-    loaded: LoadedModel, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, expected: dict[str, list[int]], limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows whose mask is late are planned again. Half of the masks are late, up to three times."""
-    expected = server(loaded).serve(requests())
     monkeypatch.setattr(grammar_constraints, "MaskThreads", lambda: LateThreads(500))
     late = server(loaded, **limits)
     assert late.serve(requests()) == expected
@@ -149,15 +154,13 @@ class LastToken:
         return {row.slot: read_tokens(row.slot, row.start, row.start + 1) * row.num_drafts for row in rows}
 
 
-def test_drafts_beside_constrained_rows(loaded: LoadedModel) -> None:
+def test_drafts_beside_constrained_rows(loaded: LoadedModel, expected: dict[str, list[int]]) -> None:
     """Requests without a form verify drafts in the same steps; constrained ones decode plainly."""
     repeating = [
         Request(f"repeats{i}", (*range(30 + i, 36 + i),) * 3, Sampling(seed=i), max_tokens=40, max_drafts=4)
         for i in range(3)
     ]
-    wanted = server(loaded).serve([replace(request, max_drafts=0) for request in repeating]) | server(loaded).serve(
-        requests()
-    )
+    wanted = server(loaded).serve([replace(request, max_drafts=0) for request in repeating]) | expected
     runner = ModelRunner(loaded, RunnerOptions(num_blocks=256, block_size=4, num_slots=8), drafter=LastToken())
     both = InProcess(runner, CoreLimits(max_batch_size=8, adaptive_drafts=False))
     constrained = [replace(request, max_drafts=4) for request in requests()]

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +71,22 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[P
     return of
 
 
+@cache
+def answers_of_peft(family: str, adapters: Callable[[str], list[Path | None]]) -> dict[str, list[int]]:
+    """Return the answers to 16 prompts, with two adapters and none in turn."""
+    make_model, paths = partial(tiny_model, family, **WIDE), adapters(family)
+    found = {str(i): peft_answer(make_model, paths[i % 3], x, MAX_TOKENS) for i, x in enumerate(prompts(16))}
+    assert found["0"] != peft_answer(make_model, None, prompts(1)[0], MAX_TOKENS), "the adapter changes the answer"
+    return found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "transformers"])
 @pytest.mark.usefixtures("best_and_none")
 def test_batch_of_two_adapters_and_the_model_equals_peft(
     family: str, fused: bool, adapters: Callable[[str], list[Path | None]]
 ) -> None:
-    make_model = partial(tiny_model, family, **WIDE)
     chosen = [adapters(family)[i % 3] for i in range(16)]
-    expected = {
-        str(i): peft_answer(make_model, path, prompt, MAX_TOKENS)
-        for i, (path, prompt) in enumerate(zip(chosen, prompts(16), strict=True))
-    }
-    plain = peft_answer(make_model, None, prompts(1)[0], MAX_TOKENS)
-    assert expected["0"] != plain, "the adapter changes the answer"
     for limits in (CoreLimits(), CoreLimits(target_batch_tokens=7)):
         server = InProcess(runner_of(family, fused=fused), limits)
         keys = {path: b"" if path is None else server.load_adapter(path) for path in dict.fromkeys(chosen)}
@@ -92,7 +94,7 @@ def test_batch_of_two_adapters_and_the_model_equals_peft(
             Request(str(i), prompt, Sampling(), MAX_TOKENS, adapter=keys[path])
             for i, (path, prompt) in enumerate(zip(chosen, prompts(16), strict=True))
         ]
-        assert server.serve(requests) == expected
+        assert server.serve(requests) == answers_of_peft(family, adapters)
 
 
 @pytest.mark.parametrize(("family", "fused"), [("llama", True), ("qwen2", False)], ids=str)
