@@ -9,13 +9,26 @@ from typing import Any
 
 from support.service import Service
 from support.time_limits import PATIENCE_SECONDS
+from support.waiting import eventually
 from support.worker_kills import signal_worker
 
 from lineclear.client import Generation
 
 
 def answers_over_a_kill(service: Service, requests: Sequence[tuple[Any, dict[str, Any]]]) -> list[Generation]:
-    """Return the answers to all prompts at once, over a killed worker. Some have ten tokens by then."""
+    """Return the answers to all prompts at once, over a killed worker. Some have ten tokens by then.
+
+    On a busy machine all may be complete when the signal arrives: then they are asked for again.
+    """
+    found: list[Generation] = []
+    for _ in range(5):
+        if not any(answer.timings.recoveries for answer in found):
+            found = _over_a_kill(service, requests)
+    assert max(answer.timings.recoveries for answer in found) == 1
+    return found
+
+
+def _over_a_kill(service: Service, requests: Sequence[tuple[Any, dict[str, Any]]]) -> list[Generation]:
     seen = threading.Event()
 
     def read(request: tuple[Any, dict[str, Any]]) -> Generation:
@@ -32,6 +45,5 @@ def answers_over_a_kill(service: Service, requests: Sequence[tuple[Any, dict[str
         assert seen.wait(PATIENCE_SECONDS)
         signal_worker(lambda: service.worker_pid)
         found = [answer.result() for answer in answers]
-    assert max(answer.timings.recoveries for answer in found) == 1
-    assert service.client.stats().worker.joins == joins + 1
+    eventually(lambda: service.client.stats().worker.joins == joins + 1, what="another worker")
     return found
