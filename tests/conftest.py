@@ -34,17 +34,28 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """In a run of the slow tests, import no file without one."""
+    if config.option.markexpr != "slow" or collection_path.suffix != ".py":
+        return None
+    path = str(collection_path.relative_to(TESTS))
+    return None if path.startswith(tuple(name.partition("::")[0] for name in SLOW)) else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in SLOW and EXHAUSTIVE, and put files of few tests first.
 
     Those are the ones that start processes. Behind all others, a single long file would run while the other test
-    processes have nothing left.
+    processes have nothing left: the longest ones of many tests are the first.
     """
     num_tests = Counter(item.path for item in items)
+    for file in ("campaigns/test_samples.py", "e2e/test_families.py"):
+        num_tests[TESTS / file] = 0
     items.sort(key=lambda item: num_tests[item.path])
     for item in items:
         path = item.path.relative_to(TESTS)
-        names = {str(path), *map(str, path.parents), f"{path}::{getattr(item, 'originalname', item.name)}"}
+        functions = {f"{path}::{name}" for name in (item.name, getattr(item, "originalname", item.name))}
+        names = {str(path), *map(str, path.parents), *functions}
         if names & set(SLOW):
             item.add_marker(pytest.mark.slow)
         callspec = getattr(item, "callspec", None)

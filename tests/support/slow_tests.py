@@ -10,7 +10,7 @@ SLOW = (
     *("process/test_wire_faults.py", "worker/test_other_machines.py"),
     "worker/test_triton_kernels.py::test_kernels_compile_without_spills",
     "worker/test_lora.py::test_batch_of_two_adapters_and_the_model_equals_peft",
-    "e2e/test_drafts.py::test_answers_survive_killed_workers",
+    "worker/test_tensor_parallel.py::test_divided_models_give_the_tokens_of_whole_ones[4]",
 )
 """Folders, files and functions that `make test` leaves to `make test-slow`. Each explores more of what a quicker test
 holds: more seeds and combinations, all model families with adapters, other processors, or planted errors."""
