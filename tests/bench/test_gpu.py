@@ -43,7 +43,7 @@ def test_failed_part_keeps_its_figures_and_the_rest_goes_on(tmp_path: Path) -> N
     assert (broken.state, hung.state, good.state) == ("failed", "failed", "done")
     assert "a typo" in broken.error
     assert "did not end" in hung.error
-    assert hung.seconds < 5
+    assert hung.seconds < 30
     assert broken.figures == good.figures == [json.loads(FIGURE)]
 
 

@@ -82,9 +82,10 @@ def test_a_stopped_worker_hands_its_requests_over_at_once() -> None:
         streams = [harness.submit(request(number, max_tokens=450)) for number in range(12)]
         both_at_work(harness)
         stopped.send_signal(signal.SIGTERM)
-        assert stopped.wait(PATIENCE_SECONDS) == 0
+        harness.wait(lambda: len(harness.losses) == 1, what="the loss")
         assert any(stream.end is None for stream in streams), "it did not wait for their end"
         harness.check(streams)
+        assert stopped.wait(PATIENCE_SECONDS) == 0
 
 
 def test_workers_that_stop_together_finish_the_requests() -> None:
