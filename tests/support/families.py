@@ -222,7 +222,7 @@ FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
     "nemotron": _with(tf.NemotronConfig),
     "olmo": _with(tf.OlmoConfig, clip_qkv=2.0),
     "olmo3": _with(tf.Olmo3Config, **_SLIDING),
-    "olmoe": _with(tf.OlmoeConfig, num_experts=4, num_experts_per_tok=2, clip_qkv=2.0),
+    "olmoe": _with(tf.OlmoeConfig, num_experts=4, num_experts_per_tok=2),
     "persimmon": _with(tf.PersimmonConfig),
     "phimoe": _with(tf.PhimoeConfig, num_local_experts=4, num_experts_per_tok=2),
     "qwen2_moe": _with(tf.Qwen2MoeConfig, **_EXPERTS, shared_expert_intermediate_size=32),
@@ -354,4 +354,7 @@ def make_distinct(model: Any) -> Any:
             # Biases and sinks are zero by default, so a loader that drops them would pass.
             if parameter.ndim > 1 or ("norm" not in name and "ln_" not in name):
                 parameter.normal_(0.0, 0.25)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(0.0, 0.5)
     return model.eval()

@@ -30,9 +30,10 @@ _FURTHER_FUSED = {
     ),
     *("olmo3", "opt", "phi", "seed_oss", "stablelm", "starcoder2"),
 }
+_EXPERTS = {"dots1", "granitemoe", "mixtral", "olmoe"}
 EXHAUSTIVE = {
-    "e2e/test_deterministic.py": _FURTHER_FUSED - {"gpt2"},
-    "e2e/test_int8.py": _FURTHER_FUSED,
+    "e2e/test_deterministic.py": _FURTHER_FUSED - {"gpt2"} | _EXPERTS | {"qwen3_moe"},
+    "e2e/test_int8.py": _FURTHER_FUSED | _EXPERTS | {"gpt_oss", "qwen3_moe"},
     "e2e/test_recurrent_families.py": {
         *(
             "bamba",
@@ -45,7 +46,7 @@ EXHAUSTIVE = {
             "qwen3_5_text",
         ),
     },
-    "worker/test_fused_decoder.py": _FURTHER_FUSED,
+    "worker/test_fused_decoder.py": _FURTHER_FUSED | _EXPERTS,
     "worker/test_gguf.py": {"gemma2", "mixtral", "qwen2", "qwen3_moe"},
     "worker/test_lora.py": {"phi3", "qwen2"},
     "worker/test_triton_kernels.py": {"80", "100"},

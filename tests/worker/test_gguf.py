@@ -97,10 +97,17 @@ def test_answers_are_those_of_transformers(family: str, kind: Type, tmp_path: Pa
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_K, Type.Q6_K, Type.Q8_0], ids=lambda kind: kind.name)
-def test_fused_forward_pass_multiplies_the_stored_blocks(kind: Type, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *(("llama", kind) for kind in (Type.Q4_0, Type.Q4_K, Type.Q6_K, Type.Q8_0)),
+        *(("mixtral", Type.Q4_K), ("qwen3_moe", Type.Q8_0)),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_fused_forward_pass_multiplies_the_stored_blocks(family: str, kind: Type, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
-    model = gguf_files.write(path, "llama", kind)
+    model = gguf_files.write(path, family, kind)
     fused = build_fused(loaded_file(path, None))
     assert fused is not None
     assert fused.decoder is not None

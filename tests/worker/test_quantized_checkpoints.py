@@ -91,16 +91,23 @@ def test_bfloat16_equals_the_dequantized_model_within_rounding(name: str, tmp_pa
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["gptq4-asym-v1-act", "awq-gemm", "w8a8"])
-def test_fused_forward_pass_multiplies_the_stored_matrices(name: str, tmp_path: Path) -> None:
-    directory = write(tmp_path, FORMATS[name], "llama", **WIDE)
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        *((name, "llama") for name in ("gptq4-asym-v1-act", "awq-gemm", "w8a8")),
+        *(("mxfp4", "gpt_oss"), ("gptq4-asym-v1-act", "qwen3_moe")),
+    ],
+)
+def test_fused_forward_pass_multiplies_the_stored_matrices(name: str, family: str, tmp_path: Path) -> None:
+    directory = write(tmp_path, FORMATS[name], family, **WIDE)
     loaded = quantized(directory, torch.bfloat16)
-    matrix = loaded.model.model.layers[0].mlp.up_proj
+    layer = loaded.model.model.layers[0]
     fused = build_fused(loaded)
     assert fused is not None
     assert fused.decoder is not None
     assert fused.weights == FORMATS[name].weights
-    assert matrix.weight.numel() == 0  # it is packed
+    assert layer.self_attn.o_proj.weight.numel() == 0  # it is packed
+    assert not hasattr(getattr(layer.mlp, "experts", None), "down_proj")
     with torch.inference_mode():
         assert relative_error(paged_logits(fused), eager_logits(reference(directory))) <= 0.06
 
@@ -113,7 +120,9 @@ def test_float32_keeps_exact_products(tmp_path: Path) -> None:
 @needs_kernels
 def test_float8_keeps_its_modules(tmp_path: Path) -> None:
     loaded = quantized(write(tmp_path, FORMATS["fp8-block"], "llama", **WIDE), torch.bfloat16)
-    assert build_fused(loaded) is loaded
+    with capture_logs() as lines:
+        assert build_fused(loaded) is loaded
+    assert [line["problem"] for line in lines] == ["no kernel multiplies its quantized matrices"]
 
 
 # --- what stays quantized --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 from lineclear.worker.attention.registry import BACKENDS
-from lineclear.worker.decoder_layers import FAMILIES
+from lineclear.worker.decoder_layers import EXPERT_FAMILIES, FAMILIES
 from lineclear.worker.model.verified_families import VERIFIED
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,8 @@ def table(header: str) -> dict[str, str]:
 
 def test_families_are_those_of_the_code() -> None:
     assert set(table("family")) == VERIFIED
-    assert {family for family, fused in table("family").items() if fused == "yes"} == FAMILIES
+    for state, families in (("yes", FAMILIES - EXPERT_FAMILIES), ("on CPUs", EXPERT_FAMILIES)):
+        assert {family for family, fused in table("family").items() if fused == state} == families
 
 
 def test_kernel_libraries_are_those_of_the_code() -> None:

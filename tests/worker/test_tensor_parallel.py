@@ -44,11 +44,11 @@ WITH_WHOLE_ATTENTION = {"olmo2", "phi3"}
 FAMILIES = {
     2: (
         "gemma2",
-        "gpt_oss",
         "lfm2",
         "llama",
         "qwen3_moe",
         "qwen3_next",
+        "fused gpt_oss",
         "fused granite",
         "fused olmo2",
         "fused qwen3",

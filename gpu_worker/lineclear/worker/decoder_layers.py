@@ -13,28 +13,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .decoder_experts import Experts, experts_of
 from .quantization.modules import QuantizedWeight
 from .shard import shard_of
 
-FAMILIES = frozenset(
-    {
-        *(
-            "arcee",
-            "cohere",
-            "cohere2",
-            "ernie4_5",
-            "exaone4",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "glm4",
-            "gpt2",
-            "gpt_neox",
-        ),
-        *("granite", "llama", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2"),
-        *("qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
-    }
-)
+EXPERT_FAMILIES = frozenset({"dots1", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen3_moe"})
+"""Model types of `FAMILIES` with experts, which the fused pass of CPUs computes."""
+FAMILIES = EXPERT_FAMILIES | {
+    *(
+        "arcee",
+        "cohere",
+        "cohere2",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "gpt2",
+        "gpt_neox",
+    ),
+    *("granite", "llama", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2"),
+    *("qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+}
 """Model types whose decoder layer is `DecoderLayer`."""
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2, "relu": 3, "relu2": 4}
 """Of MLPs, by their name in a model's configuration. The numbers are those of the kernels."""
@@ -62,15 +63,14 @@ class Rotary(NamedTuple):
     module: nn.Module
     layer_type: str | None
     """Chooses the frequencies of a module that has several."""
-    repeats_angles: bool
-    """See `_REPEATED_ANGLES`."""
+    places: slice
+    """Of each angle in what the module returns."""
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [positions, rotated values / 2], rounded as in a model of `dtype`."""
         kind = () if self.layer_type is None else (self.layer_type,)
         both = self.module(torch.empty(0, dtype=dtype, device=positions.device), positions[None], *kind)
-        half = both[0].shape[-1] // 2
-        cosine, sine = (x[0, :, ::2] if self.repeats_angles else x[0, :, :half] for x in both)
+        cosine, sine = (x[0, :, self.places] for x in both)
         return cosine, sine
 
 
@@ -108,7 +108,10 @@ class DecoderLayer:
     k_norm: Norm | None
     attention_output: tuple[Part, ...]
     gate_up: tuple[Part, ...]
+    """Of the MLP, or of shared experts; empty if a layer has neither."""
     down: tuple[Part, ...]
+    experts: Experts | None
+    """Their output is added to that of `down`."""
     rotary: int | None
     """Of the model's `rotaries`."""
     is_parallel: bool
@@ -116,8 +119,23 @@ class DecoderLayer:
 
     @property
     def products(self) -> tuple[tuple[Part, ...], ...]:
-        """Return the matrix products in the order in which they run."""
+        """Return the matrix products of every row, in the order in which they run."""
         return self.qkv, self.attention_output, self.gate_up, self.down
+
+    @property
+    def width(self) -> int:
+        """Return the width of what `down` multiplies; 0 without."""
+        return sum(part.linear.in_features for part in self.down)
+
+    @property
+    def inner_outputs(self) -> int:
+        """Return the width of the outputs of `gate_up`."""
+        return sum(part.outputs for part in self.gate_up)
+
+    @property
+    def mlp_is_partial(self) -> bool:
+        """Return whether the outputs of MLP and experts are sums of this rank only, to be added over all ranks."""
+        return is_partial(self.down) if self.experts is None else self.experts.is_partial
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +147,7 @@ class DecoderModel:
     head_dim: int
     hidden_size: int
     intermediate_size: int
+    """The largest `width` of the layers."""
     dtype: torch.dtype
     embedding: Tensor | QuantizedWeight
     """[vocabulary, hidden size]."""
@@ -159,7 +178,20 @@ class DecoderModel:
         """Yield the weights of each matrix product, tensors or quantized."""
         products = (product for layer in self.layers for product in layer.products)
         yield from ([part.linear.weight for part in product] for product in products)
+        of_experts = (layer.experts for layer in self.layers if layer.experts is not None)
+        stacks = ((stack, experts.count) for experts in of_experts for stack in (experts.gate_up, experts.down))
+        yield from (stack.stored(expert) for stack, count in stacks for expert in range(count))
         yield [self.output_layer.weight]
+
+    @property
+    def widths(self) -> set[int]:
+        """Return the widths inside the MLPs and experts of all layers."""
+        return {layer.width for layer in self.layers} | ({self.experts.width} if self.experts is not None else set())
+
+    @property
+    def experts(self) -> Experts | None:
+        """Return the experts of one layer, as wide and as many as those of each; None for a model without."""
+        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
 
 def describe(model: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> DecoderModel | None:
@@ -181,12 +213,12 @@ def describe(model: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> De
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         hidden_size=int(config.hidden_size),
-        intermediate_size=layers[0].down[0].linear.in_features,
+        intermediate_size=max(layer.width for layer in layers),
         dtype=model.dtype,
         embedding=model.get_input_embeddings().weight,
         embedding_scale=_embedding_scale(model),
         learned_positions=_learned_positions(base),
-        rotaries=tuple(Rotary(base.rotary_emb, kind, family in _REPEATED_ANGLES) for kind in kinds),
+        rotaries=tuple(_rotary_of(base.rotary_emb, kind, family) for kind in kinds),
         rotates_pairs=family in _ROTATES_PAIRS,
         query_scale=head_dim**-0.5 if family == "opt" else 1.0,
         has_grouped_heads=family == "gpt_neox",
@@ -219,7 +251,16 @@ def _is_unusual(config: Any) -> bool:
         or config.word_embed_proj_dim != config.hidden_size
         or config._remove_final_layer_norm
     )
-    return is_unlike_opt or any(getattr(config, name, False) for name in ("qk_layernorm", "use_qk_norm"))
+    has_norms = config.model_type not in EXPERT_FAMILIES and getattr(config, "use_qk_norm", False)
+    # OLMoE may cut off queries and keys, and routers may choose groups of experts first.
+    has_groups = getattr(config, "clip_qkv", None) is not None or getattr(config, "n_group", 1) != 1
+    return is_unlike_opt or has_norms or has_groups or getattr(config, "qk_layernorm", False)
+
+
+def _rotary_of(module: Any, kind: str | None, family: str) -> Rotary:
+    inverse = module.inv_freq if kind is None else getattr(module, f"{kind}_inv_freq")
+    places = slice(None, None, 2) if family in _REPEATED_ANGLES else slice(len(inverse))
+    return Rotary(module, kind, places)
 
 
 def _rotary(config: Any, kinds: Sequence[str | None], layer: int) -> int | None:
@@ -248,10 +289,14 @@ def _learned_positions(base: Any) -> Tensor | None:
 
 def _layer(family: str, path: str, module: Any, rotary: int | None) -> DecoderLayer:
     attention: Any = _first(module, "self_attn", "attention", "attn")
-    mlp = getattr(module, "mlp", module)  # the layer itself in OPT
+    mlp = _first(module, "mlp", "block_sparse_moe") or module  # the layer itself in OPT
+    experts = experts_of(mlp, family)
+    dense = mlp if experts is None else getattr(mlp, "shared_experts", None)
     paths = {x: name for name, x in module.named_modules(prefix=path)}
 
     def parts(owner: Any, *choices: str) -> tuple[Part, ...]:
+        if owner is None:
+            return ()
         found = next(names for choice in choices if (names := choice.split())[0] in owner._modules)
         return tuple(Part(paths[owner._modules[name]], owner._modules[name]) for name in found)
 
@@ -272,8 +317,9 @@ def _layer(family: str, path: str, module: Any, rotary: int | None) -> DecoderLa
         q_norm=None if q_norm is None else _norm(family, q_norm),
         k_norm=None if k_norm is None else _norm(family, k_norm),
         attention_output=parts(attention, "o_proj", "out_proj", "dense", "c_proj"),
-        gate_up=parts(mlp, "gate_up_proj", "gate_proj up_proj", "up_proj", "fc1", "c_fc", "dense_h_to_4h"),
-        down=parts(mlp, "down_proj", "fc2", "c_proj", "dense_4h_to_h"),
+        gate_up=parts(dense, "gate_up_proj", "gate_proj up_proj", "up_proj", "fc1", "c_fc", "dense_h_to_4h"),
+        down=parts(dense, "down_proj", "fc2", "c_proj", "dense_4h_to_h"),
+        experts=experts,
         rotary=rotary if _rotates(family, attention) else None,
         is_parallel=family in _PARALLEL or getattr(module, "use_parallel_residual", False),
     )

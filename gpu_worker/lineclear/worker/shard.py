@@ -27,9 +27,14 @@ class Shard(NamedTuple):
     outputs: Pieces | None = None
 
 
-def mark(module: nn.Linear, shard: Shard) -> None:
+def mark(module: nn.Module, shard: Shard) -> None:
     """Note what `module` holds of its layer."""
     setattr(module, _NAME, shard)  # a plain attribute, not a parameter
+
+
+def is_divided(module: nn.Module) -> bool:
+    """Return whether `module` holds a part of its layer."""
+    return hasattr(module, _NAME)
 
 
 def shard_of(module: nn.Linear) -> Shard:

@@ -1,8 +1,9 @@
 """A fused forward pass on the CPU for decoders of attention and dense MLPs (decoder_layers.py).
 
 A layer is four matrix products, attention and four row operations, where transformers' modules take about fifty
-operations. The calls are captured once, on buffers that stay, and replayed at every step (kernels/call_graph.py).
-`can_build` decides which models qualify. The loader keeps the result only if its logits match the model's own.
+operations; experts are six calls (experts.py). The calls are captured once, on buffers that stay, and replayed at every
+step (kernels/call_graph.py). `can_build` decides which models qualify. The loader keeps the result only if its logits
+match the model's own.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from lineclear.worker.attention.base import AttentionBackend, Indices, IntArray
 from lineclear.worker.decoder_layers import DecoderLayer, DecoderModel, Norm, Part, is_partial
 from lineclear.worker.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, CallGraph, DynamicInt, DynamicPointer, address, pointer
-from lineclear.worker.kernels.native_library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
+from lineclear.worker.kernels.native_library import ELEMENTS, LANES, MAX_EXPERTS, MAX_HEAD_DIM, selected_library
 from lineclear.worker.logits import Logits
 from lineclear.worker.lora.adapter_set import AdapterSet
 from lineclear.worker.lora.fused_lora import AdapterCalls
 from lineclear.worker.shard import add_over_ranks, gather_over_ranks, shard_of
 
+from .experts import ExpertBuffers, PackedExperts
 from .linear import Linear, Packer
 from .rotary_cache import RotaryCaches
 from .row_kernels import Heads, RowKernels
@@ -35,8 +37,9 @@ class _Packed(NamedTuple):
 
     qkv: Linear
     attention_output: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: tuple[Linear, Linear] | None
+    """Of gate and up, and down."""
+    experts: PackedExperts | None
 
 
 class _Activations(NamedTuple):
@@ -85,6 +88,7 @@ class FusedDecoder:
         self._token_table: Tensor | None = None  # kept alive: `_table` points to it
         # Capacities are kept beside the buffers: len() of a tensor takes 10 µs inside a step.
         self._activations: _Activations | None = None
+        self._expert_buffers: ExpertBuffers | None = None
         self._capacity = 0
         self._head_activations: _HeadActivations | None = None
         self._head_capacity = self._num_samples = 0
@@ -163,10 +167,12 @@ class FusedDecoder:
             query, key = (model.num_heads, model.head_dim), (model.num_kv_heads, model.head_dim)
             shapes: list[tuple[int, ...]] = [(model.hidden_size,)] * 4
             shapes += [((query[0] + 2 * key[0]) * model.head_dim,), query, key, key, query]
-            shapes += [(sum(part.outputs for part in self._layers[0].gate_up),), (model.intermediate_size,)]
+            shapes += [(max(layer.inner_outputs for layer in self._layers),), (model.intermediate_size,)]
             tensors = [torch.empty(capacity, *shape, dtype=model.dtype) for shape in shapes]
             self._rotary.allocate_rows(capacity)
             self._activations = _Activations(*tensors, torch.empty(capacity, dtype=torch.int64))
+            if model.experts is not None:
+                self._expert_buffers = ExpertBuffers.allocate(model.experts, capacity, model.hidden_size, model.dtype)
             self._layers_graph, self._adapted_graph = CallGraph(self._capture(self._activations)), None
             self._head_activations = None  # its captured calls read the old buffers
         return self._activations
@@ -254,21 +260,29 @@ class FusedDecoder:
             backend.bind(index, count, act.query, act.key, act.value, act.attended),
             packed.attention_output.bind(count, attended, act.output),
             *_products(adapters, layer.attention_output, attended, act.output),
-            *_sums_over_ranks(count, layer.attention_output, act.output),
+            *_sums_over_ranks(count, is_partial(layer.attention_output), act.output),
             *_norms_of_output(self._kernels, count, layer.norm_after_attention, act),
         ]
 
     def _mlp_calls(self, index: int, x: Tensor, act: _Activations, adapters: AdapterCalls | None) -> list[Call]:
         """Return the calls from the input `x` of a layer's MLP to its `act.output`."""
         count, layer, packed = self._tokens, self._layers[index], self._packed[index]
+        kernels, activation, calls = self._kernels, self._model.activation, list[Call]()
+        if packed.mlp is not None:
+            gate_up, gated = _as_wide(act.gate_up, layer.inner_outputs), _as_wide(act.gated, layer.width)
+            calls = [
+                packed.mlp[0].bind(count, x, gate_up),
+                *_products(adapters, layer.gate_up, x, gate_up),
+                kernels.activate(count, activation, gate_up, gated),
+                packed.mlp[1].bind(count, gated, act.output),
+                *_products(adapters, layer.down, gated, act.output),
+            ]
+        if packed.experts is not None and self._expert_buffers is not None:
+            calls += packed.experts.calls(count, x, act.output, self._expert_buffers, kernels, activation)
         return [
-            packed.gate_up.bind(count, x, act.gate_up),
-            *_products(adapters, layer.gate_up, x, act.gate_up),
-            self._kernels.activate(count, self._model.activation, act.gate_up, act.gated),
-            packed.down.bind(count, act.gated, act.output),
-            *_products(adapters, layer.down, act.gated, act.output),
-            *_sums_over_ranks(count, layer.down, act.output),
-            *_norms_of_output(self._kernels, count, layer.norm_after_mlp, act),
+            *calls,
+            *_sums_over_ranks(count, layer.mlp_is_partial, act.output),
+            *_norms_of_output(kernels, count, layer.norm_after_mlp, act),
         ]
 
 
@@ -317,8 +331,13 @@ def _output_calls(count: DynamicInt, layer: nn.Linear, packed: Linear, head: _He
     return [packed.bind(count, head.normed, part), (gather, ())]
 
 
-def _sums_over_ranks(count: DynamicInt, parts: Sequence[Part], out: Tensor) -> list[Call]:
-    return [(lambda: add_over_ranks(out[: count.value]), ())] if is_partial(parts) else []
+def _sums_over_ranks(count: DynamicInt, is_sum: bool, out: Tensor) -> list[Call]:
+    return [(lambda: add_over_ranks(out[: count.value]), ())] if is_sum else []
+
+
+def _as_wide(buffer: Tensor, width: int) -> Tensor:
+    """Return the first part of the buffer with as many rows of a smaller width."""
+    return buffer.flatten()[: len(buffer) * width].view(len(buffer), width)
 
 
 def can_build(model: DecoderModel) -> bool:
@@ -327,10 +346,13 @@ def can_build(model: DecoderModel) -> bool:
         model.norm.weight.device.type == "cpu"
         and model.dtype in ELEMENTS
         and selected_library() is not None
-        and math.gcd(model.head_dim, model.hidden_size, model.intermediate_size) % LANES == 0
+        and math.gcd(model.head_dim, model.hidden_size, *model.widths) % LANES == 0
         and model.head_dim <= MAX_HEAD_DIM
+        and (model.experts is None or model.experts.count <= MAX_EXPERTS)
     )
 
 
 def _packed_layer(layer: DecoderLayer, packer: Packer, arena: HugePageArena) -> _Packed:
-    return _Packed(*(packer([part.linear for part in parts], arena) for parts in layer.products))
+    qkv, attention_output, *mlp = (packer([part.linear for part in parts], arena) for parts in layer.products if parts)
+    experts = None if layer.experts is None else PackedExperts(layer.experts, packer, arena, has_shared=bool(mlp))
+    return _Packed(qkv, attention_output, (mlp[0], mlp[1]) if mlp else None, experts)

@@ -11,14 +11,16 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineclear.worker.decoder_experts import ExpertMatrix
 from lineclear.worker.decoder_layers import fused_weights
 from lineclear.worker.huge_pages import HugePageArena
-from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer
+from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer, pointers
 from lineclear.worker.kernels.native_library import (
     ELEMENTS,
     LANES,
@@ -42,6 +44,22 @@ class Linear(ABC):
         multiply(*arguments)
         return out
 
+    @classmethod
+    def bind_experts(cls, experts: Sequence[Any], counts: Tensor, x: Tensor, out: Tensor) -> Call:
+        """Return a call that multiplies rows of `x` into those of `out`: the first counts[0] by the first expert, etc.
+
+        All experts are of this class and have the same shape. `counts` is int64 and may have more elements.
+        """
+
+        def multiply() -> None:
+            start = 0
+            for expert, count in zip(experts, counts.tolist(), strict=False):
+                if count:
+                    expert(x[start : start + count], out[start : start + count])
+                start += count
+
+        return multiply, ()
+
 
 Packer = Callable[[Sequence[nn.Linear], HugePageArena], Linear]
 """Packs layers with a common input into one `Linear`, with the outputs in the order given."""
@@ -52,6 +70,8 @@ _MAX_FEW_ROWS = 16  # with AMX, the kernel takes 0.55 of oneDNN's time for 1 row
 
 def pack(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
     """Pack the layers in their own format."""
+    if isinstance(layers[0], ExpertMatrix):
+        return pack_by_row(layers, arena)
     weight, bias = fused_weights(layers)
     if weight.device.type != "cpu":
         return TorchLinear(lambda x: F.linear(x, weight, bias))
@@ -69,6 +89,8 @@ def pack_twice(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
 
     A row's result depends on whether the batch has at most `_MAX_FEW_ROWS` rows.
     """
+    if isinstance(layers[0], ExpertMatrix):
+        return pack_by_row(layers, arena)
     weight, bias = fused_weights(layers)
     if not (_fits_gemm(weight, torch.bfloat16) and onednn_packs(weight.dtype)):
         return pack(layers, arena)
@@ -91,7 +113,7 @@ def free_after_packing(packer: Packer) -> Packer:
     def pack_and_free(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
         packed = packer(layers, arena)
         for layer in layers:
-            plain = layer.weight if isinstance(layer.weight, Tensor) else torch.empty(0)
+            plain = layer.weight if isinstance(layer, nn.Linear) else torch.empty(0)
             layer.weight = nn.Parameter(plain.new_empty(0), requires_grad=False)
         return packed
 
@@ -111,13 +133,21 @@ class KernelLinear(Linear):
         self._outputs, self._inputs = weight.shape
         self._element = ELEMENTS[weight.dtype]
         self._panels = arena.allocate((native.lineclear_packed_size(*weight.shape),), weight.dtype)
-        native.lineclear_pack(self._element, *weight.shape, weight.contiguous().data_ptr(), self._panels.data_ptr())
+        weight = weight.contiguous()  # kept alive until it is packed
+        native.lineclear_pack(self._element, *weight.shape, weight.data_ptr(), self._panels.data_ptr())
         padding = len(self._panels) // self._inputs - self._outputs
         self._bias = None if bias is None else F.pad(bias.float(), (0, padding)).contiguous()
 
     def bind(self, rows: DynamicInt, x: Tensor, out: Tensor) -> Call:
         element, *sizes = map(ctypes.c_int64, (self._element, self._inputs, self._outputs))
         return self._multiply, (element, rows, *sizes, *map(pointer, (x, self._panels, self._bias, out)))
+
+    @classmethod
+    def bind_experts(cls, experts: Sequence[Any], counts: Tensor, x: Tensor, out: Tensor) -> Call:
+        sizes = experts[0]._element, len(experts), experts[0]._inputs, experts[0]._outputs
+        tables = pointers([expert._panels for expert in experts]), pointers([expert._bias for expert in experts])
+        arguments = *map(ctypes.c_int64, sizes), pointer(counts), pointer(x), *tables, pointer(out)
+        return Kernel(selected_library(), "lineclear_gemm_experts"), arguments
 
 
 class LinearByRows(Linear):

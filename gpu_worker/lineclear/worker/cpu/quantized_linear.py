@@ -120,6 +120,15 @@ class QuantizedLinear(Linear):
         count, element = ctypes.c_int64(len(self._weights)), ctypes.c_int64(ELEMENTS[x.dtype])
         return self._function, (pointer_to(self._weights), count, element, rows, pointer(x), pointer(out))
 
+    @classmethod
+    def bind_experts(cls, experts: Sequence[Any], counts: Tensor, x: Tensor, out: Tensor) -> Call:
+        weights = (ctypes.c_void_p * len(experts))(*(pointer_to(expert._weights).value for expert in experts))
+        parts = (ctypes.c_int64 * len(experts))(*(len(expert._weights) for expert in experts))
+        tables = (ctypes.cast(table, ctypes.c_void_p) for table in (weights, parts))  # which keep them alive
+        sizes = map(ctypes.c_int64, (len(experts), ELEMENTS[x.dtype]))
+        arguments = *tables, *sizes, *map(pointer, (counts, x, out))
+        return Kernel(selected_library(), "lineclear_grouped_gemm_experts"), arguments
+
     def _pack(self, parts: Sequence[_Part], packed: _Weight, arena: HugePageArena) -> None:
         """Fill `packed` with the outputs of all parts."""
         first, codes = parts[0], torch.cat([part.weight.codes for part in parts])

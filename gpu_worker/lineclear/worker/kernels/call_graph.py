@@ -80,6 +80,11 @@ def pointer_to(structure: ctypes.Structure | ctypes.Array[Any]) -> ctypes.c_void
     return ctypes.c_void_p(ctypes.addressof(structure))
 
 
+def pointers(tensors: Sequence[Tensor | None]) -> ctypes.c_void_p:
+    """Return a pointer to an array of pointers, as `pointer` makes them. It keeps the array alive, not the tensors."""
+    return ctypes.cast((ctypes.c_void_p * len(tensors))(*(pointer(x).value for x in tensors)), ctypes.c_void_p)
+
+
 _NO_BYTES = ctypes.c_char * 0
 
 

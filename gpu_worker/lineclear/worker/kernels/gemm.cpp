@@ -296,6 +296,16 @@ void lineclear_gemm(int64_t element, int64_t rows, int64_t inputs, int64_t outpu
   else
     gemm(rows, inputs, outputs, (const bf16*)x, (const bf16*)panels, (const float*)bias, (bf16*)out);
 }
+
+// As `lineclear_gemm` for the matrices of `experts`, each with the next counts[e] rows.
+void lineclear_gemm_experts(int64_t element, int64_t experts, int64_t inputs, int64_t outputs, const int64_t* counts,
+                            const void* x, const void* const* panels, const void* const* bias, void* out) {
+  const int64_t bytes = element == 0 ? sizeof(float) : sizeof(bf16);
+  for (int64_t e = 0, row = 0; e < experts; row += counts[e++])
+    lineclear_gemm(element, counts[e], inputs, outputs, (const char*)x + row * inputs * bytes, panels[e], bias[e],
+                   (char*)out + row * outputs * bytes);
+}
 }
 
 CAPTURABLE(lineclear_gemm)
+CAPTURABLE(lineclear_gemm_experts)

@@ -455,6 +455,16 @@ void lineclear_grouped_gemm(const LineclearGroupedWeight* parts, int64_t count, 
   else
     gemm(parts, count, rows, (const bf16*)x, (bf16*)out);
 }
+
+// As `lineclear_grouped_gemm` for the matrices of `experts`, parts[e] to each, with the next counts[e] rows.
+void lineclear_grouped_gemm_experts(const LineclearGroupedWeight* const* weights, const int64_t* parts, int64_t experts,
+                                    int64_t element, const int64_t* counts, const void* x, void* out) {
+  const int64_t bytes = element == 0 ? sizeof(float) : sizeof(bf16);
+  for (int64_t e = 0, row = 0; e < experts; row += counts[e++])
+    lineclear_grouped_gemm(weights[e], parts[e], element, counts[e], (const char*)x + row * weights[e]->inputs * bytes,
+                           (char*)out + row * weights[e]->stride * bytes);
+}
 }
 
 CAPTURABLE(lineclear_grouped_gemm)
+CAPTURABLE(lineclear_grouped_gemm_experts)

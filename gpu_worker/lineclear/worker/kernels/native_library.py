@@ -20,10 +20,11 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16
 """Head dimensions, hidden sizes and block sizes must be multiples of this."""
 MAX_HEAD_DIM = 512
+MAX_EXPERTS = 1024
 AUTO, NONE = "auto", "none"
 """Names that `choose` accepts besides those of libraries: the best library, or none."""
 
-_ABI = 15
+_ABI = 16
 _FOLDER = Path(__file__).parent
 _INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 FUNCTIONS: dict[str, list[Any]] = {
@@ -38,10 +39,15 @@ FUNCTIONS: dict[str, list[Any]] = {
     "lineclear_packed_size": [_INTEGER] * 2,
     "lineclear_pack": [*[_INTEGER] * 3, *[_POINTER] * 2],
     "lineclear_gemm": [*[_INTEGER] * 4, *[_POINTER] * 4],
+    "lineclear_gemm_experts": [*[_INTEGER] * 4, *[_POINTER] * 5],
     "lineclear_grouped_channels": [],
     "lineclear_grouped_size": [_POINTER],
     "lineclear_pack_grouped": [_POINTER] * 4,
     "lineclear_grouped_gemm": [_POINTER, *[_INTEGER] * 3, *[_POINTER] * 2],
+    "lineclear_grouped_gemm_experts": [*[_POINTER] * 2, *[_INTEGER] * 2, *[_POINTER] * 3],
+    "lineclear_route": [_POINTER, *[_INTEGER] * 2, *[_POINTER] * 5],
+    "lineclear_clamped_swiglu": [*[_INTEGER] * 3, *[_REAL] * 2, *[_POINTER] * 2],
+    "lineclear_combine": [*[_INTEGER] * 4, *[_POINTER] * 3, _INTEGER, _POINTER],
     "lineclear_gather_rows": [*[_INTEGER] * 2, *[_POINTER] * 3],
     "lineclear_lora": [*[_INTEGER] * 6, *[_POINTER] * 5],
     "lineclear_replay": [_POINTER, _INTEGER, _POINTER],

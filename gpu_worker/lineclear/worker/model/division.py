@@ -152,6 +152,7 @@ class _Division:
             parts["down_proj_bias"] = torch.zeros_like(own["down_proj_bias"])
         for parameter, part in parts.items():
             setattr(module, parameter, _parameter(part))
+        mark(module, Shard(width, own["down_proj"].shape[outputs], inputs=self._piece(width)))
         module.register_forward_hook(_add_over_ranks)
         self._num_feed_forward += 1
 

@@ -160,7 +160,12 @@ def _build_quantized(loaded: LoadedModel, plain_packer: Packer) -> LoadedModel |
     if a product has matrices of which only some are quantized.
     """
     described = _described(loaded) if loaded.device.type == "cpu" and loaded.dtype is torch.bfloat16 else None
-    if described is None or not can_build(described) or not can_pack(described.weights):
+    if described is None or not can_build(described):
+        return loaded
+    if not can_pack(described.weights):
+        log.warning(
+            "fused_forward_not_used", family=loaded.family, problem="no kernel multiplies its quantized matrices"
+        )
         return loaded
     packer = free_after_packing(stored_packer(plain_packer))
     fused, error = _with_decoder(loaded, partial(FusedDecoder, described, packer=packer), loaded.probe_logits)
@@ -175,7 +180,11 @@ def build_cuda(loaded: LoadedModel, agree: Agree = bool) -> LoadedModel:
 
     Unchanged if it cannot have one, its logits differ too much, or a kernel cannot run here, of any rank.
     """
-    if _described(loaded) is None:
+    described = _described(loaded)
+    if described is None:
+        return loaded
+    if described.experts is not None:
+        log.warning("fused_forward_not_used", family=loaded.family, problem="experts are fused on CPUs only")
         return loaded
     # Before the first collective, for which the others would wait: a rank alone may lack memory.
     problem = "" if loaded.device.type != "cuda" else _problem(lambda: _take_own_memory(loaded))
@@ -256,6 +265,7 @@ def to_quantized(loaded: LoadedModel, form: str = "int8", *, keep_weights: bool 
         )
     with torch.inference_mode(), probe_threads(loaded.weight_bytes):
         expected = paged_logits(exact)
+    del exact  # it holds what packing frees
     packer = packer_of(form, described.output_layer)
     packer = packer if keep_weights else free_after_packing(packer)
     quantised, error = _with_decoder(loaded, partial(FusedDecoder, described, packer=packer), expected)

@@ -116,7 +116,7 @@ def _matrices_of(source: Path, bits: int, group: int) -> _Matrices:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     is_transposed = any(isinstance(module, Conv1D) for module in model.modules())
     decoder = None if is_transposed else describe(model, 1, 1, 1)
-    if decoder is None:
+    if decoder is None or decoder.experts is not None:
         raise ModelRefused(f"the type {config.model_type} cannot be quantized; docs/supported.md lists fused families")
     names = {module: name for name, module in model.named_modules()}
     forms = {
