@@ -169,8 +169,9 @@ class FusedDecoder:
             shapes += [((query[0] + 2 * key[0]) * model.head_dim,), query, key, key, query]
             shapes += [(max(layer.inner_outputs for layer in self._layers),), (model.intermediate_size,)]
             tensors = [torch.empty(capacity, *shape, dtype=model.dtype) for shape in shapes]
+            tensors.append(torch.empty(capacity, dtype=torch.int64))
             self._rotary.allocate_rows(capacity)
-            self._activations = _Activations(*tensors, torch.empty(capacity, dtype=torch.int64))
+            self._activations = _Activations(*tensors)
             if model.experts is not None:
                 self._expert_buffers = ExpertBuffers.allocate(model.experts, capacity, model.hidden_size, model.dtype)
             self._layers_graph, self._adapted_graph = CallGraph(self._capture(self._activations)), None
