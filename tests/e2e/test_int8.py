@@ -44,7 +44,9 @@ def server(
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_dtype"), [*((family, None) for family in sorted(FAMILIES)), ("llama", torch.int8)]
+    ("family", "kv_dtype"),
+    # The tiny Ministral 3 scales its queries, so that it is not fused.
+    [*((family, None) for family in sorted(FAMILIES - {"ministral3"})), ("llama", torch.int8)],
 )
 def test_answers_do_not_depend_on_the_batch(family: str, kv_dtype: torch.dtype | None) -> None:
     loaded = to_quantized(wrap_model(tiny_model(family, **WIDE)))

@@ -28,12 +28,20 @@ from lineclear.worker.model import compatibility_probe, loader
 from lineclear.worker.model.compatibility_probe import paged_logits, relative_error
 from lineclear.worker.model.loaded_model import LoadedModel
 
-from .families import tiny_model
+from .families import CONTEXT, tiny_model
 
 ADAPTED = "llama"
 """The model that runs with an adapter too."""
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
+    "ministral3": {  # whose queries are not scaled in this context
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.5,
+            "original_max_position_embeddings": CONTEXT,
+        }
+    },
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
 }
 

@@ -107,6 +107,7 @@ def test_bfloat16_equals_the_modules_within_rounding(family: str) -> None:
         ("ministral3", {}),
         ("phi3", {"hidden_act": "tanh"}),
     ],
+    ids="unlike {}".format,
 )
 def test_other_models_are_not_fused(family: str, changes: dict[str, Any]) -> None:
     loaded = wrap_model(tiny_model(family, **WIDE | changes))
