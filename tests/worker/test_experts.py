@@ -58,7 +58,8 @@ def computed(experts: Experts, x: Tensor, packer: Packer = pack, *, shared: Tens
     packed = PackedExperts(experts, packer, HugePageArena(), has_shared=shared is not None)
     buffers = ExpertBuffers.allocate(experts, len(x) + 2, HIDDEN, x.dtype)
     out = x.new_full((len(x), HIDDEN), float("nan")) if shared is None else shared.clone()
-    calls = packed.calls(DynamicInt(len(x)), x.contiguous(), out, buffers, RowKernels(x.dtype, 1.0), 0)
+    model: Any = SimpleNamespace(dtype=x.dtype, residual_scale=1.0, rotates_pairs=False, has_grouped_heads=False)
+    calls = packed.calls(DynamicInt(len(x)), x.contiguous(), out, buffers, RowKernels(model), 0)
     CallGraph(calls).replay()
     assert buffers.counts[:-1].sum() == buffers.counts[-1] == len(x) * CHOSEN
     return out
