@@ -232,6 +232,17 @@ def describe(model: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> De
     )
 
 
+def transpose_weights(model: Any) -> None:
+    """Put linear layers in place of GPT-2's own kind, which has the weights transposed."""
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in [x for x in model.named_modules() if isinstance(x[1], Conv1D)]:
+        linear = nn.Linear(module.nx, module.nf, device="meta")
+        linear.weight = nn.Parameter(module.weight.t().contiguous(), requires_grad=False)
+        linear.bias = module.bias
+        model.set_submodule(name, linear)
+
+
 def fused_weights(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Concatenate the layers: weight [sum of out_features, in_features], and bias or None."""
     weight = torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()

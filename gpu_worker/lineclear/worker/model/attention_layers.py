@@ -49,10 +49,15 @@ def attend_by(module: Any, backend: AttentionBackend, index: int) -> Attend:
     return attend_padded if getattr(module, "v_head_dim", spec.head_dim) < spec.head_dim else attend
 
 
-def expand_again(model: nn.Module) -> None:
-    """Let layers of latent attention compute as transformers does: with keys and values of their heads."""
+def adapt(model: nn.Module) -> None:
+    """Prepare a model for the compatibility probe.
+
+    Layers of latent attention compute as transformers does again, with keys and values of their heads, and layers that
+    scale queries by position know it.
+    """
     for module in model.modules():
         module.__dict__.pop("expand_kv", None)
+    _tell_positions(model)
 
 
 class _Latent:
@@ -84,7 +89,7 @@ def _latents(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
 # --- positions of packed rows -----------------------------------------------------------------------------------------
 
 
-def tell_positions(model: nn.Module) -> None:
+def _tell_positions(model: nn.Module) -> None:
     """Give layers that scale queries by position (Llama 4) the position of each packed token.
 
     They count from the length of the cache, and here is none. The factors change at thousands of tokens, so the

@@ -22,7 +22,7 @@ from lineclear.worker.attention.base import Chunk, LayerSpec, pack_chunks
 from lineclear.worker.attention.reference import ReferenceAttention
 from lineclear.worker.quantization.modules import quantized_bytes
 
-from .attention_layers import expand_again, is_latent, latent_spec, tell_positions
+from .attention_layers import adapt, is_latent, latent_spec
 from .loaded_model import LoadedModel, ModelRefused, forward, use_attention, use_paged_attention
 
 if TYPE_CHECKING:
@@ -54,15 +54,12 @@ def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
     """
     config = model.config.get_text_config()
     _check_config(config)
-    if any("Indexer" in type(module).__name__ for module in model.modules()):
-        raise ModelRefused("sparse attention (DeepSeek Sparse Attention), whose indexer chooses keys, is not supported")
+    _check_modules(model)
     kinds, calls = _layer_kinds(config), list[_Call]()
-    expand_again(model)
-    tell_positions(model)
+    adapt(model)
     recurrent = _recurrent_layers(model, kinds)
     ids, positions = _input(config, next(model.parameters()).device)
-    expected = sum(kind not in _WITHOUT_ATTENTION for kind in kinds)
-    if expected:
+    if expected := sum(kind not in _WITHOUT_ATTENTION for kind in kinds):
         use_attention(model, _CAPTURING, _capture_calls(calls))
     kept = forward(model, ids, positions, logits_to_keep=torch.tensor([1, 3], device=ids.device))
     if len({id(call.module) for call in calls}) != len(calls):
@@ -94,6 +91,11 @@ def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
         weight_bytes=weight_bytes(model),
         recurrent=recurrent,
     )
+
+
+def _check_modules(model: nn.Module) -> None:
+    if any("Indexer" in type(module).__name__ for module in model.modules()):
+        raise ModelRefused("sparse attention (DeepSeek Sparse Attention), whose indexer chooses keys, is not supported")
 
 
 def weight_bytes(model: nn.Module) -> int:

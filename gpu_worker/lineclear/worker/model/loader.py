@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.import_utils import is_accelerate_available
@@ -27,7 +27,7 @@ from lineclear.worker.cpu.fused_decoder import FusedDecoder, can_build
 from lineclear.worker.cpu.linear import Packer, free_after_packing, leave_unpacked, pack, pack_twice
 from lineclear.worker.cpu.quantized_linear import can_pack, packer_of, stored_packer
 from lineclear.worker.cpu.thread_tuner import probe_threads
-from lineclear.worker.decoder_layers import DecoderModel, describe
+from lineclear.worker.decoder_layers import DecoderModel, describe, transpose_weights
 from lineclear.worker.kernels.native_library import prefers_bf16_gemm_for_few_rows
 from lineclear.worker.memory_budget import free_bytes
 from lineclear.worker.shard import Agree
@@ -104,7 +104,7 @@ def wrap_model(model: Any, model_id: str = "", max_model_len: int = 0) -> Loaded
     """Probe a transformers model that is in memory, on its final device. Raises ModelRefused."""
     model.eval().requires_grad_(False)
     if model.config.model_type == "gpt2":
-        _transpose_weights(model)
+        transpose_weights(model)
     try:
         with torch.inference_mode(), probe_threads(weight_bytes(model)):
             loaded = inspect_model(model, model_id, max_model_len)
@@ -116,17 +116,6 @@ def wrap_model(model: Any, model_id: str = "", max_model_len: int = 0) -> Loaded
     if loaded.family not in VERIFIED:
         log.warning("model_family_not_verified", family=loaded.family, model_id=model_id)
     return loaded
-
-
-def _transpose_weights(model: Any) -> None:
-    """Put linear layers in place of GPT-2's own kind, which has the weights transposed."""
-    from transformers.pytorch_utils import Conv1D
-
-    for name, module in [x for x in model.named_modules() if isinstance(x[1], Conv1D)]:
-        linear = nn.Linear(module.nx, module.nf, device="meta")
-        linear.weight = nn.Parameter(module.weight.t().contiguous(), requires_grad=False)
-        linear.bias = module.bias
-        model.set_submodule(name, linear)
 
 
 def build_fused(
