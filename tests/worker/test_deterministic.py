@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.families import WIDE, tiny_model
 from support.kernel_variants import needs_kernels
+from torch import nn
 from worker.settings_runner import runner_with
 
 from lineclear.process.settings_base import ConfigurationError
@@ -17,6 +18,7 @@ from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, SlotInit
 from lineclear.wire.sampling import Sampling
 from lineclear.worker import runner_factory
 from lineclear.worker.cpu.rotary_cache import RotaryCache
+from lineclear.worker.decoder_layers import Rotary
 from lineclear.worker.deterministic import DeterministicRunner, OneTokenRunner
 from lineclear.worker.input_batch import OutputRow
 from lineclear.worker.kernels.native_library import NONE
@@ -69,10 +71,13 @@ def test_rotary_embeddings_do_not_depend_on_threads() -> None:
         angles = positions[..., None] * torch.linspace(0.01, 1, 72)
         return angles.cos(), angles.sin()
 
+    module = nn.Module()
+    module.forward = rotary
+
     found = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        cache = RotaryCache(rotary, torch.float32, 3000)
+        cache = RotaryCache(Rotary(module, None, slice(None)), torch.float32, 3000)
         cache.extend(3000)
         found.append((cache.cosine, cache.sine))
     assert torch.equal(found[0][0], found[1][0])

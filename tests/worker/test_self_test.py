@@ -115,7 +115,9 @@ FAULTS = (
 )
 STORED_KEYS = {
     "native": Bug("", NativeAttention, mutations.replace("self._to_pool_format(key)", "self._to_pool_format(-key)")),
-    "torch_paged": Bug("", TorchPagedAttention, mutations.replace("key.transpose(0, 1)", "-key.transpose(0, 1)")),
+    "torch_paged": Bug(
+        "", TorchPagedAttention, mutations.replace("(self._keys[layer], key)", "(self._keys[layer], -key)")
+    ),
 }
 """By backend: it stores keys wrongly."""
 
