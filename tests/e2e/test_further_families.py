@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from e2e.test_families import BLOCK_SIZE, LIMITS, greedy, prompts
+from e2e.test_families import BLOCK_SIZE, LIMITS, MAX_TOKENS, prompts
 from e2e.transformers_answers import generated
 from support.families import FURTHER_CONFIGS, tiny_model
 from support.inprocess import InProcess
 from worker.test_drafts import KnownAnswers
 
+from lineclear.scheduler.core.sequence import Request
+from lineclear.wire.sampling import Sampling
 from lineclear.worker.model.loader import wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 
@@ -23,8 +25,8 @@ OPTIONS = RunnerOptions(num_blocks=20, block_size=BLOCK_SIZE, num_slots=4, max_s
 @pytest.mark.parametrize("family", sorted(FURTHER_CONFIGS))
 def test_in_every_way_at_once(family: str) -> None:
     model = tiny_model(family)
-    asked = [greedy(f"greedy-{i}", prompt) for i, prompt in enumerate(prompts()[2:4])]
-    expected = generated(model, asked, eos_token_id=2)
+    asked = [Request(f"greedy-{i}", prompt, Sampling(), MAX_TOKENS) for i, prompt in enumerate(prompts()[2:4])]
+    expected = generated(model, asked, eos_token_id=None)  # answers of full length, so that some are preempted
     drafter = KnownAnswers(asked, expected)
     limits = replace(LIMITS, target_batch_tokens=11, prefix_cache=True, adaptive_drafts=False)
     server = InProcess(ModelRunner(wrap_model(model), OPTIONS, drafter=drafter), limits)
