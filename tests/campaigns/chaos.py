@@ -252,7 +252,7 @@ class Campaign:
             "promotions": 1 if self.promoted is None else self.promoted,
             "continued elsewhere": self.continued_elsewhere if self.num_workers > 1 else 1,
             **({name: self.tally.features[name] for name in FEATURES} if self.mix else {}),
-            "accepted drafts": self.tally.accepted_tokens if self.has_drafts else 1,
+            "accepted drafts": self.tally.accepted_tokens if self.mix and self.has_drafts else 1,
             "preemptions": self.tally.preemptions if self.needs_preemptions else 1,
         }
         return [name for name, times in did.items() if not times]

@@ -299,3 +299,4 @@ class _SharedMasks(PendingMasks):
 
     def __init__(self, result: Callable[[], Masks]) -> None:
         self.result = result  # type: ignore[method-assign]
+        self.held = ()  # with recurrent states, a step waits for all masks
