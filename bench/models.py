@@ -42,11 +42,11 @@ class Shape(NamedTuple):
     config: Callable[[], Any]
 
 
-def _qwen3_06b() -> Any:
+def _qwen3(hidden_size: int) -> Any:
     return Qwen3Config(
         vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
         num_hidden_layers=28,
         num_attention_heads=16,
         num_key_value_heads=8,
@@ -124,13 +124,14 @@ SHAPES = {
     "llama-8b-shape": Shape(torch.bfloat16, _llama_8b),
     "llama-1b-shape": Shape(torch.bfloat16, _llama_1b),
     "llama-110m-shape": Shape(torch.bfloat16, _llama_110m),
-    "qwen3-0.6b-shape": Shape(torch.bfloat16, _qwen3_06b),
+    "qwen3-0.6b-shape": Shape(torch.bfloat16, lambda: _qwen3(1024)),
+    "qwen3-1.7b-shape": Shape(torch.bfloat16, lambda: _qwen3(2048)),
     "llama-7m-shape": Shape(torch.float32, _llama_7m),
     "gpt2-124m-shape": Shape(torch.float32, _gpt2_124m),
 }
 
 
-CPU_SHAPES = [name for name in SHAPES if name not in ("llama-8b-shape", "llama-1b-shape")]
+CPU_SHAPES = [name for name in SHAPES if name not in ("llama-8b-shape", "qwen3-1.7b-shape", "llama-1b-shape")]
 
 FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
