@@ -293,6 +293,8 @@ def campaign(
     more += ["--num-workers", str(num_workers)] if num_workers > 1 else []
     served, adapters = prepare(folder, Path(model)) if model else (Path(), [])
     of_worker = ["--", *worker_flags.split()]
+    if tensor_parallel_size > 1:  # the expected answers too: a drawn token may hang on the order in which ranks add up
+        of_worker += ["--tensor-parallel-size", str(tensor_parallel_size)]
     is_exact = "--deterministic" in of_worker
 
     def make_server() -> Server:
@@ -300,8 +302,6 @@ def campaign(
             per_stream = _BLOCKS_PER_STREAM // 2 if is_exact else _BLOCKS_PER_STREAM
             num_blocks = ["--num-blocks", str(per_stream * streams // num_workers)]
             drafts = () if "--speculative-method" in more else _DRAFTS
-            if tensor_parallel_size > 1:
-                num_blocks += ["--tensor-parallel-size", str(tensor_parallel_size)]
             mixed = [*flags, *more, "--model", str(served), *adapters, *drafts, *of_worker, *num_blocks]
             return Server(target, mixed)
         return Server(target, [*flags, *more, "--model", str(save(folder, byte_level()))], toy=TOY)

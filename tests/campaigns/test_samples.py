@@ -66,7 +66,7 @@ def test_deterministic_answers_are_bitwise_those_of_a_quiet_server(folder: Path)
 
 
 def test_clients_with_mixed_features_notice_no_kill_of_a_rank(folder: Path) -> None:
-    """The expected answers are those of a worker without tensor parallelism."""
+    """The expected answers are those of an undisturbed worker of as many ranks."""
     sizes = {"kills": 1, "streams": 18, "num_questions": 10, "max_seconds": 60.0, "tensor_parallel_size": 2}
     model, recovers = str(DEMO_MODEL.with_name("model-tiny")), {"adapter", "constraint", "outputs"}
     done = chaos.campaign(folder, of="worker", model=model, seed=6, deaths={"rank": 1.0}, recovers=recovers, **sizes)
