@@ -24,6 +24,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.utils.logging import disable_progress_bar
 
@@ -116,6 +117,39 @@ def _llama_1b() -> Any:
     )
 
 
+def _gemma3_270m() -> Any:
+    return Gemma3TextConfig(
+        vocab_size=262144,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+        max_position_embeddings=4096,
+        **_IDS,
+    )
+
+
+def _experts(config: type, num_experts: int, intermediate_size: int, **others: Any) -> Any:
+    """Return a shape of 0.4 B parameters, of which each token uses four experts."""
+    return config(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_local_experts=num_experts,
+        num_experts_per_tok=4,
+        max_position_embeddings=4096,
+        **others,
+        **_IDS,
+    )
+
+
 def _gpt2_124m() -> Any:
     return GPT2Config(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
@@ -126,12 +160,20 @@ SHAPES = {
     "llama-110m-shape": Shape(torch.bfloat16, _llama_110m),
     "qwen3-0.6b-shape": Shape(torch.bfloat16, lambda: _qwen3(1024)),
     "qwen3-1.7b-shape": Shape(torch.bfloat16, lambda: _qwen3(2048)),
+    "gemma3-270m-shape": Shape(torch.bfloat16, _gemma3_270m),
+    "qwen3-moe-0.4b-shape": Shape(
+        torch.bfloat16, lambda: _experts(Qwen3MoeConfig, 32, 2048, moe_intermediate_size=384, norm_topk_prob=True)
+    ),
+    "gpt-oss-0.4b-shape": Shape(
+        torch.bfloat16,
+        lambda: _experts(GptOssConfig, 16, 768, rope_parameters={"rope_type": "default", "rope_theta": 15e4}),
+    ),
     "llama-7m-shape": Shape(torch.float32, _llama_7m),
     "gpt2-124m-shape": Shape(torch.float32, _gpt2_124m),
 }
 
 
-CPU_SHAPES = [name for name in SHAPES if name not in ("llama-8b-shape", "qwen3-1.7b-shape", "llama-1b-shape")]
+CPU_SHAPES = ["llama-110m-shape", "qwen3-0.6b-shape", "llama-7m-shape", "gpt2-124m-shape"]
 
 FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),

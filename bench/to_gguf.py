@@ -26,7 +26,12 @@ def convert(source: Path, model: Path, out: Path) -> None:
     base: Any = _part("base")
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     # The default looks for a sentencepiece vocabulary first; this tokenizer is a byte-level BPE.
-    for module, names in (("llama", ("LlamaModel",)), ("qwen", ("Qwen2Model", "Qwen3Model"))):
+    for module, names in (
+        ("llama", ("LlamaModel",)),
+        ("qwen", ("Qwen2Model", "Qwen3Model", "Qwen3MoeModel")),
+        ("gemma", ("Gemma3Model",)),
+        ("gpt_oss", ("GptOssModel",)),
+    ):
         classes: Any = _part(module)
         for name in names:
             getattr(classes, name).set_vocab = lambda self: self._set_vocab_gpt2()
