@@ -63,22 +63,6 @@ def test_streams_of_a_dead_worker_continue_at_the_next_plan_of_another() -> None
     assert sorted(recoveries) == [0, 0, 0, 1, 1, 1]
 
 
-def test_stopping_worker_finishes_its_requests_and_takes_no_others() -> None:
-    harness = WorkersHarness(2)
-    harness.submit("a", 8, max_tokens=10)
-    harness.submit("b", 8, max_tokens=10)
-    harness.round()
-    assert harness.running() == [1, 1]
-    harness.core.stop_placing(1, harness.now)
-    for index in range(4):
-        harness.submit(f"later {index}", 8, max_tokens=10)
-    harness.round()
-    assert harness.running() == [1, 5]
-    harness.run()
-    assert set(harness.started_on().values()) == {1, 2}
-    assert [name for name, epoch in harness.started_on().items() if epoch == 1] == ["a"]
-
-
 def test_request_fails_only_if_no_joined_worker_can_run_it() -> None:
     harness = WorkersHarness(0)
     harness.join(num_blocks=4)

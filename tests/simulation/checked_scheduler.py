@@ -155,11 +155,6 @@ class CheckedScheduler:
         self._record("worker_lost", events, now)
         self._follow(lambda oracle: oracle.on_worker_lost(epoch, now, events, loss))
 
-    def stop_placing(self, epoch: int, now: float) -> None:
-        self.core.stop_placing(epoch, now)
-        self.transcript.append((now, "stop_placing", epoch))
-        self._follow(lambda oracle: oracle.on_stop_placing(epoch))
-
     def switch(self, limits: CoreLimits, now: float) -> None:
         self.transcript.append((now, "switch", limits))
         self.core.switch(limits, now)

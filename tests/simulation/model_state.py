@@ -138,11 +138,9 @@ class ModelState:
         return sequence.in_flight == 0 or sequence.epoch == worker.epoch
 
     def takes_requests(self, worker: ModelWorker) -> bool:
-        """Return whether a worker takes waiting requests: neither reserved for suspects nor leaving."""
+        """Return whether a worker takes waiting requests: it is not reserved for suspects."""
         reserved = self.next_isolated()
-        if reserved is not None and reserved[1] is worker:
-            return False
-        return not worker.is_stopping or all(other.is_stopping for other in self.workers.values())
+        return reserved is None or reserved[1] is not worker
 
     def record_crash(self, steps: Iterable[ModelStep]) -> ModelSequence | None:
         """Count a crash for every sequence with a row in `steps`; return the sequence if it ran alone."""
@@ -159,10 +157,7 @@ class ModelState:
         for suspect in sorted(filter(must_isolate, self.live.values()), key=lambda s: s.queue_key):
             if suspect.is_running:
                 return suspect, self.workers[suspect.epoch]
-            leaving = not all(worker.is_stopping for worker in self.workers.values())
-            able = [
-                w for w in self.workers.values() if suspect.max_len <= w.max_len and not (w.is_stopping and leaving)
-            ]
+            able = [w for w in self.workers.values() if suspect.max_len <= w.max_len]
             for worker in sorted(able, key=lambda w: (w.epoch != self.isolating, len(w.running))):
                 return suspect, worker
         return None

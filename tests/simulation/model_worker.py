@@ -62,7 +62,7 @@ class Worker:
         self.hello = self.runner.hello(epoch)
         self.plans: deque[StepPlan | LoadAdapter] = deque()  # and the messages between them
         self.results: deque[StepResult | StepError | None] = deque()  # None: the worker crashes
-        self.is_slow = self.is_stopping = False
+        self.is_slow = False
         self.is_cut_off = False  # no further plan can reach it; the results of earlier ones can still arrive
         self.preparing: dict[int, str] = {}  # grammars to compile, by number of the message
         self.prepared: set[str] = set()

@@ -83,7 +83,6 @@ class ModelWorker:
         self.finishing: dict[ModelSequence, None] = {}  # last row in flight: without slot, with blocks
         self.inflight: deque[ModelStep] = deque()
         self.step = 0
-        self.is_stopping = False
 
     @property
     def epoch(self) -> int:

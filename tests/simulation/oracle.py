@@ -188,10 +188,6 @@ class Oracle:
         for worker in self.state.workers.values():
             worker.blocks.clear_cache()
 
-    def on_stop_placing(self, epoch: int) -> None:
-        if epoch in self.state.workers:
-            self.state.workers[epoch].is_stopping = True
-
     # --- after every call -------------------------------------------------------------------------------------------
 
     def check_snapshot(self, snapshot: CoreSnapshot) -> None:
@@ -220,7 +216,6 @@ class Oracle:
             require(shown.blocks_cached == worker.blocks.num_cached, "I4", "free blocks that keep a prefix")
             require(shown.steps_in_flight == len(worker.inflight), "I9", "plans without result")
             require((shown.steps, shown.num_slots) == (worker.step, worker.num_slots), "I9", "steps and slots")
-            require(shown.is_stopping == worker.is_stopping, "I21", "stopping is reported")
         for name in ("num_requests_running", "steps_in_flight", "num_blocks", "blocks_used", "blocks_cached"):
             total = sum(getattr(worker, name) for worker in snapshot.workers)
             require(getattr(snapshot, name) == total, "I21", f"{name} is the total of all workers")

@@ -82,9 +82,7 @@ SCHEDULER_BUGS: Bugs = {
         )
     },
     SharedState: {
-        "stopping workers take no request at all": replace("worker.is_stopping and _", "worker.is_stopping"),
-        "a worker reserved for suspects takes requests": without("worker.epoch != self.isolation_epoch"),
-        "a stopping worker takes requests": without("not self.is_leaving(worker)"),
+        "a worker reserved for suspects takes requests": replace("worker.epoch != self.isolation_epoch", "True"),
         "a request starts where it never fits": without("sequence.max_len > worker.max_len"),
         "samples in flight elsewhere stop admission": replace("sequence.in_flight == 0 or _", "True"),
         "a suspect starts beside others": without("sequence.must_isolate"),
@@ -95,9 +93,6 @@ SCHEDULER_BUGS: Bugs = {
     },
     WorkerState: {
         "steps of a lost worker stay in flight": replace("deque()", "getattr(self, 'inflight', deque())"),
-        "the next worker is stopping like the lost one": replace(
-            "self.is_stopping = False", "self.is_stopping = getattr(self, 'is_stopping', False)"
-        ),
         "a switch keeps the number of slots": drop("self.batch.num_slots = _"),
         "a switch fills slots beyond the worker's": replace(
             "min(limits.max_batch_size, self._hello.num_slots)", "limits.max_batch_size"

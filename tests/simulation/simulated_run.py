@@ -300,16 +300,11 @@ class SimulatedRun:
             self._join(self._next_capacity())
 
     def _do_stop(self) -> None:
-        """Stop a worker, or have one that stops leave."""
+        """Stop a worker: its requests continue on others."""
         worker = self._some_worker()
-        if worker is None:
-            return
-        self.scheduler.counts["stop"] += 1
-        if worker.is_stopping:
+        if worker is not None:
+            self.scheduler.counts["stop"] += 1
             self._lose(worker, WorkerLoss.CLEAN)
-        else:
-            worker.is_stopping = True
-            self.scheduler.stop_placing(worker.hello.epoch, self.now)
 
     def _do_clear_cache(self) -> None:
         self.scheduler.clear_prefix_cache(self.now)
@@ -357,7 +352,7 @@ class SimulatedRun:
         """Stop the faults: every request ends in a bounded number of steps without further calls."""
         self.unsent = 0.0
         self._lose_cut_off()
-        for worker in [worker for worker in self.workers.values() if worker.broken or worker.is_stopping]:
+        for worker in [worker for worker in self.workers.values() if worker.broken]:
             self._lose(worker, WorkerLoss.CLEAN)
         # Requests that only a lost worker could run fail when the next one joins.
         self._join(self._next_capacity())

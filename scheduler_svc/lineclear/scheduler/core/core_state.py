@@ -88,8 +88,6 @@ class WorkerState:
         """The most tokens that a request may have here."""
         self.left: list[Sequence] = []
         """Waiting requests that the last plan left to other workers."""
-        self.is_stopping = False
-        """It takes no further requests while others do."""
 
     def join(self, hello: Hello) -> None:
         """Start empty, with the capacity of a worker."""
@@ -182,7 +180,6 @@ class WorkerState:
             is_fitted=self.step_time.is_fitted,
             state_snapshots_used=0 if pool.states is None else pool.states.num_used,
             state_snapshot_hits=0 if pool.states is None else pool.states.num_hits,
-            is_stopping=self.is_stopping,
         )
 
 
@@ -258,13 +255,9 @@ class SharedState:
             adapters=AdapterTable(limits.max_loras),
         )
 
-    def is_leaving(self, worker: WorkerState) -> bool:
-        """Return whether a stopping worker leaves waiting requests to others. The last ones run all that is left."""
-        return worker.is_stopping and not all(other.is_stopping for other in self.workers.values())
-
     def takes_requests(self, worker: WorkerState) -> bool:
         """Return whether a worker admits waiting requests."""
-        return worker.epoch != self.isolation_epoch and not self.is_leaving(worker)
+        return worker.epoch != self.isolation_epoch
 
     def may_take(self, worker: WorkerState, sequence: Sequence) -> bool:
         """Return whether a worker may run a waiting sequence in its batch, now or after other requests."""

@@ -141,7 +141,7 @@ class Isolation:
         state = self._state
         if suspect.state is State.RUNNING:
             return state.workers[suspect.epoch]
-        able = [w for w in state.workers.values() if suspect.max_len <= w.max_len and not state.is_leaving(w)]
+        able = [worker for worker in state.workers.values() if suspect.max_len <= worker.max_len]
         reserved = [w for w in able if w.epoch == state.isolation_epoch and state.is_isolating]
         return min(reserved or able, key=lambda w: len(w.batch.running), default=None)
 

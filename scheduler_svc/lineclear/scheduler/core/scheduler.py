@@ -290,14 +290,6 @@ class Scheduler:
         sequence.recoveries += 1
         self._state.resuming.push(sequence)
 
-    def stop_placing(self, epoch: int, now: float) -> None:
-        """Place no further requests on a worker while others take them; its running requests go on.
-
-        `worker_lost` moves these at once.
-        """
-        if (worker := self._state.workers.get(epoch)) is not None:
-            worker.is_stopping = True
-
     def on_step_error(self, error: StepError, now: float) -> list[Event]:
         """Handle an out-of-memory error of a worker's oldest step in flight; other errors do nothing.
 

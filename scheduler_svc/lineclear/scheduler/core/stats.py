@@ -56,8 +56,6 @@ class WorkerSnapshot:
     """Whether `step_time` follows from enough steps to predict others."""
     state_snapshots_used: int
     state_snapshot_hits: int
-    is_stopping: bool
-    """It takes no further requests while other workers do."""
 
 
 @dataclass(frozen=True, slots=True)

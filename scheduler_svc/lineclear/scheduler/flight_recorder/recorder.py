@@ -36,7 +36,7 @@ from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import StepError, StepPlan, StepResult
 
-FORMAT = "lineclear flight recording 13"
+FORMAT = "lineclear flight recording 14"
 """Raise the number when records or dumps of the core change: `replay` refuses other formats."""
 KEY_BYTES = 8
 """Recorded bytes of a prefix-cache key."""
@@ -124,7 +124,6 @@ class RecordingScheduler(Scheduler):
     load_adapter = _recorded("load_adapter")
     unload_adapter = _recorded("unload_adapter")
     worker_joined = _recorded("worker_joined")
-    stop_placing = _recorded("stop_placing")
 
     def worker_lost(self, epoch: int, now: float, loss: WorkerLoss = WorkerLoss.CLEAN) -> list[Event]:
         events = super().worker_lost(epoch, now, loss)

@@ -25,7 +25,7 @@ from lineclear.wire.messages import RowOutput, Scores, StepError, StepErrorKind,
 
 _VECTOR = bytes(4)
 _PLAIN: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("expire", "drain", "stop_placing", "clear_prefix_cache"), int),
+    **dict.fromkeys(("expire", "drain", "clear_prefix_cache"), int),
     **dict.fromkeys(("load_adapter", "unload_adapter"), bytes.fromhex),
     **dict.fromkeys(("switch", "worker_joined"), load),
 }
