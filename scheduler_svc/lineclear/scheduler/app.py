@@ -265,9 +265,6 @@ def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
     log.error("loop_error", problem=context["message"], **(exception_fields(error) if error is not None else {}))
 
 
-# --- from settings ---------------------------------------------------------------------------------------------------
-
-
 def _core(settings: SchedulerSettings) -> tuple[Scheduler, RecordingFiles]:
     # A new secret for each process: cached prefixes cannot be guessed.
     limits = replace(settings.part(CoreLimits), cache_secret=secrets.token_bytes(32))

@@ -128,9 +128,6 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
     return shutdown.exit_code
 
 
-# --- from settings ---------------------------------------------------------------------------------------------------
-
-
 def _model(settings: SchedulerSettings) -> Path:
     if settings.demo:
         return _demo_directory()
@@ -142,7 +139,6 @@ def _model(settings: SchedulerSettings) -> Path:
 
 
 def _demo_directory() -> Path:
-    """Return the demonstration model's directory. Raises ConfigurationError if it is not installed."""
     for directory in _DEMO:
         if directory.is_dir():
             return directory.resolve()

@@ -115,7 +115,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     # No field may be called `port`, `service_host` or `service_port`: Kubernetes sets LINECLEAR_PORT and its like in
     # every pod beside a Service named lineclear. Variables that name no field are ignored.
 
-    # --- model ---
     model: str = MODEL.field("")
     """Directory of the model, or a GGUF file. Weights, tokenizer and chat template are read from it. The id of a
     Hugging Face repository in the local cache will do; nothing is downloaded."""
@@ -134,7 +133,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     max_lora_rank: int = MODEL.field(64, ge=1, le=1024)
     """Largest rank of an adapter."""
 
-    # --- addresses ---
     listen: Address = ADDRESSES.field("127.0.0.1:50051")
     """Address of gRPC: host:port or unix:/path."""
     health_listen: Address = ADDRESSES.field("")
@@ -153,7 +151,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     channelz: bool = ADDRESSES.field(False)
     """Offer channelz at admin_listen. It shows connections, their state and their peers."""
 
-    # --- security ---
     insecure_allow_remote: bool = SECURITY.field(False)
     """Allow a remote `listen` without TLS or authentication. Also allows a remote `status_listen` with tokens and
     without TLS."""
@@ -178,7 +175,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Let tenants see totals and times of all requests. They reveal the load of other tenants. Ignored with
     admin_listen."""
 
-    # --- connections ---
     max_message_bytes: Annotated[int, AfterValidator(_is_a_size)] = CONNECTIONS.field(0, ge=0, le=MAX_MESSAGE_BYTES)
     """Largest request in bytes; 0: automatic. A larger one fails alone, up to twice the limit; beyond that, gRPC ends
     the call or the whole Session. Automatic: twice max_prompt_bytes, at least 1 MiB."""
@@ -192,7 +188,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     keepalive_timeout_seconds: float = CONNECTIONS.field(10.0, ge=0.1, le=600)
     """Close a connection that does not answer a ping."""
 
-    # --- batching ---
     max_batch_size: int = BATCHING.field(64, ge=1, le=4096)
     """Most requests in one step (slots)."""
     min_batch_size: int = BATCHING.field(1, ge=1, le=4096)
@@ -225,7 +220,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     prefix_cache: bool = BATCHING.field(True)
     """Keep blocks of finished requests for equal prompt prefixes."""
 
-    # --- speculative decoding ---
     speculative_method: SpeculativeMethod = SPECULATION.field("none")
     """How drafts of the next tokens are made. A step verifies several drafts of a request at once, and the answer stays
     the same. prompt_lookup drafts what followed the last tokens earlier in the prompt or the answer; the last method
@@ -240,7 +234,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Verify drafts only where that gains time. Otherwise every step verifies as many drafts of each request as
     --num-speculative-tokens allows."""
 
-    # --- queue and requests ---
     max_queue_size: int = REQUESTS.field(1024, ge=1, le=2**20)
     """Most waiting requests."""
     max_queue_tokens: int = REQUESTS.field(1_000_000, ge=1, le=2**31)
@@ -286,7 +279,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     stall_timeout_seconds: float = REQUESTS.field(60.0, gt=0, le=3600)
     """A stream whose client reads nothing for this long fails."""
 
-    # --- submitted requests ---
     max_submitted: int = SUBMITTED.field(256, ge=0, le=2**20)
     """Most submitted requests kept, running and finished."""
     max_submitted_tokens: int = SUBMITTED.field(1_000_000, ge=1, le=2**31)
@@ -299,7 +291,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     submitted_ttl_seconds: float = SUBMITTED.field(600.0, gt=0, le=7 * 86_400)
     """How long a submitted answer is kept after it finished."""
 
-    # --- diagnosis ---
     min_recorded_calls: int = DIAGNOSIS.field(4096, ge=1, le=2**20)
     """Least number of core calls in a flight recording."""
     recording_directory: str = DIAGNOSIS.field("")
@@ -313,7 +304,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     watchdog_timeout_seconds: float = DIAGNOSIS.field(5.0, ge=0.5, le=3600)
     """An event loop or engine blocked this long is reported."""
 
-    # --- worker ---
     socket_directory: str = WORKER.field("")
     """Private directory of the sockets to the worker. It has mode 0700 and belongs to the user of both processes.
     Empty: a temporary one."""
@@ -348,7 +338,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     and the server stops when no worker is left. A generated token or ten idle seconds of a joined worker reset the
     count, so a worker killed from outside is always replaced."""
 
-    # --- stopping ---
     drain_timeout_seconds: float = STOPPING.field(20.0, ge=0, le=86_400)
     """Running requests may finish for this long after SIGTERM."""
     drain_linger_seconds: float = STOPPING.field(0.5, ge=0, le=600)
@@ -357,7 +346,6 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Stop, as after SIGTERM, when standard input closes. A program that starts a server and holds the other end of the
     pipe stops it by exiting, however that happens."""
 
-    # --- configuration file and logs ---
     config: str = LOGS.field("")
     """TOML file of settings. Its keys are flags with underscores."""
     log_level: Literal["debug", "info", "warning", "error"] = LOGS.field("info")

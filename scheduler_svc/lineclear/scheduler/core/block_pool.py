@@ -443,7 +443,6 @@ def _num_positions(donor: Donor) -> int:
 
 
 def _num_common(tokens: bytes, others: bytes) -> int:
-    """Return how many leading tokens are equal."""
     length = min(len(tokens), len(others))
     differing = int.from_bytes(tokens[:length], "big") ^ int.from_bytes(others[:length], "big")
     return (8 * length - differing.bit_length()) // (8 * TOKEN_BYTES)

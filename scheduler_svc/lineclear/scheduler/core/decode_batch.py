@@ -109,8 +109,6 @@ class DecodeBatch:
             sequence.num_computed = sequence.decode_offset + decode_step + 1
             sequence.last_step, sequence.last_token_at = step, at
 
-    # --- steps ------------------------------------------------------------------------------------------------------
-
     def needing_block(self) -> list[Sequence]:
         """Return the members whose row in the next decode step needs a further block."""
         step, size = self.decode_step + 1, self._block_size

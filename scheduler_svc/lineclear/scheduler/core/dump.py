@@ -126,8 +126,6 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 class _Writer:
-    """Copies one state."""
-
     def __init__(self) -> None:
         self._places: dict[int, int] = {}  # id of a shared object -> how many were met before it
 

@@ -243,7 +243,6 @@ class ResultApplier:
         return events
 
     def _finish_complete(self, candidates: list[Sequence], now: float) -> list[Event]:
-        """Finish the sequences whose last token completes the answer."""
         events: list[Event] = []
         for sequence in candidates:
             request, token = sequence.request, sequence.tokens[-1]

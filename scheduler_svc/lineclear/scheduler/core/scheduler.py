@@ -113,7 +113,6 @@ class Scheduler:
         return self._state.queue_order.key(request, since, self._state.pace.run_seconds(request) or 0.0)
 
     def _preview(self, request: Request, now: float) -> QueuePosition:
-        """Return the place that the request would get."""
         state = self._state
         key = state.queue_order.preview(request, now, state.pace.run_seconds(request) or 0.0)
         return queue_position(state, (key, self._num_arrivals + 1), now, arriving=1)
@@ -366,8 +365,6 @@ class Scheduler:
         worker = self._state.workers.get(epoch)
         rows = worker.inflight[0].outputs() if worker and worker.inflight else []
         return [row for row in rows if row.output is not RowOutput.SAMPLE]
-
-    # --- state ------------------------------------------------------------------------------------------------------
 
     def snapshot(self, now: float | None = None) -> CoreSnapshot:
         """Return a copy of counters and gauges. Without `now`, no wait is predicted."""

@@ -148,8 +148,6 @@ class EngineLoop:
         self.iteration_started_at = None
         self.link.wait(self._next_wakeup)
 
-    # --- commands ---------------------------------------------------------------------------------------------------
-
     def submit(self, requests: Sequence[Request], now: float) -> list[Event]:
         """Submit requests to the core; a refusal is an event, too."""
         events: list[Event] = []

@@ -212,8 +212,6 @@ class WorkerPool:
             if has_joined and self._standby is not None:
                 self._standby.keep()
 
-    # --- helpers --------------------------------------------------------------------------------------------------
-
     def _supervisor_of(self, pid: int) -> WorkerSupervisor | None:
         return next((supervisor for supervisor in self._supervisors if supervisor.pid == pid), None)
 

@@ -174,10 +174,7 @@ class StandbyKeeper:
     """
 
     def __init__(
-        self,
-        spawn: Callable[[StandbyLine], WorkerProcess],
-        guard: Callable[..., None],
-        ready_timeout_seconds: float,
+        self, spawn: Callable[[StandbyLine], WorkerProcess], guard: Callable[..., None], ready_timeout_seconds: float
     ) -> None:
         self._spawn = spawn
         self._guard = guard

@@ -87,8 +87,6 @@ class WorkerRegistry:
         )
         return tuple(session.figures(self._num_joins[session.index], now) for session in shown)
 
-    # --- events ---------------------------------------------------------------------------------------------------
-
     def on_message(self, message: Hello | EpochMessage, now: float) -> list[Output]:
         """Handle a message and return the outputs in order."""
         if isinstance(message, Hello):
@@ -220,13 +218,10 @@ class WorkerRegistry:
         return ""
 
     def _superseded_by(self, hello: Hello) -> list[WorkerSession]:
-        """Return the sessions that end because this worker joins."""
         superseded = self._of_process(hello, S.CUT_OFF, S.UNHEALTHY, S.CONDEMNED)
         is_full = len(self.serving) >= self._max_workers
         cut_off = [other for other in self._in(S.CUT_OFF) if is_full or _model(other) != hello.model_fingerprint]
         return [*superseded, *(other for other in cut_off if other not in superseded)]
-
-    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _follow(self, session: WorkerSession, before: SessionState, outputs: list[Output], now: float) -> list[Output]:
         """Add the outputs of other sessions that a change of state affects."""

@@ -286,8 +286,6 @@ class WorkerSession:
         self._last_message_at = now
         self.timer.restart(now)
 
-    # --- plans and results ----------------------------------------------------------------------------------------
-
     @property
     def is_joined(self) -> bool:
         """Plans can be sent to the worker."""
@@ -319,8 +317,6 @@ class WorkerSession:
             num_steps=self.num_steps,
             tokens_per_second=self.token_rate.per_second(now),
         )
-
-    # --- helpers --------------------------------------------------------------------------------------------------
 
     @property
     def _hello(self) -> Hello:

@@ -193,8 +193,6 @@ class WorkerSupervisor:
     def _reason(self) -> str:
         return "the server is stopping" if self.given_up is None else self.given_up.value
 
-    # --- start and exit -----------------------------------------------------------------------------------------------
-
     def spawn(self) -> None:
         """Start a worker: a ready standby, else a new process. Until a standby acknowledges, its end is no crash."""
         worker = None if self._standby is None else self._standby.take()
@@ -250,8 +248,7 @@ class WorkerSupervisor:
         elif code == ExitCode.CONFIGURATION and was_promoted and not self._has_joined:
             log.info("worker_exited", pid=pid, exit_code=code, seconds=seconds)
             self.give_up(
-                GiveUpReason.CONFIGURATION,
-                "the worker cannot run with this configuration; see its last log line",
+                GiveUpReason.CONFIGURATION, "the worker cannot run with this configuration; see its last log line"
             )
         else:
             log.error("worker_crashed", pid=pid, exit_code=code, seconds=seconds)
@@ -282,8 +279,6 @@ class WorkerSupervisor:
         self._timer.cancel()
         self.settled.set()
         self._on_give_up(kind, reason)
-
-    # --- reports of the engine, and the timer -------------------------------------------------------------------------
 
     def on_settled(self, *, has_joined: bool) -> None:
         """The current worker has joined, or waits until it may join, however long that takes."""

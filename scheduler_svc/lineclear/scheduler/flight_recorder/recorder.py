@@ -91,8 +91,6 @@ class RecordingScheduler(Scheduler):
             records += earlier + self._records
         return map(to_json_types, chain(entries, map(_with_separate_keys, records)))
 
-    # --- the calls --------------------------------------------------------------------------------------------------
-
     def submit(self, request: Request, now: float) -> list[Event]:
         number = self._numbers.get(request.request_id, self._num_admitted + 1)
         try:
@@ -169,8 +167,6 @@ class RecordingScheduler(Scheduler):
             facts.append(sorted(result.deferred_rows))
         self._record("apply", now, facts, self._summary(events))
         return events
-
-    # --- the records ------------------------------------------------------------------------------------------------
 
     def _recorded_hash(self, cache_salt: bytes, parent: bytes | None, tokens: bytes) -> bytes:
         key = self._hash(cache_salt, parent, tokens)

@@ -27,8 +27,6 @@ _CLOSE_SECONDS = 10.0
 
 
 class _WriteJob(NamedTuple):
-    """A recording to write."""
-
     path: Path
     entries: Iterable[Any]
     reason: str

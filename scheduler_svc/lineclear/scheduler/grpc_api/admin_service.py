@@ -45,31 +45,24 @@ class OperationsApi(Protocol):
     @property
     def steps(self) -> StepFeed:
         """The executed steps."""
-        ...
 
     def shut_down(self) -> None:
         """Start a graceful shutdown. No effect if it has started."""
-        ...
 
     async def dump_recording(self) -> Path:
         """Write the flight recording. Return its file."""
-        ...
 
     async def restart_workers(self) -> list[int]:
         """Restart one worker after the other. Return the new pids."""
-        ...
 
     def flush_prefix_cache(self) -> None:
         """Empty the prefix cache."""
-        ...
 
     async def switch_scheduling(self, settings: SchedulerSettings) -> None:
         """Have the core follow the scheduling settings. Returns when it does."""
-        ...
 
     def set_log_level(self, level: str) -> str:
         """Set the log level of both processes. Return the level before."""
-        ...
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):

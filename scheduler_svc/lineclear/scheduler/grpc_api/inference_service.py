@@ -39,8 +39,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._requests = manager.requests
         self._submitted = manager.submitted
 
-    # --- Generate and Session ----------------------------------------------------------------------------------------
-
     async def Generate(  # type: ignore[override]  # writes to the context instead of returning an iterator
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
@@ -80,8 +78,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             reader.cancel()
             age_timer.cancel()
             session.close()
-
-    # --- submitted requests ------------------------------------------------------------------------------------------
 
     async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitResponse:
         """Start a request whose answer is kept for Attach and GetResult."""
@@ -140,8 +136,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def _response_writer(self, context: Context) -> ResponseWriter:
         return ResponseWriter(context, self._services.settings.stall_timeout_seconds)
 
-    # --- scores and vectors ------------------------------------------------------------------------------------------
-
     async def Score(  # type: ignore[override]  # returns the encoded response
         self, request: pb.ScoreRequest, context: Context
     ) -> bytes:
@@ -153,8 +147,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Return the vectors of inputs. A hang-up cancels their requests."""
         call = await self._call(request, context)
         return await prompt_requests.embed(request, self._requests, call)
-
-    # --- text and tokens ---------------------------------------------------------------------------------------------
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation, as Generate computes them."""
@@ -185,8 +177,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             request.token_ids, keep_special=request.keep_special_tokens, vocab_size=vocab_size
         )
         return pb.DetokenizeResponse(text=text)
-
-    # --- GetModel and GetStats ---------------------------------------------------------------------------------------
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """Describe the served model. Fails before the first worker has joined."""

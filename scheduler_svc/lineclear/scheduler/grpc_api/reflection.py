@@ -96,10 +96,6 @@ def _add_health_list(file: descriptor_pb2.FileDescriptorProto) -> None:
     entry.field.add(name="value", number=2, label=Field.LABEL_OPTIONAL, type=Field.TYPE_MESSAGE, type_name=status)
     name = f".{file.package}.HealthListResponse"
     answer.field.add(
-        name="statuses",
-        number=1,
-        label=Field.LABEL_REPEATED,
-        type=Field.TYPE_MESSAGE,
-        type_name=f"{name}.{entry.name}",
+        name="statuses", number=1, label=Field.LABEL_REPEATED, type=Field.TYPE_MESSAGE, type_name=f"{name}.{entry.name}"
     )
     file.service[0].method.add(name="List", input_type=f".{file.package}.HealthListRequest", output_type=name)

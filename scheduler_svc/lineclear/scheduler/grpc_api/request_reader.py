@@ -180,8 +180,7 @@ def _is_shared(peer: str) -> bool:
 def _overdue(timeout_seconds: float) -> DeadlineExceeded:
     limit = f"{timeout_seconds:g}"
     return DeadlineExceeded(
-        f"the request was not complete after {limit} s",
-        metadata={"request_read_timeout_seconds": limit},
+        f"the request was not complete after {limit} s", metadata={"request_read_timeout_seconds": limit}
     )
 
 

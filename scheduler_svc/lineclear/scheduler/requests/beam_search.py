@@ -158,5 +158,4 @@ def _quotient(score: float, divisor: float) -> float:
 
 
 def _single(value: float) -> float:
-    """Round to single precision."""
     return array("f", [value])[0]

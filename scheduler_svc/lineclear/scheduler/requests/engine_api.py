@@ -17,40 +17,30 @@ class EngineApi(Protocol):
     @property
     def worker_status(self) -> WorkerStatus:
         """Which worker is joined."""
-        ...
 
     def submit(self, request: Request, *siblings: Request) -> None:
         """Queue a request and its siblings, all or none; the outcome is an event of each."""
-        ...
 
     def cancel(self, request_id: str, error: LineclearError | None = None) -> None:
         """End a request with `error`."""
-        ...
 
     def finish(self, request_id: str, num_tokens: int) -> None:
         """Complete a request after its first `num_tokens` output tokens."""
-        ...
 
     def prepare_grammar(self, grammar: str, done: Callable[[], None]) -> None:
         """Have the workers compile a grammar, then call `done()` from another thread."""
-        ...
 
     def load_adapter(self, key: bytes, path: str) -> Future[None]:
         """Load an adapter on every joined worker. The future raises AdapterRefused or AdapterLimitReached."""
-        ...
 
     def unload_adapter(self, key: bytes) -> Future[int]:
         """Take no further requests for an adapter. The future has the number of those that use it."""
-        ...
 
     def drain(self) -> None:
         """Reject new requests."""
-        ...
 
     def snapshot(self) -> EngineSnapshot:
         """Return counters and gauges of a moment ago."""
-        ...
 
     def fresh_snapshot(self) -> Future[EngineSnapshot]:
         """Return counters and gauges of this moment."""
-        ...

@@ -39,11 +39,9 @@ class OutputLengthEstimator(Protocol):
 
     def estimate(self, shape: AnswerShape) -> int:
         """Return the expected output tokens of a request; 0 if unknown: then `max_tokens` counts."""
-        ...
 
     def observe(self, shape: AnswerShape, output_tokens: int) -> None:
         """Learn from an answer that is complete."""
-        ...
 
 
 class DeclaredLength:

@@ -197,8 +197,6 @@ class LimitedProcesses:
 
 
 class _Process:
-    """One process and its connection."""
-
     def __init__(
         self, popen: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:

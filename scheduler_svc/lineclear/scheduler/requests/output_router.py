@@ -80,15 +80,7 @@ class OutputRouter:
         # A client may reuse a request_id at once, while events of its first request are still under way.
         engine_id = f"{request_id}~{next(self._numbers)}"
         stream = OutputStream(
-            engine_id,
-            text,
-            self._engine,
-            queue_place,
-            self._limits,
-            wants_times,
-            num_received,
-            index,
-            encode_scores,
+            engine_id, text, self._engine, queue_place, self._limits, wants_times, num_received, index, encode_scores
         )
         self._streams[engine_id] = stream
         self._idle.clear()

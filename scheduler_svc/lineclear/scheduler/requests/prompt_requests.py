@@ -189,9 +189,6 @@ async def tokens_of(
     return await encode(entry.text)
 
 
-# --- checks ----------------------------------------------------------------------------------------------------------
-
-
 def _check_score(request: pb.ScoreRequest, bounds: ModelBounds) -> None:
     violations = Violations()
     validation.check_prompt(_prompt_of(request), bounds, violations)

@@ -334,7 +334,6 @@ def outcome_of(error: BaseException) -> str:
 async def _with_texts(
     services: RequestServices, sampling: Sampling, message: pb.GenerateRequest, vocab_size: int
 ) -> Sampling:
-    """Tokenize the texts in the sampling parameters."""
     params, tokenizers = message.sampling, services.tokenizers
     if params.bad_words:
         words = await tokenizers.bad_words(tuple(params.bad_words))

@@ -35,8 +35,6 @@ class RequestManager:
         """Forget an adapter that a worker cannot load. Thread-safe."""
         self._loop.call_soon_threadsafe(self.services.adapters.failed, key, problem)
 
-    # --- shutdown ----------------------------------------------------------------------------------------------------
-
     def refuse(self, error: Callable[[], LineclearError]) -> None:
         """Reject new requests with `error()`: the server shuts down, or will get no worker."""
         self.services.model.reject(error)
@@ -68,8 +66,6 @@ class RequestManager:
     def close(self) -> None:
         """Stop threads and processes. No call may be in progress."""
         self.services.close()
-
-    # --- statistics --------------------------------------------------------------------------------------------------
 
     def describe_model(self) -> pb.GetModelResponse:
         """Describe the served model. Raises the reason for its absence before the first worker has joined."""

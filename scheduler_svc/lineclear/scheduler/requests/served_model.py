@@ -21,11 +21,7 @@ class ServedModel:
     """Bounds from the worker's Hello, and the reason for which new requests are rejected."""
 
     def __init__(
-        self,
-        settings: SchedulerSettings,
-        engine: EngineApi,
-        defaults: Mapping[str, float],
-        num_tokenizer_ids: int,
+        self, settings: SchedulerSettings, engine: EngineApi, defaults: Mapping[str, float], num_tokenizer_ids: int
     ) -> None:
         self._settings = settings
         self._engine = engine

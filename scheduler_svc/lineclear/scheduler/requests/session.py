@@ -11,11 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from lineclear.api_limits import (
-    MAX_PIECE_BYTES,
-    MAX_SESSION_COMMANDS,
-    REQUEST_BYTES_KEY,
-)
+from lineclear.api_limits import MAX_PIECE_BYTES, MAX_SESSION_COMMANDS, REQUEST_BYTES_KEY
 from lineclear.errors import InvalidRequest, LineclearError, QueueFull
 from lineclear.scheduler.requests.admission import Admission
 from lineclear.scheduler.requests.output_stream import CHARACTER_BYTES, TOKEN_BYTES, OutputChunk, OutputStream
@@ -72,8 +68,6 @@ class Session:
     def __len__(self) -> int:
         """Return the number of its live requests."""
         return len(self._live)
-
-    # --- commands ----------------------------------------------------------------------------------------------------
 
     async def run(self, messages: AsyncIterator[pb.SessionRequest]) -> None:
         """Process commands until the client closes its side. An error of the stream itself ends the session."""
@@ -178,8 +172,6 @@ class Session:
             self._has_space.clear()
         self._wakeup.set()
 
-    # --- output ------------------------------------------------------------------------------------------------------
-
     async def next_response(self) -> pb.SessionResponse | None:
         """Wait for output of any request and return it; None at the end of the session.
 
@@ -222,12 +214,7 @@ class Session:
         return columns.response(events)
 
     def _read_events(
-        self,
-        handle: int,
-        request: RequestContext,
-        output: OutputStream,
-        max_bytes: int,
-        events: list[pb.SessionEvent],
+        self, handle: int, request: RequestContext, output: OutputStream, max_bytes: int, events: list[pb.SessionEvent]
     ) -> int:
         """Append output that does not fit the columns, mostly a start or an end. Return its bytes."""
         num_bytes = 0

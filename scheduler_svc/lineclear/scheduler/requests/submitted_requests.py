@@ -117,8 +117,6 @@ class SubmittedRequests:
             elif answer.num_bytes > self._counted[answer][1]:  # texts longer than the estimate
                 self._count(answer, 0, self._counted[answer][0], answer.num_bytes)
 
-    # --- limits ------------------------------------------------------------------------------------------------------
-
     def _count(self, answer: SubmittedAnswer, more_answers: int, tokens: int, num_bytes: int) -> None:
         """Replace the counted tokens and bytes of an answer."""
         key = answer.caller, answer.tenant

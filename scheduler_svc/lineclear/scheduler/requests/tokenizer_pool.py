@@ -25,12 +25,7 @@ from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.detokenizer import AnswerText, IncrementalDecoder
 from lineclear.scheduler.text.limited_child import Refused
 from lineclear.scheduler.text.sampling_texts import BreakerIndex, Breakers, bad_word_ids
-from lineclear.scheduler.text.template_renderer import (
-    ChatMessage,
-    ChatTemplate,
-    Conversation,
-    not_taken,
-)
+from lineclear.scheduler.text.template_renderer import ChatMessage, ChatTemplate, Conversation, not_taken
 from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.v1 import inference_pb2 as pb
 

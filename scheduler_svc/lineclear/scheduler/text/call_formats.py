@@ -39,15 +39,12 @@ class CallSink(Protocol):
 
     def name(self, name: str) -> None:
         """Take the name. Raises NotACall if no tool has it."""
-        ...
 
     def arguments(self, text: str) -> None:
         """Take the first characters of the arguments. The rest passes through the yielded scanner."""
-        ...
 
     def complete(self) -> None:
         """End a call. Raises NotACall if it has no name."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

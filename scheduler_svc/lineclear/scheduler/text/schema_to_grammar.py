@@ -71,7 +71,6 @@ def _exact_calls(calls: call_grammar.ForcedCalls) -> call_grammar.ForcedCalls:
 
 
 def _depth(value: Any) -> int:
-    """Return the number of nested objects and arrays."""
     depth, level = 0, [value]
     while level:
         level = [

@@ -79,8 +79,6 @@ class StopRegex:
             self._known[position, char] = found
         return found
 
-    # --- the pattern -------------------------------------------------------------------------------------------------
-
     def _alternatives(self, depth: int) -> _Part:
         if depth > _MAX_DEPTH:
             raise BadPattern(f"has more than {_MAX_DEPTH} nested groups")

@@ -250,9 +250,6 @@ class _Generation(jinja2.ext.Extension):
         return body
 
 
-# --- as a process ----------------------------------------------------------------------------------------------------
-
-
 def _prepare(private: Mapping[str, str], max_bytes: int, **template: Any) -> Callable[[dict[str, Any], list[str]], str]:
     chat_template = ChatTemplate(seal=Seal(private), **template)
 

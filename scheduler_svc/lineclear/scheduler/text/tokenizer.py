@@ -89,8 +89,6 @@ class Tokenizer:
         """Whether the text of an answer is the bytes of its tokens, as structured output needs."""
         return self._byte_piece in (_byte_level_piece, _byte_fallback_piece)
 
-    # --- text to ids -------------------------------------------------------------------------------------------------
-
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt, with the tokens of the post-processor (mostly a beginning-of-sequence token)."""
         return self._encode(text, add_special_tokens=True)
@@ -103,8 +101,6 @@ class Tokenizer:
         # `encode` would hold the interpreter lock for its whole duration.
         ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
-
-    # --- ids to text -------------------------------------------------------------------------------------------------
 
     def is_special(self, token_id: int) -> bool:
         """Whether a text omits the token unless special tokens are kept."""
@@ -181,9 +177,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return found
 
 
-# --- special tokens --------------------------------------------------------------------------------------------------
-
-
 def _rename_special(definition: dict[str, Any], private_name: Callable[[int], str]) -> dict[str, str]:
     """Rename every special token in a tokenizer.json, in place. Return the private names by the original ones."""
     private: dict[str, str] = {}
@@ -203,9 +196,6 @@ def _rename_special(definition: dict[str, Any], private_name: Callable[[int], st
     if isinstance(model.get("unk_token"), str):
         model["unk_token"] = private.get(model["unk_token"], model["unk_token"])
     return private
-
-
-# --- decoders --------------------------------------------------------------------------------------------------------
 
 
 def _decoder_kind(decoder: Any) -> tuple[Callable[[str], bytes | None], str]:

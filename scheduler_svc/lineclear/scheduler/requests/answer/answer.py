@@ -211,5 +211,4 @@ def _answer_text(services: RequestServices, validated: ValidatedRequest) -> Answ
 
 
 def _score(chunk: OutputChunk) -> float:
-    """Return the mean log-probability of the tokens."""
     return sum(entry.logprob for entry in chunk.logprobs) / max(1, len(chunk.logprobs))

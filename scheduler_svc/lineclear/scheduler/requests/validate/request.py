@@ -266,9 +266,6 @@ def check_token_ids(ids: Sequence[int], start: int, vocab_size: int) -> None:
     violations.raise_if_any()
 
 
-# --- parts of a request ----------------------------------------------------------------------------------------------
-
-
 def seconds(duration: Duration, path: str) -> float:
     """Convert a Duration to seconds, which may be negative. Raises InvalidRequest for an invalid Duration."""
     whole, nanos = duration.seconds, duration.nanos
@@ -393,9 +390,6 @@ def _scoring(num_top: int, prompt_len: int) -> Scoring | None:
         description = f"asks for {entries} log-probabilities, the limit is {MAX_PROMPT_LOGPROBS}; ask for fewer"
         raise InvalidRequest.at("output.prompt_logprobs", description)
     return Scoring(0, num_top) if prompt_len > 1 else None
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 def _unusable(message: pb.GenerateRequest, prompt: Sequence[int]) -> InvalidRequest:

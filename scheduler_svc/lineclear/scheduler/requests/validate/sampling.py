@@ -42,11 +42,7 @@ def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_sampling(
-    given: Mapping[str, Any],
-    vocab: int,
-    context_length: int,
-    defaults: Mapping[str, float],
-    violations: Violations,
+    given: Mapping[str, Any], vocab: int, context_length: int, defaults: Mapping[str, float], violations: Violations
 ) -> tuple[dict[str, Any], int | None]:
     """Return fields of Sampling, without stop tokens, texts and log probabilities, and max_tokens if it is set."""
     values: dict[str, Any] = {**DEFAULTS, **defaults}

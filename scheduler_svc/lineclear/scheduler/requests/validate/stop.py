@@ -37,7 +37,6 @@ def text_options(stop: sampling_pb2.StopConditions, violations: Violations) -> d
 
 
 def _stops(stop: sampling_pb2.StopConditions, violations: Violations) -> StopStrings | StopRegex | None:
-    """Return the text conditions; None without any."""
     strings = checked_texts("stop.strings", stop.strings, MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES, violations)
     if not stop.HasField("regex"):
         return StopStrings(strings) if strings else None
@@ -54,7 +53,6 @@ def _stops(stop: sampling_pb2.StopConditions, violations: Violations) -> StopStr
 
 
 def _repetition(stop: sampling_pb2.StopConditions, violations: Violations) -> RepetitionLimits | None:
-    """Return the limits of repetition_detection; None without it."""
     if not stop.HasField("repetition_detection"):
         return None
     given, path = stop.repetition_detection, "stop.repetition_detection"
