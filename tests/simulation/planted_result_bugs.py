@@ -112,9 +112,9 @@ RESULT_BUGS: Bugs = {
     },
     LiveRequests: {
         "requests are not counted": drop("self._state.adapters.acquire(sequence.request.adapter)"),
-        "an expired request runs a step longer": boundary("self._deadlines[0][0] <= now"),
+        "an expired request runs a step longer": boundary("self.deadlines[0][0] <= now"),
         "the deadline of a finished request wakes": never(
-            "self._deadlines and self._deadlines[0][2].state is State.FINISHED"
+            "self.deadlines and self.deadlines[0][2].state is State.FINISHED"
         ),
         "an index is never free again": drop("state.adapters.release(sequence.request.adapter)"),
         "finished requests stay suspects": drop("state.poison.remove(sequence)"),

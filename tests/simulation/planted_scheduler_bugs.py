@@ -95,7 +95,7 @@ SCHEDULER_BUGS: Bugs = {
         "steps of a lost worker stay in flight": replace("deque()", "getattr(self, 'inflight', deque())"),
         "a switch keeps the number of slots": drop("self.batch.num_slots = _"),
         "a switch fills slots beyond the worker's": replace(
-            "min(limits.max_batch_size, self._hello.num_slots)", "limits.max_batch_size"
+            "min(limits.max_batch_size, self.batch.max_slots)", "limits.max_batch_size"
         ),
         "a lost sample counts as known": drop("sequence.num_known = len(sequence.tokens)"),
         "a preempted request keeps its lost samples": replace(

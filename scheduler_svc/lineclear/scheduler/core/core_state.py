@@ -65,6 +65,10 @@ class WorkerState:
     a worker joins again with the same memory.
     """
 
+    hello: Hello
+    """Of the joined worker, or of the last one."""
+    epoch: int
+
     def __init__(self, limits: CoreLimits, block_hash: BlockHash, choose_donor: ChooseDonor | None = None) -> None:
         self._limits = limits
         self.batch = RunningBatch(block_hash, limits.prefix_cache, choose_donor)
@@ -72,7 +76,6 @@ class WorkerState:
         self.budget = TokenBudget()
         self.planned_at = float("-inf")
         """Time of the last call of `plan`."""
-        self._hello: Hello | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -91,7 +94,8 @@ class WorkerState:
 
     def join(self, hello: Hello) -> None:
         """Start empty, with the capacity of a worker."""
-        self._hello = hello
+        self.hello, self.epoch = hello, hello.epoch
+        self._max_step_tokens = hello.step_tokens(self._limits.target_batch_tokens)
         self.max_len = min(hello.max_model_len, hello.num_blocks * hello.block_size + 1)  # the last is never computed
         num_slots = min(self._limits.max_batch_size, hello.num_slots)
         states = None
@@ -107,8 +111,8 @@ class WorkerState:
             self.strategy = STRATEGIES[limits.batching_strategy](limits.policy)
         self._limits = limits
         self.planned_at = float("-inf")  # a time before now may have an effect again
-        if self._hello is not None:
-            self.batch.num_slots = min(limits.max_batch_size, self._hello.num_slots)
+        self._max_step_tokens = self.hello.step_tokens(limits.target_batch_tokens)
+        self.batch.num_slots = min(limits.max_batch_size, self.batch.max_slots)
 
     def leave(self) -> list[Sequence]:
         """Drop blocks and plans of a lost worker. Returns the sequences that ran on it, oldest first: they wait now.
@@ -120,20 +124,8 @@ class WorkerState:
             sequence.num_known = len(sequence.tokens)  # samples in flight are void, and were never computed
             sequence.num_void = 0
             sequence.max_computed_before = min(sequence.max_computed_before, sequence.num_known)
-        self._hello = None
         self._clear()
         return removed
-
-    @property
-    def hello(self) -> Hello:
-        """The Hello of the joined worker."""
-        assert self._hello is not None, "no worker is joined here"
-        return self._hello
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the joined worker."""
-        return self.hello.epoch
 
     @property
     def is_full(self) -> bool:
@@ -143,7 +135,7 @@ class WorkerState:
     @property
     def step_tokens(self) -> int:
         """The most tokens that the next step may compute."""
-        return self.budget.tokens(self.hello.step_tokens(self._limits.target_batch_tokens))
+        return self.budget.tokens(self._max_step_tokens)
 
     def queued_tokens(self) -> int:
         """Return the tokens that are in flight or still to be computed of its running requests' known tokens."""
@@ -316,7 +308,8 @@ class LiveRequests:
     def __init__(self, state: SharedState) -> None:
         self._state = state
         self._by_id: dict[str, Sequence] = {}
-        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
+        self.deadlines: list[tuple[float, int, Sequence]] = []
+        """A heap, with those of some requests that have ended."""
         self._num_search_steps = 0
 
     def __len__(self) -> int:
@@ -327,11 +320,6 @@ class LiveRequests:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
-
-    @property
-    def num_deadlines(self) -> int:
-        """Deadlines that are kept, those of some requests that have ended included."""
-        return len(self._deadlines)
 
     def search_steps(self) -> list[Sequence]:
         """Return the requests that are steps of beam searches."""
@@ -348,20 +336,20 @@ class LiveRequests:
         if sequence.request.adapter:
             self._state.adapters.acquire(sequence.request.adapter)
         if sequence.request.deadline is not None:
-            heapq.heappush(self._deadlines, (sequence.request.deadline, sequence.number, sequence))
+            heapq.heappush(self.deadlines, (sequence.request.deadline, sequence.number, sequence))
 
     def pop_expired(self, now: float) -> Iterator[Sequence]:
         """Yield the requests whose deadline has passed. The caller ends each."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, sequence = heapq.heappop(self._deadlines)
+        while self.deadlines and self.deadlines[0][0] <= now:
+            _, _, sequence = heapq.heappop(self.deadlines)
             if sequence.state is not State.FINISHED:
                 yield sequence
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline."""
-        while self._deadlines and self._deadlines[0][2].state is State.FINISHED:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        while self.deadlines and self.deadlines[0][2].state is State.FINISHED:
+            heapq.heappop(self.deadlines)
+        return self.deadlines[0][0] if self.deadlines else None
 
     # --- the end of a request ---------------------------------------------------------------------------------------
 
@@ -397,6 +385,6 @@ class LiveRequests:
         self._num_search_steps -= sequence.request.is_search_step
         if sequence.request.adapter:
             state.adapters.release(sequence.request.adapter)
-        if len(self._deadlines) > 2 * len(self._by_id) + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].state is not State.FINISHED]
-            heapq.heapify(self._deadlines)
+        if len(self.deadlines) > 2 * len(self._by_id) + 64:
+            self.deadlines = [entry for entry in self.deadlines if entry[2].state is not State.FINISHED]
+            heapq.heapify(self.deadlines)

@@ -241,7 +241,7 @@ def _rebuild(core: Scheduler, sequences: Collection[Sequence]) -> None:
     requests._by_id = {s.request.request_id: s for s in live}
     requests._num_search_steps = sum(s.request.is_search_step for s in live)
     deadlines = [(s.request.deadline, s.number, s) for s in live if s.request.deadline is not None]
-    requests._deadlines = sorted(deadlines)  # a sorted list is a heap
+    requests.deadlines = sorted(deadlines)  # a sorted list is a heap
     for queue in (state.fresh, state.resuming):
         queue.sort()
     for worker in (*state.workers.values(), *core._vacant):

@@ -53,6 +53,8 @@ class InflightStep:
     kv_tokens: int = 0
     num_scored: int = 0
     """Positions with a score."""
+    has_drafts: bool = False
+    """A row may verify drafts."""
     planned_at: float = 0.0
     is_ahead: bool = False
     """It was planned while another step was in flight."""
@@ -61,11 +63,6 @@ class InflightStep:
     def num_rows(self) -> int:
         """Number of decodes and chunks."""
         return len(self.decode_rows.sequences) + len(self.chunk_rows)
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether a row may verify drafts."""
-        return any(row.num_drafts for row in self.chunk_rows)
 
     def sequences(self) -> Iterator[Sequence]:
         """Return the sequence of every row."""

@@ -47,7 +47,7 @@ def check(core: Scheduler, *, with_waiting_prompts: bool = True) -> None:
     inflight = chain.from_iterable(worker.inflight for worker in state.workers.values())
     samples = Counter(id(s) for step in inflight for s in step.sampled())
     assert all(s.in_flight == samples[id(s)] for s in live), "samples in flight and plans disagree"
-    assert requests.num_deadlines <= 2 * len(requests) + 65
+    assert len(requests.deadlines) <= 2 * len(requests) + 65
     c = state.counters
     ended = c.requests_finished + c.requests_cancelled + c.requests_expired + c.requests_failed
     assert c.requests_admitted == len(requests) + ended, "a request ended twice or was lost"

@@ -127,8 +127,6 @@ class Isolation:
         None ends the reservation.
         """
         state = self._state
-        if not state.poison.suspects and state.isolation_epoch is None:
-            return None  # in nearly every step
         for suspect in state.poison.isolated_by_age():
             if (worker := self._worker_for(suspect)) is not None:
                 state.is_isolating = state.is_isolating and worker.epoch == state.isolation_epoch

@@ -120,7 +120,9 @@ class StepPlanner:
         batch, tokens_left = self._batch, self._budget - self.step.num_tokens
         if batch.decode_batch.resting and (sequence := self._drafting.next_trial()) is not None:
             batch.leave_decode(sequence)
-        ready = [s for s in batch.not_decoding_by_age() if s.is_decoding and s.planned_step != self.step.step]
+        ready: list[Sequence] = []
+        if batch.not_decoding:
+            ready = [s for s in batch.not_decoding_by_age() if s.is_decoding and s.planned_step != self.step.step]
         if tokens_left <= 0 or not (ready or batch.decode_batch):
             return
         singles, drafting = self._without_batch(ready) if ready else ([], None)
@@ -238,7 +240,7 @@ class StepPlanner:
 
     def _plan_prefills(self) -> None:
         """Plan the next chunk of prompts that are partly computed. They have their blocks since admission."""
-        for sequence in self._batch.not_decoding_by_age():
+        for sequence in self._batch.not_decoding_by_age() if self._batch.not_decoding else ():
             if sequence.is_prefilling and sequence.planned_step != self.step.step:
                 count = min(sequence.num_unplanned, self._prompt_tokens_left(sequence))
                 if count <= 0:
@@ -279,7 +281,6 @@ class StepPlanner:
         return min(tokens_left, max(free_tokens, int(fitting)))
 
     def _has_prompts(self) -> bool:
-        """Return whether a prompt waits or is partly computed."""
         state = self._state
         return bool(state.fresh or state.resuming or any(s.is_prefilling for s in self._batch.not_decoding))
 
@@ -444,6 +445,6 @@ class StepPlanner:
             self._decode_tokens += count
             self._decode_kv_tokens += kv_tokens
         if num_drafts:
-            sequence.num_drafts = num_drafts
+            sequence.num_drafts, step.has_drafts = num_drafts, True
             step.num_tokens += num_drafts
             step.kv_tokens += kv_of_drafts(end, num_drafts)

@@ -134,6 +134,10 @@ class Scheduler:
 
     def expire(self, now: float) -> list[Event]:
         """Fail every request whose deadline has passed."""
+        deadlines = self._live.deadlines
+        return self._expire(now) if deadlines and deadlines[0][0] <= now else []
+
+    def _expire(self, now: float) -> list[Event]:
         events: list[Event] = []
         for sequence in self._live.pop_expired(now):
             self._state.counters.requests_expired += 1
@@ -148,13 +152,12 @@ class Scheduler:
         """
         deadline = self._live.next_deadline()
         times = [] if deadline is None else [deadline]
-        oldest = self._state.fresh.oldest()
         for epoch, worker in self._state.workers.items():
             # With a full pipeline no request can join before the next result arrives.
             if worker.is_full or (epochs is not None and epoch not in epochs):
                 continue
             wakeups = [worker.next_turn()]
-            if oldest is not None:
+            if (oldest := self._state.fresh.oldest()) is not None:
                 # At its arrival the oldest has not waited yet, so the strategy returns the end of its wait.
                 wakeups.append(worker.strategy.next_wakeup(self._state.batching_state(worker, oldest.arrival)))
             # A time at or before the last call of plan() has had its effect.
@@ -234,7 +237,8 @@ class Scheduler:
         assert hello.epoch not in state.workers, "this epoch is joined already"
         models = {worker.hello.model_fingerprint for worker in state.workers.values()}
         assert not models - {hello.model_fingerprint}, "joined workers run different models"
-        worker = self._vacant.pop(0) if self._vacant else self._new_worker()
+        worker = self._vacant.pop(0) if self._vacant else None
+        worker = worker or WorkerState(self.limits, self._block_hash, self._choose_donor)
         worker.join(hello)
         state.workers[hello.epoch] = worker
         events: list[Event] = [WorkerJoined(hello.epoch)]
@@ -252,9 +256,6 @@ class Scheduler:
     def _largest_worker(self) -> Hello:
         """Return the Hello of the joined worker that can run the longest requests."""
         return max(self._state.workers.values(), key=lambda worker: worker.max_len).hello
-
-    def _new_worker(self) -> WorkerState:
-        return WorkerState(self.limits, self._block_hash, self._choose_donor)
 
     def worker_lost(self, epoch: int, now: float, loss: WorkerLoss = WorkerLoss.CLEAN) -> list[Event]:
         """Handle a worker that was lost as `loss` says. Every request is kept, except the poison of this loss.
@@ -325,7 +326,9 @@ class Scheduler:
     def _make_plan(self, worker: WorkerState, now: float) -> StepPlan | None:
         state, epoch = self._state, worker.epoch
         worker.planned_at = now
-        suspect = self._isolation.choose()
+        suspect = None
+        if state.poison.suspects or state.isolation_epoch is not None:
+            suspect = self._isolation.choose()
         planner = StepPlanner(state, worker, now)
         if suspect is None or epoch != state.isolation_epoch or not self._isolation.is_due(worker):
             planner.run()

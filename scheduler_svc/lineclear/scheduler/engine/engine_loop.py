@@ -215,8 +215,9 @@ class EngineLoop:
         except WorkerGone:
             self.subscribers.carry_out(self.workers.handle(worker, SessionEvent.DISCONNECTED, now), events, now)
             return False
-        base, per_token, _ = self._state.workers[worker.epoch].step_time.coefficients
-        worker.timer.plan_sent(plan.step, base + per_token * plan.num_tokens, now)
+        state = self._state.workers[worker.epoch]
+        base, per_token, _ = state.step_time.coefficients
+        worker.timer.plan_sent(plan.step, base + per_token * state.last_step_tokens, now)
         planning = self.core.drain_events()
         events += planning
         self.steps.planned(plan, self._state, planning, now)

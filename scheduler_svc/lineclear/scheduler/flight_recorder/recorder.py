@@ -46,6 +46,7 @@ _MAX_LIVE_AT_DUMP = 4096  # a dump of the core stops the engine for about 10 us 
 def _recorded(name: str) -> Any:
     """Return a method of the core whose record has its arguments and its answer. One that returns no event has none."""
     call: Callable[..., Any] = getattr(Scheduler, name)
+    name = name.removeprefix("_")
 
     def method(core: RecordingScheduler, *arguments: Any) -> Any:
         *given, now = arguments
@@ -73,7 +74,6 @@ class RecordingScheduler(Scheduler):
         self._donors: list[Donor | None] = []  # of the current call: one for each search
         self._num_admitted = 0
         self._numbers: dict[str, int] = {}  # of live requests, by arrival
-        self._undrained: list[Event] = []
         self._earlier: tuple[Any, list[list[Any]]] | None = None
         self._core_state: Any | None = dump_core(self)
         self._records: list[list[Any]] = []
@@ -115,7 +115,7 @@ class RecordingScheduler(Scheduler):
             self._record("finish", now, [self._numbers[request_id], num_tokens], self._summary(events))
         return events
 
-    expire = _recorded("expire")
+    _expire = _recorded("_expire")
     drain = _recorded("drain")
     switch = _recorded("switch")
     clear_prefix_cache = _recorded("clear_prefix_cache")
@@ -135,16 +135,12 @@ class RecordingScheduler(Scheduler):
         return events
 
     def _make_plan(self, worker: WorkerState, now: float) -> StepPlan | None:
+        num_earlier = len(self._events)
         plan = super()._make_plan(worker, now)
-        events = super().drain_events()
-        self._undrained += events
+        events = self._events[num_earlier:]
         donors, self._donors = self._donors, []
         self._record("plan", now, [worker.epoch, donors], [plan_summary(plan), self._summary(events)])
         return plan
-
-    def drain_events(self) -> list[Event]:
-        events, self._undrained = self._undrained, []
-        return events
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
         owners = self.expected_samples(result.epoch) if result.counts else []
