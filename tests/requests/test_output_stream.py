@@ -156,7 +156,7 @@ async def test_complete_answer_stays_complete() -> None:
     router.dispatch([Failed(stream.engine_id, DeadlineExceeded("late"), RECORD)], 0.0)
     chunk = await read(stream)
     assert list(chunk.token_ids) == ids[:used]
-    assert chunk.text == "Hel"
+    assert "".join(chunk.texts) == "Hel"
     assert chunk.end is not None
     assert chunk.end.reason is FinishReason.STOP_STRING
     assert chunk.end.completion_tokens == used

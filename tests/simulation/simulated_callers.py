@@ -184,7 +184,7 @@ class Callers:
             branches.streams.append(self._open(f"b{self._num_streams}"))
             return branches.streams[-1]
 
-        def close_stream(stream: SimulatedStream, error: LineclearError) -> None:
+        def close_stream(stream: SimulatedStream, error: LineclearError | None) -> None:
             self._streams.pop(stream.engine_id, None)
 
         services = SimpleNamespace(

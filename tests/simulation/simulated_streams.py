@@ -82,14 +82,12 @@ class SimulatedOutput:
         self.text = None
         self.seed_index, self.score = 0, 0.0
         self.error: LineclearError | None = None
+        self.started: Started | None = None
         self.tokens: tuple[int, ...] | None = None
         self.model = ""
 
     def on_admitted(self, queued: object) -> None:
         """Note that the request is admitted."""
-
-    def start_held(self, started: Started) -> None:
-        """Note that the request runs."""
 
     def cancel(self, error: LineclearError) -> None:
         """End the output with an error."""

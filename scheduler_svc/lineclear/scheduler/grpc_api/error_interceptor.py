@@ -83,10 +83,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _guard(self, method: str, handler: Handler) -> Handler:
         """Return a handler whose requests are read here, within limits, instead of by gRPC."""
+        serialize = handler.response_serializer
         return grpc.stream_stream_rpc_method_handler(
             self._map_errors(method, self._reader(handler, is_long=method.rpartition("/")[2] in LONG)),
             request_deserializer=_deserializer(handler.request_deserializer),
-            response_serializer=_serializer(handler.response_serializer),
+            response_serializer=serialize if handler.response_streaming else _serializer(serialize),
         )
 
     def _reader(self, handler: Any, is_long: bool) -> Behavior:

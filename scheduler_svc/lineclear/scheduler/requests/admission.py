@@ -42,6 +42,7 @@ class Admission:
 
     def __init__(self, services: RequestServices) -> None:
         self.services = services
+        self._max_request_bytes = services.settings.max_request_bytes
         self._live: dict[tuple[Identity, str], RequestContext] = {}
         weights = services.settings.weights
         self.fairness = FairnessWindow(services.quota.tenants, self._live.values, weights, services.clock)
@@ -58,8 +59,8 @@ class Admission:
     def admit(self, message: pb.GenerateRequest, call: Call) -> RequestContext:
         """Admit a request. Raises why it is rejected."""
         services, bounds, num_bytes = self.services, call.bounds, message.ByteSize()
-        if num_bytes > services.settings.max_request_bytes:
-            raise _too_large(num_bytes, services.settings.max_request_bytes)
+        if num_bytes > self._max_request_bytes:
+            raise _too_large(num_bytes, self._max_request_bytes)
         validated = validation.check(message, bounds) if num_bytes <= SMALL_BYTES else None
         place, adapter = services.quota.reserve(call.tenant), None
         try:

@@ -86,8 +86,8 @@ class OutputRouter:
         self._idle.clear()
         return stream
 
-    def close(self, stream: OutputStream, error: LineclearError) -> None:
-        """Close a stream after its last read. A request still in the engine is cancelled with `error`."""
+    def close(self, stream: OutputStream, error: LineclearError | None) -> None:
+        """Close a stream after its last read. A request that the engine still has is cancelled with `error`."""
         del self._streams[stream.engine_id]
         stream.close(error)
         if not self._streams:

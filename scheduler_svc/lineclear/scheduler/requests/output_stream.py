@@ -73,11 +73,6 @@ class OutputChunk:
     prompt_logprobs: Sequence[bytes] = ()
     """By the stream's `encode_scores`."""
 
-    @property
-    def text(self) -> str:
-        """The text of all tokens."""
-        return "".join(self.texts)
-
     def extend(self, chunk: OutputChunk) -> None:
         """Append the output that follows."""
         self.token_ids += chunk.token_ids
@@ -112,7 +107,7 @@ def end_of(match: StopMatch) -> FinishReason:
     """Return the reason of an end that the engine does not know."""
     if match.is_call:
         return FinishReason.STOP_TOKEN
-    return FinishReason.REPETITION if match.is_repetition else FinishReason.STOP_STRING
+    return FinishReason.REPETITION if match.string is None else FinishReason.STOP_STRING
 
 
 class OutputLimits(NamedTuple):
@@ -247,10 +242,6 @@ class OutputStream:
             self._engine.cancel(self.engine_id, error)
         self._fail(error)
 
-    def start_held(self, started: Started) -> None:
-        """Record the start of an output that `deliver` delivers later."""
-        self.started = self.started or started
-
     def deliver(self, chunk: OutputChunk) -> None:
         """Take a complete output at once, of any length, with its start and its end."""
         end, chunk.end = chunk.end, None  # it belongs to the last part that is read
@@ -267,10 +258,11 @@ class OutputStream:
             self._is_cancelled = self._is_stopped = True
             self._engine.cancel(self.engine_id)
 
-    def close(self, error: LineclearError) -> None:
-        """End the reading, and cancel the request if the engine still has it."""
+    def close(self, error: LineclearError | None) -> None:
+        """End the reading, and cancel the request if the engine still has it; None: its output has ended."""
         self._subscriber = None
-        self.cancel(error)
+        if error is not None:
+            self.cancel(error)
 
     def _fail(self, error: LineclearError) -> None:
         self._leave_queue(started=False)  # not when the client reads of it: unread failures would fill the queue

@@ -105,14 +105,13 @@ class RequestContext:
         return output_seed(seed, output.seed_index) if output.seed_index else seed
 
     async def wait(self) -> None:
-        """Wait for output."""
+        """Wait for output since the last call, whose output was read to its end."""
         if self._wakeup is None:
             self._wakeup = asyncio.Event()
             for output in self.outputs:
                 output.subscribe(self._wakeup.set)
-        while not any(output.has_output for output in self.outputs):
-            self._wakeup.clear()
-            await self._wakeup.wait()
+        await self._wakeup.wait()
+        self._wakeup.clear()
 
     def end_output(self, reason: FinishReason | None, error: LineclearError | None = None) -> bool:
         """Record that the end of an output was read. Return whether it was the last one.
@@ -254,13 +253,14 @@ class RequestContext:
             return
         self.is_closed = True
         services = self.services
-        cancelled = self._cancelled(is_hang_up=True)
+        is_complete = error is None and self._is_read and self.error is None
+        cancelled = None if is_complete else self._cancelled(is_hang_up=True)
         if error is None and self._is_read:
             error = self.error
         elif not isinstance(error, Exception):  # a hang-up cancels the task of the call
             error = cancelled
         if error is not None:
-            outcome = outcome_of(error)
+            outcome = error.reason if isinstance(error, LineclearError) else InternalError.reason
         else:
             assert self._reason is not None, "all ends are read, and there is no reason"
             outcome = self._reason.name
@@ -321,11 +321,6 @@ class RequestContext:
             timings=timings,
             stats=first.stats,
         )
-
-
-def outcome_of(error: BaseException) -> str:
-    """Return the `outcome` in the log and the metrics of a request that ended with `error`."""
-    return error.reason if isinstance(error, LineclearError) else InternalError.reason
 
 
 # --- the preparation of a request that has more than token ids -------------------------------------------------------

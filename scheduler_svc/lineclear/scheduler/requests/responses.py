@@ -77,7 +77,7 @@ def response(
     if output.index:
         message.index = output.index
     if validated.wants_text:
-        message.text = chunk.text
+        message.text = "".join(chunk.texts)
         if output.is_parsed:
             add_parsed(message, chunk.texts, request.call_key(output))
     if chunk.logprobs:

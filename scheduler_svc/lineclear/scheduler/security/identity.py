@@ -7,11 +7,10 @@ import re
 import ssl
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc.aio
 
@@ -22,8 +21,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """A call, as gRPC passes it to a handler."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """The proven tenant of a call. Clients of one tenant are not distinguished."""
 
     tenant: str = ""

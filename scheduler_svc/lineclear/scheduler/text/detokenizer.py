@@ -77,11 +77,6 @@ class StopMatch:
     num_tokens: int
     is_call: bool = False
 
-    @property
-    def is_repetition(self) -> bool:
-        """Whether a repetition ended the answer."""
-        return self.string is None and not self.is_call
-
 
 class AnswerText:
     """Release the text of one answer token by token. Once `match` is set, `push` must not be called again.

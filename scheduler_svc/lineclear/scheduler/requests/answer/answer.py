@@ -93,8 +93,8 @@ class Answer:
             for output in self.outputs:
                 output.cancel(error)
 
-    def close(self, error: LineclearError) -> None:
-        """Close all streams. What the engine still has is cancelled with `error`."""
+    def close(self, error: LineclearError | None) -> None:
+        """Close all streams. What the engine still has is cancelled with `error`; None: it has nothing."""
         self.is_over = True
         for stream in self.streams:
             self._services.streams.close(stream, error)
@@ -132,7 +132,7 @@ class HeldAnswer(Answer, ABC):
                 self.outputs[0].on_admitted(chunk.queued)
             if chunk.started is not None and self._started is None:
                 self._started = chunk.started
-                self.outputs[0].start_held(chunk.started)
+                self.outputs[0].started = chunk.started  # the output itself is delivered later
             stream.is_read = chunk.end is not None
         if not self.is_over and all(stream.is_read for stream in self.streams):
             self._complete()

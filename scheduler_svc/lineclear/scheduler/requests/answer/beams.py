@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from lineclear.errors import Cancelled, InternalError, LineclearError
+from lineclear.errors import InternalError, LineclearError
 from lineclear.scheduler.core.events import FinishReason, RequestStats
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.requests.answer.answer import HeldAnswer, open_streams
@@ -57,7 +57,7 @@ class Beams(HeldAnswer):
         self._template = Request(**fields | own | {"sampling": sampling})
         self._submit_step()
 
-    def close(self, error: LineclearError) -> None:
+    def close(self, error: LineclearError | None) -> None:
         super().close(error)
         self._services.stats.search_tokens += sum(output.num_received for output in self.outputs)
 
@@ -88,7 +88,7 @@ class Beams(HeldAnswer):
             return
         streams = self._services.streams
         for stream in self.streams:
-            streams.close(stream, Cancelled("the step is complete"))
+            streams.close(stream, None)
         self.streams = ()
         self._search.advance(steps)
         if self._search.is_done:
