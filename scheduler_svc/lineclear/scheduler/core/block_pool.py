@@ -22,6 +22,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from lineclear.scheduler.core.state_pool import StatePool
@@ -414,7 +415,7 @@ class ChildBlocks:
         if children is None:
             return None
         near = [(self._tokens[children], children)] if isinstance(children, int) else _neighbours(children, wanted)
-        return max((Donor(block, _num_common(child, wanted)) for child, block in near), key=_num_positions)
+        return max((Donor(block, _num_common(child, wanted)) for child, block in near), key=attrgetter("num_positions"))
 
     def check(self, empty: Iterable[int]) -> None:
         """Check that children and places agree, and that no `empty` block is a child. Raises AssertionError."""
@@ -436,10 +437,6 @@ def _list(children: int | list[_Child] | None) -> list[_Child]:
 def _neighbours(children: list[_Child], wanted: bytes) -> list[_Child]:
     index = bisect_left(children, (wanted, -1))
     return children[max(0, index - 1) : index + 1]
-
-
-def _num_positions(donor: Donor) -> int:
-    return donor.num_positions
 
 
 def _num_common(tokens: bytes, others: bytes) -> int:

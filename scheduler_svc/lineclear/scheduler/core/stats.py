@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -58,6 +59,11 @@ class WorkerSnapshot:
     state_snapshot_hits: int
 
 
+def _total(gauge: str) -> Any:
+    """Return the property of a CoreSnapshot that is the total of a gauge of its workers."""
+    return property(lambda snapshot: sum(getattr(worker, gauge) for worker in snapshot.workers))
+
+
 @dataclass(frozen=True, slots=True)
 class CoreSnapshot:
     """Counters and gauges at one moment. The gauges without `workers` are totals of all joined workers."""
@@ -75,45 +81,14 @@ class CoreSnapshot:
     predicted_wait_seconds: float | None = None
     """Of a request at the end of the queue; None if unknown."""
 
-    @property
-    def num_slots(self) -> int:
-        """Slots."""
-        return sum(worker.num_slots for worker in self.workers)
-
-    @property
-    def num_requests_running(self) -> int:
-        """Requests with a slot."""
-        return sum(worker.num_requests_running for worker in self.workers)
-
-    @property
-    def steps_in_flight(self) -> int:
-        """Plans without result."""
-        return sum(worker.steps_in_flight for worker in self.workers)
-
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks."""
-        return sum(worker.num_blocks for worker in self.workers)
-
-    @property
-    def blocks_used(self) -> int:
-        """KV blocks of running requests."""
-        return sum(worker.blocks_used for worker in self.workers)
-
-    @property
-    def blocks_cached(self) -> int:
-        """Free KV blocks that keep a prefix."""
-        return sum(worker.blocks_cached for worker in self.workers)
-
-    @property
-    def last_step_tokens(self) -> int:
-        """Positions computed by the last step of each worker."""
-        return sum(worker.last_step_tokens for worker in self.workers)
-
-    @property
-    def last_step_positions(self) -> int:
-        """Positions held after the last step of each worker."""
-        return sum(worker.last_step_positions for worker in self.workers)
+    num_slots = _total("num_slots")
+    num_requests_running = _total("num_requests_running")
+    steps_in_flight = _total("steps_in_flight")
+    num_blocks = _total("num_blocks")
+    blocks_used = _total("blocks_used")
+    blocks_cached = _total("blocks_cached")
+    last_step_tokens = _total("last_step_tokens")
+    last_step_positions = _total("last_step_positions")
 
     @property
     def step_time(self) -> tuple[float, float, float]:

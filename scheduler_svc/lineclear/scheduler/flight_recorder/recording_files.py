@@ -21,6 +21,7 @@ from lineclear.scheduler.flight_recorder.recorder import RecordingScheduler
 
 log = structlog.get_logger()
 
+_DEFAULT_DIRECTORY = Path(tempfile.gettempdir()) / f"lineclear-recordings-{os.geteuid()}"
 _KEPT_FILES = 4
 _SECONDS_BETWEEN = 10.0
 _CLOSE_SECONDS = 10.0
@@ -40,7 +41,7 @@ class RecordingFiles:
     """
 
     def __init__(self, core: RecordingScheduler, directory: Path | None = None) -> None:
-        self._core, self._directory = core, directory or default_directory()
+        self._core, self._directory = core, directory or _DEFAULT_DIRECTORY
         self._count = 0
         self._last = float("-inf")
         self._writing: Future[Path] | None = None
@@ -86,11 +87,6 @@ class RecordingFiles:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             _write(*job)
-
-
-def default_directory() -> Path:
-    """Return the directory of recordings if no setting names one."""
-    return Path(tempfile.gettempdir()) / f"lineclear-recordings-{os.geteuid()}"
 
 
 def _write(path: Path, entries: Iterable[Any], reason: str, written: Future[Path]) -> None:

@@ -72,10 +72,6 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """Whether a name is serving."""
         return self._serving[name]
 
-    def set_started(self) -> None:
-        """The listeners accept calls."""
-        self.set((*LIVE, WORKER), True)
-
     def set_live(self, live: bool) -> None:
         """Update liveness."""
         self.set(LIVE, live)

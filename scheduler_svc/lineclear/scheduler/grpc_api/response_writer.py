@@ -66,7 +66,8 @@ class ResponseWriter:
         # The headers travel with the first message. After a cancelled write gRPC would send them again with the status,
         # fail, and never end the call.
         self._first = asyncio.ensure_future(self._context.write(message))
-        self._first.add_done_callback(_ignore_result)
+        # Retrieved, or asyncio would report the exception of a write after a hang-up.
+        self._first.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._first)
         self._is_open = True
 
@@ -78,9 +79,3 @@ async def write_only(context: Context, message: Message | bytes, cancel_seconds:
     except cygrpc.ExecuteBatchError:  # the call has ended; gRPC cancels this task a moment later
         await asyncio.sleep(cancel_seconds)
         raise
-
-
-def _ignore_result(task: asyncio.Task[None]) -> None:
-    """Retrieve the result of a write after a hang-up; asyncio would report the exception as never retrieved."""
-    if not task.cancelled():
-        task.exception()

@@ -127,7 +127,7 @@ class Server:
             await server.start()
         if self.certificates is not None:
             self._expiry_task = asyncio.ensure_future(_log_expiry(self.certificates))
-        self.health.set_started()
+        self.health.set((*LIVE, WORKER), True)
 
     def set_worker(self, worker: WorkerStatus) -> None:
         """Update readiness and the worker's health from the engine's published status."""

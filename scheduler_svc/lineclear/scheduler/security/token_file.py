@@ -56,14 +56,10 @@ def read_tokens(path: Path) -> TokenTable:
         lines = data.decode("ascii").splitlines()
     except UnicodeDecodeError:
         raise ConfigurationError(f"token file {path} contains non-ASCII bytes") from None
-    entries = [_entry(path, number, line) for number, line in enumerate(lines, 1) if _is_entry(line)]
+    entries = [_entry(path, number, line) for number, line in enumerate(lines, 1) if line.strip()[:1] not in ("", "#")]
     if not entries:
         raise ConfigurationError(f"token file {path} contains no token; write a name and a token on each line")
     return TokenTable(tuple(entries))
-
-
-def _is_entry(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
 def _entry(path: Path, number: int, line: str) -> tuple[str, bytes]:

@@ -117,9 +117,5 @@ def _call(calls: ForcedCalls, name: str, arguments: str) -> str:
         call_id = f"{_marker(calls, '[CALL_ID]')} /[a-zA-Z0-9]{{9}}/ " if has_id else ""
         return f"{json.dumps(name)} {call_id}{_marker(calls, '[ARGS]')} {arguments}"
     key = "parameters" if calls.parser == "llama3_json" else "arguments"
-    return f'/\\{{"name": ?"{_escaped(name)}", ?"{key}": ?/ {arguments} "}}"'
-
-
-def _escaped(name: str) -> str:
-    """Return a name of a tool, of [A-Za-z0-9_.-], as a regular expression."""
-    return name.replace(".", "[.]")
+    pattern = name.replace(".", "[.]")  # of [A-Za-z0-9_.-]
+    return f'/\\{{"name": ?"{pattern}", ?"{key}": ?/ {arguments} "}}"'
