@@ -9,17 +9,17 @@ import pytest
 from lineclear.scheduler.core.events import RequestStats
 from lineclear.scheduler.requests.request_metrics import (
     WINDOW_REQUESTS,
-    Quantiles,
     RequestTimings,
     ServerStats,
     quantiles,
     request_timings,
 )
+from lineclear.v1 import inference_pb2 as pb
 
 
 def test_quantiles_of_a_hundred_numbers() -> None:
     found = quantiles(float(n) for n in range(100, 0, -1))
-    assert found == Quantiles(mean=50.5, p50=50.0, p90=90.0, p99=99.0, max=100.0, count=100)
+    assert found == pb.Quantiles(mean=50.5, p50=50.0, p90=90.0, p99=99.0, max=100.0, count=100)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_window_is_that_of_the_last_requests() -> None:
         added.append(RequestTimings(queue, None, None, round(rng.random(), 1), None))
         stats.add_finished(added[-1])
     last = added[-WINDOW_REQUESTS:]
-    assert stats.window("decode_time") == quantiles([]) == Quantiles()
+    assert stats.window("decode_time") == quantiles([]) == pb.Quantiles()
     assert stats.window("e2e_latency") == quantiles(spent.e2e_latency for spent in last)
     assert stats.window("queue_time") == quantiles(spent.queue_time for spent in last if spent.queue_time is not None)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import bisect
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lineclear.scheduler.core.events import FinishReason, RequestStats
 from lineclear.scheduler.engine.engine_stats import TokenRate
+from lineclear.v1 import inference_pb2 as pb
 
 BOUNDS_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -22,38 +22,20 @@ BOUNDS_SECONDS = (
 WINDOW_REQUESTS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """Quantiles of a window; all zero if it is empty."""
+def quantiles(values: Iterable[float]) -> pb.Quantiles:
+    """Return the quantiles, all zero without values.
 
-    mean: float = 0.0
-    p50: float = 0.0
-    p90: float = 0.0
-    p99: float = 0.0
-    max: float = 0.0
-    count: int = 0
-
-
-def quantiles(values: Iterable[float]) -> Quantiles:
-    """Return the quantiles. The p-quantile is the smallest value that a share p of the values does not exceed."""
+    The p-quantile is the smallest value that a share p of the values does not exceed.
+    """
     return _of_sorted(sorted(values))
 
 
-def _of_sorted(ordered: Sequence[float]) -> Quantiles:
+def _of_sorted(ordered: Sequence[float]) -> pb.Quantiles:
     if not ordered:
-        return Quantiles()
-    return Quantiles(
-        sum(ordered) / len(ordered),
-        _percentile(ordered, 50),
-        _percentile(ordered, 90),
-        _percentile(ordered, 99),
-        ordered[-1],
-        len(ordered),
-    )
-
-
-def _percentile(ordered: Sequence[float], percent: int) -> float:
-    return ordered[-(-len(ordered) * percent // 100) - 1]
+        return pb.Quantiles()
+    p50, p90, p99 = (ordered[-(-len(ordered) * percent // 100) - 1] for percent in (50, 90, 99))
+    mean = sum(ordered) / len(ordered)
+    return pb.Quantiles(mean=mean, p50=p50, p90=p90, p99=p99, max=ordered[-1], count=len(ordered))
 
 
 class RequestTimings(NamedTuple):
@@ -203,6 +185,6 @@ class ServerStats:
             "requests_failed": self.ended.total() - finished - cancelled - expired,
         }
 
-    def window(self, name: str) -> Quantiles:
+    def window(self, name: str) -> pb.Quantiles:
         """Return quantiles of one field of RequestTimings over the last requests that finished."""
         return _of_sorted(self._ordered[name])

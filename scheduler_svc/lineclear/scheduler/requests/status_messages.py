@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from lineclear.scheduler.core.stats import CoreSnapshot, WorkerSnapshot
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WantedWorker, WorkerFigures
-from lineclear.scheduler.requests.request_metrics import HISTOGRAMS, Quantiles, ServerStats, quantiles
+from lineclear.scheduler.requests.request_metrics import HISTOGRAMS, ServerStats, quantiles
 from lineclear.scheduler.requests.responses import duration
 from lineclear.scheduler.requests.served_model import served_model_name
 from lineclear.scheduler.settings import SchedulerSettings
@@ -79,8 +79,8 @@ def stats(
             num_workers_starting=sum(not worker.is_given_up and worker.pid not in joined for worker in wanted),
             **{name: getattr(core, name) for name in _GAUGES},
         ),
-        **{f"{name}_seconds": _quantiles(figures.window(timing)) for name, timing in HISTOGRAMS.items()},
-        step_seconds=_quantiles(quantiles(seconds for _, seconds in snapshot.step_seconds)),
+        **{f"{name}_seconds": figures.window(timing) for name, timing in HISTOGRAMS.items()},
+        step_seconds=quantiles(seconds for _, seconds in snapshot.step_seconds),
         generation_tokens_per_second=figures.output.per_second(now),
         worker=_worker_status(snapshot),
         workers=workers,
@@ -183,7 +183,3 @@ def _worker_stats(figures: WorkerFigures, core: WorkerSnapshot | None, snapshot:
         stats.blocks_used, stats.blocks_cached = core.blocks_used, core.blocks_cached
         stats.state_snapshots_used, stats.state_snapshot_hits = core.state_snapshots_used, core.state_snapshot_hits
     return stats
-
-
-def _quantiles(quantiles: Quantiles) -> pb.Quantiles:
-    return pb.Quantiles(**dataclasses.asdict(quantiles))
