@@ -36,6 +36,8 @@ async def test_the_model_and_its_limits(tmp_path: Path) -> None:
         model = await s.stub.GetModel(pb.GetModelRequest())
         assert (model.model_id, model.family, model.context_length) == ("named", "llama", 128)
         assert (model.vocab_size, list(model.eos_token_ids)) == (512, [EOS])
+        assert (model.device, model.dtype, model.attention_backend) == ("cpu", "float32", "toy")
+        assert (model.forward_pass, model.forward_pass_reason) == ("modules", "it is a toy")
         assert model.has_chat_template
         assert (model.limits.max_batch_size, model.limits.target_batch_tokens) == (4, 256)
         assert model.limits.num_blocks == 64

@@ -76,6 +76,12 @@ def test_memory_of_each_worker_is_a_metric() -> None:
     assert page["lineclear_worker_swap_memory_bytes worker=2"] == 2
 
 
+def test_labels_say_what_computes_the_layers() -> None:
+    worker = pb.WorkerStatus(device="cpu", dtype="int4", forward_pass="fused", forward_pass_reason="in no label")
+    page = read(pb.GetStatsResponse(server_version="1", worker=worker), ServerStats(0.0))
+    assert page["lineclear_info device=cpu dtype=int4 forward_pass=fused version=1"] == 1
+
+
 def test_help_is_the_comment_of_the_field() -> None:
     texts = {family.name: family.documentation for family in families(pb.GetStatsResponse(), ServerStats(0.0))}
     assert texts["lineclear_num_requests_waiting"] == "Requests in the queue."

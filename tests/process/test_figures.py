@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from support.processes import BOUND_SECONDS, Running, endless, starting, until
 from support.service import is_idle
 from support.small_tokenizers import byte_level, save
 
-from lineclear.cli.output import stats_view
+from lineclear.cli.output import model_view, stats_view
 from lineclear.client import Client
 from lineclear.errors import Cancelled, PromptTooLong
 
@@ -159,4 +160,7 @@ def test_a_worker_that_has_not_joined_is_shown(start: Callable[..., Running], tm
         assert (page["num_workers_wanted"], page["num_workers_joined"], page["num_workers_starting"]) == (2, 1, 1)
         with Console(width=120, file=io.StringIO()) as console, console.capture() as shown:
             console.print(stats_view(stats))
-        assert "1 of 2 joined, 1 starting" in shown.get()
+            console.print(model_view(client.model()))
+        assert "1 of 2 joined, 1 starting" in (text := shown.get())
+        assert re.search(r"toy int, toy, modules: it is a\s+toy\)", text)
+        assert re.search(r"forward pass +modules: it is a toy\n", text)

@@ -8,9 +8,17 @@ import pytest
 
 from lineclear.worker.kernels import native_library as kernels
 from lineclear.worker.kernels.native_library import library_name
+from lineclear.worker.model.loaded_model import LoadedModel
 
 LIBRARIES = kernels.candidates()
 needs_kernels = pytest.mark.skipif(not LIBRARIES, reason="no C++ compiler built any kernels here")
+
+
+def modules_reason(built: LoadedModel | None) -> str:
+    """Return why transformers' modules compute a model that should have got a fused forward pass."""
+    assert built is not None
+    assert built.decoder is None
+    return built.modules_reason
 
 
 def _choosing(request: pytest.FixtureRequest) -> Iterator[str]:

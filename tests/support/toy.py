@@ -258,6 +258,8 @@ class ToyRunner:
             dtype="int",
             device="toy",
             attention_backend="toy",
+            forward_pass="modules",
+            forward_pass_reason="it is a toy",
             model_fingerprint=fingerprint(self.model),
             num_swap_blocks=self.num_swap_blocks,
             swap_seconds=self.swap_seconds,

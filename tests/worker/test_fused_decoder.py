@@ -15,7 +15,7 @@ import torch
 from e2e.transformers_answers import generated
 from support.families import CONTEXT, WIDE, tiny_config, tiny_model
 from support.inprocess import InProcess
-from support.kernel_variants import needs_kernels
+from support.kernel_variants import modules_reason, needs_kernels
 from support.launches import fused_on_cuda, without_kernels
 from support.segments import Card
 from worker.settings_runner import runner_with
@@ -24,6 +24,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
 from lineclear.worker import triton_support
+from lineclear.worker.cpu import fused_decoder
 from lineclear.worker.decoder_layers import EXPERT_FAMILIES, FAMILIES
 from lineclear.worker.kernels.native_library import NONE
 from lineclear.worker.model import loader
@@ -98,7 +99,6 @@ def test_bfloat16_equals_the_modules_within_rounding(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("lfm2", {}),
         ("phi", {"qk_layernorm": True}),
         ("cohere", {"use_qk_norm": True}),
         ("stablelm", {"qk_layernorm": True}),
@@ -111,7 +111,40 @@ def test_bfloat16_equals_the_modules_within_rounding(family: str) -> None:
 )
 def test_other_models_are_not_fused(family: str, changes: dict[str, Any]) -> None:
     loaded = wrap_model(tiny_model(family, **WIDE | changes))
-    assert build_fused(loaded) is loaded
+    assert modules_reason(build_fused(loaded)) == f"no fused pass is written for this variant of {family}"
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("lfm2", {}, "no fused pass is written for lfm2"),
+        ("llama", {"dtype": torch.float16}, "no kernel computes float16"),
+        ("llama", {"hidden_size": 72}, "a hidden size or head size is no multiple of 16"),
+        ("llama", {"head_dim": 528}, "heads are larger than 512"),
+    ],
+)
+def test_reason_for_the_modules(family: str, changes: dict[str, Any], reason: str) -> None:
+    assert modules_reason(build_fused(wrap_model(tiny_model(family, **WIDE | changes)))) == reason
+
+
+def test_reasons_of_devices_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = wrap_model(tiny_model("llama", **WIDE))
+    monkeypatch.setattr(fused_decoder, "selected_library", lambda: None)
+    assert modules_reason(build_fused(loaded)) == "no C++ kernels are loaded"
+    monkeypatch.setattr(triton_support, "is_usable", lambda: False)
+    on_gpu = replace(loaded, device=torch.device("cuda"))
+    assert modules_reason(build_fused(on_gpu)) == "Triton or a C compiler for it is missing"
+
+
+@needs_kernels
+@pytest.mark.parametrize("reason", ["", "--no-fused-forward is set", "the logits of the fused pass differ too much"])
+def test_worker_says_what_computes_the_layers(reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("llama", **WIDE).save_pretrained(tmp_path)
+    if "differ" in reason:
+        monkeypatch.setattr(loader, "relative_error", lambda computed, expected: 1.0)
+    hello = runner_with(tmp_path, fused_forward="is set" not in reason).hello(1)
+    assert (hello.forward_pass, hello.forward_pass_reason) == ("modules" if reason else "fused", reason)
 
 
 @needs_kernels
@@ -128,7 +161,7 @@ def test_wrong_kernels_of_a_gpu_leave_the_modules(problem: str, monkeypatch: pyt
         kernels = importlib.import_module("lineclear.worker.cuda.layer_kernels")
         monkeypatch.setattr(kernels, "activate_kernel", {})
     loaded = wrap_model(tiny_model("qwen2"))
-    assert loader.build_cuda(loaded) is loaded
+    assert modules_reason(loader.build_cuda(loaded))
     assert loaded.probe_logits is not None
     assert torch.equal(paged_logits(loaded), loaded.probe_logits)
 
@@ -138,8 +171,9 @@ def test_gpu_without_room_for_a_copy_runs_the_modules(monkeypatch: pytest.Monkey
     monkeypatch.setattr(loader, "free_bytes", lambda device: 100)
     monkeypatch.setattr(loader, "log", log := Mock())
     on_gpu = replace(wrap_model(tiny_model("llama")), device=torch.device("cuda"))
-    assert loader.build_cuda(on_gpu) is on_gpu
-    assert log.warning.call_args.kwargs["problem"].startswith("MemoryError: it needs ")
+    reason = modules_reason(loader.build_cuda(on_gpu))
+    assert reason.startswith("MemoryError: it needs ")
+    assert log.warning.call_args.kwargs["problem"] == reason
 
 
 @pytest.mark.parametrize(("share", "waits_on_host"), [(1.2, True), (1.5, True), (2.3, False)])
@@ -170,7 +204,7 @@ def test_model_on_a_gpu_is_fused_with_triton(has_triton: bool, monkeypatch: pyte
     fused = replace(on_gpu)
     monkeypatch.setattr(loader, "build_cuda", lambda loaded, agree: fused)
     monkeypatch.setattr(triton_support, "is_usable", lambda: has_triton)
-    assert build_fused(on_gpu) is (fused if has_triton else on_gpu)
+    assert (build_fused(on_gpu) is fused) == has_triton
 
 
 @needs_kernels

@@ -17,7 +17,7 @@ from fuzz import model_files
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from support.families import WIDE
-from support.kernel_variants import needs_kernels
+from support.kernel_variants import modules_reason, needs_kernels
 from support.quantized_checkpoints import FORMATS, edit, write
 
 from lineclear.worker import self_test
@@ -116,15 +116,15 @@ def test_fused_forward_pass_multiplies_the_stored_matrices(name: str, family: st
 
 def test_float32_keeps_exact_products(tmp_path: Path) -> None:
     loaded = quantized(write(tmp_path, FORMATS["gptq4-sym-v1"], "llama", **WIDE))
-    assert build_fused(loaded) is loaded
+    assert modules_reason(build_fused(loaded)) == "float32 asks for exact products of quantized matrices"
 
 
 @needs_kernels
 def test_float8_keeps_its_modules(tmp_path: Path) -> None:
     loaded = quantized(write(tmp_path, FORMATS["fp8-block"], "llama", **WIDE), torch.bfloat16)
     with capture_logs() as lines:
-        assert build_fused(loaded) is loaded
-    assert [line["problem"] for line in lines] == ["no kernel multiplies its quantized matrices"]
+        reason = modules_reason(build_fused(loaded))
+    assert [line["problem"] for line in lines] == [reason] == ["no kernel multiplies its quantized matrices"]
 
 
 # --- what stays quantized --------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_matrices_stay_quantized(tmp_path: Path) -> None:
     assert [len(parts) for parts in layer.mlp.experts.gate_up_proj.weights] == [2] * 4
     assert layer.self_attn.q_proj.weight.bits == 4
     assert type(loaded.model) is tf.MixtralForCausalLM
-    assert build_fused(loaded) is loaded
+    assert modules_reason(build_fused(loaded))
     with pytest.raises(ModelRefused, match=r"quantized already \(gptq-4bit\): leave --quantization at none"):
         to_quantized(loaded)
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lineclear.client import Delta, Stream, ToolCall, sigint
-from lineclear.client.message_classes import Counters, Gauges, Model, Quantiles, Stats, WorkerStats
+from lineclear.client.message_classes import Counters, Gauges, Model, Quantiles, Stats, WorkerStats, WorkerStatus
 from lineclear.client.results import Generation, Queued
 from lineclear.errors import LineclearError
 
@@ -182,7 +182,8 @@ def _head(stats: Stats) -> Text:
     state = "draining" if stats.gauges.draining else "joined" if worker.up else "no worker"
     plain = (
         f"{stats.server_version}  up {_span(stats.uptime_seconds)}  worker {state}"
-        f" (#{worker.joins}, pid {worker.pid}, {worker.device} {worker.dtype}, {worker.attention_backend})"
+        f" (#{worker.joins}, pid {worker.pid}, {worker.device} {worker.dtype}, {worker.attention_backend},"
+        f" {_forward_pass(worker)})"
         f"\nstrategy {stats.batching_strategy}, scheduling {stats.scheduling_policy}, "
     )
     rate = f"{stats.generation_tokens_per_second:.1f} tokens/s"
@@ -294,11 +295,17 @@ def model_view(model: Model) -> Table:
         ("end-of-sequence ids", ", ".join(map(str, model.eos_token_ids))),
         ("dtype, device", f"{model.dtype}, {model.device}"),
         ("attention", model.attention_backend),
+        ("forward pass", strip_control_chars(_forward_pass(model))),
         ("chat template", "yes" if model.has_chat_template else "no"),
         ("structured output", "yes" if model.has_structured_output else "no"),
         ("server", strip_control_chars(model.server_version)),
         *((name.replace("_", " "), getattr(model.limits, name)) for name in type(model.limits).__slots__),
     )
+
+
+def _forward_pass(computed: Model | WorkerStatus) -> str:
+    reason = computed.forward_pass_reason
+    return computed.forward_pass + (f": {reason}" if reason else "")
 
 
 def _pairs(title: str, *rows: tuple[str, Any]) -> Table:

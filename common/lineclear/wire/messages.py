@@ -299,6 +299,10 @@ class Hello:
     swap_memory_bytes: int = 0
     has_recurrent_state: bool = False
     num_state_snapshots: int = 0
+    forward_pass: str = ""
+    """What computes the layers: "fused" or "modules", with "CUDA graphs" where decode steps are captured."""
+    forward_pass_reason: str = ""
+    """Why transformers' modules do."""
     protocol: int = PROTOCOL
 
     def step_tokens(self, target: int) -> int:

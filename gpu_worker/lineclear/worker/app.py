@@ -122,6 +122,8 @@ def _log_loaded(hello: Hello) -> None:
         device=hello.device,
         dtype=hello.dtype,
         attention_backend=hello.attention_backend,
+        forward_pass=hello.forward_pass,
+        forward_pass_reason=hello.forward_pass_reason,
         cpu_kernels=library_name() or NONE,
         num_blocks=hello.num_blocks,
         block_size=hello.block_size,

@@ -133,6 +133,8 @@ class ModelRunner:
             swap_seconds=self._swap_seconds,
             has_recurrent_state=c.has_recurrent_state,
             num_state_snapshots=c.num_state_snapshots,
+            forward_pass=_forward_pass(loaded, self._graphs),
+            forward_pass_reason=loaded.modules_reason,
             load_seconds=self.load_seconds,
             **self._memory,
         )
@@ -372,6 +374,11 @@ def _make_host_blocks(backend: AttentionBackend, capacity: Capacity, size: int) 
         return HostBlocks(backend, capacity.num_blocks, count)
     except RuntimeError as error:
         raise ModelRefused(f"the system refuses {count * size} bytes ({error}); lower --swap-memory-bytes") from error
+
+
+def _forward_pass(loaded: LoadedModel, graphs: DecodeGraphs | None) -> str:
+    name = "modules" if loaded.decoder is None else "fused"
+    return f"{name}, CUDA graphs" if graphs and graphs.max_batch_size else name
 
 
 def _fingerprint(loaded: LoadedModel, kv_dtype: torch.dtype) -> str:

@@ -226,10 +226,11 @@ def _load(settings: WorkerSettings, device: torch.device, ranks: Ranks | None = 
     if settings.quantization != "none":
         return to_quantized(load_once(), settings.quantization)
     if not settings.fused_forward:
-        return load_once()
+        return replace(load_once(), modules_reason="--no-fused-forward is set")
     packer = pack_by_row if settings.deterministic else None
+    fused = build_fused(load_once(), packer, agree=agree)
     # A failed comparison leaves a model without matrices.
-    return build_fused(load_once(), packer, agree=agree) or load_once()
+    return fused or replace(load_once(), modules_reason="the logits of the fused pass differ too much")
 
 
 def _load_draft(settings: WorkerSettings, device: torch.device, served: LoadedModel) -> LoadedModel:

@@ -2288,6 +2288,8 @@ class GetModelResponse(_message.Message):
     HAS_STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    FORWARD_PASS_FIELD_NUMBER: _builtins.int
+    FORWARD_PASS_REASON_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name that requests may call the model by."""
     family: _builtins.str
@@ -2322,6 +2324,12 @@ class GetModelResponse(_message.Message):
     """Format of reasoning that the server parses: "qwen3" or "deepseek_r1".
     Empty: reasoning is text.
     """
+    forward_pass: _builtins.str
+    """What computes the layers: "fused", "modules" (of transformers, slower),
+    "fused, CUDA graphs" or "modules, CUDA graphs".
+    """
+    forward_pass_reason: _builtins.str
+    """Why "modules"; empty with "fused"."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence tokens: sampling one of them ends an answer."""
@@ -2353,10 +2361,12 @@ class GetModelResponse(_message.Message):
         has_structured_output: _builtins.bool = ...,
         tool_call_parser: _builtins.str = ...,
         reasoning_parser: _builtins.str = ...,
+        forward_pass: _builtins.str = ...,
+        forward_pass_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention_backend", b"attention_backend", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_chat_template", b"has_chat_template", "has_structured_output", b"has_structured_output", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "reasoning_parser", b"reasoning_parser", "server_version", b"server_version", "tool_call_parser", b"tool_call_parser", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention_backend", b"attention_backend", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "forward_pass", b"forward_pass", "forward_pass_reason", b"forward_pass_reason", "has_chat_template", b"has_chat_template", "has_structured_output", b"has_structured_output", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "reasoning_parser", b"reasoning_parser", "server_version", b"server_version", "tool_call_parser", b"tool_call_parser", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3050,6 +3060,8 @@ class WorkerStatus(_message.Message):
     STEP_BASE_SECONDS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_PER_KV_TOKEN_FIELD_NUMBER: _builtins.int
+    FORWARD_PASS_FIELD_NUMBER: _builtins.int
+    FORWARD_PASS_REASON_FIELD_NUMBER: _builtins.int
     up: _builtins.bool
     """Whether a worker has joined, one whose connection was just lost included."""
     joins: _builtins.int
@@ -3076,6 +3088,12 @@ class WorkerStatus(_message.Message):
     """Predicted seconds per computed token."""
     step_seconds_per_kv_token: _builtins.float
     """Predicted seconds per KV entry that attention reads."""
+    forward_pass: _builtins.str
+    """What computes the layers: "fused", "modules" (of transformers, slower),
+    "fused, CUDA graphs" or "modules, CUDA graphs".
+    """
+    forward_pass_reason: _builtins.str
+    """Why "modules"; empty with "fused"."""
     def __init__(
         self,
         *,
@@ -3090,10 +3108,12 @@ class WorkerStatus(_message.Message):
         step_base_seconds: _builtins.float = ...,
         step_seconds_per_token: _builtins.float = ...,
         step_seconds_per_kv_token: _builtins.float = ...,
+        forward_pass: _builtins.str = ...,
+        forward_pass_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "dtype", b"dtype", "joins", b"joins", "pid", b"pid", "step_base_seconds", b"step_base_seconds", "step_seconds_per_kv_token", b"step_seconds_per_kv_token", "step_seconds_per_token", b"step_seconds_per_token", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "up", b"up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "dtype", b"dtype", "forward_pass", b"forward_pass", "forward_pass_reason", b"forward_pass_reason", "joins", b"joins", "pid", b"pid", "step_base_seconds", b"step_base_seconds", "step_seconds_per_kv_token", b"step_seconds_per_kv_token", "step_seconds_per_token", b"step_seconds_per_token", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "up", b"up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -95,4 +95,6 @@ HELP = {
     "WorkerStatus.step_base_seconds": "Step time predicted for an empty step. The three step fields are a linear model fitted to the measured steps: seconds = step_base_seconds + step_seconds_per_token * computed tokens + step_seconds_per_kv_token * KV entries read.",  # noqa: E501
     "WorkerStatus.step_seconds_per_token": "Predicted seconds per computed token.",
     "WorkerStatus.step_seconds_per_kv_token": "Predicted seconds per KV entry that attention reads.",
+    "WorkerStatus.forward_pass": 'What computes the layers: "fused", "modules" (of transformers, slower), "fused, CUDA graphs" or "modules, CUDA graphs".',  # noqa: E501
+    "WorkerStatus.forward_pass_reason": 'Why "modules"; empty with "fused".',
 }

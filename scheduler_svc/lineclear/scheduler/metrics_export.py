@@ -115,10 +115,10 @@ def _families(
     yield CounterMetricFamily("lineclear_worker_joins", HELP["WorkerStatus.joins"], stats.worker.joins)
     yield from _worker_families(stats.workers)
     yield _lora_requests_info(adapters)
-    versions = {"version": stats.server_version, "device": stats.worker.device, "dtype": stats.worker.dtype}
-    yield InfoMetricFamily(
-        "lineclear", "Release of lineclear, device of the worker, data type of the weights.", versions
-    )
+    names = ("device", "dtype", "forward_pass")
+    facts = {"version": stats.server_version, **{name: getattr(stats.worker, name) for name in names}}
+    text = "Release of lineclear, device of the worker, data type of the weights, what computes the layers."
+    yield InfoMetricFamily("lineclear", text, facts)
     if certificate_expires_at is not None:
         text = "Unix time at which the certificate of the listeners expires."
         yield GaugeMetricFamily("lineclear_certificate_expiry_timestamp_seconds", text, certificate_expires_at)

@@ -402,6 +402,8 @@ class Hello(_message.Message):
     SWAP_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     HAS_RECURRENT_STATE_FIELD_NUMBER: _builtins.int
     NUM_STATE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    FORWARD_PASS_FIELD_NUMBER: _builtins.int
+    FORWARD_PASS_REASON_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
@@ -448,6 +450,9 @@ class Hello(_message.Message):
     states the worker can keep.
     """
     num_state_snapshots: _builtins.int
+    forward_pass: _builtins.str
+    """What computes the layers, and why no fused forward pass does."""
+    forward_pass_reason: _builtins.str
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -482,10 +487,12 @@ class Hello(_message.Message):
         swap_memory_bytes: _builtins.int = ...,
         has_recurrent_state: _builtins.bool = ...,
         num_state_snapshots: _builtins.int = ...,
+        forward_pass: _builtins.str = ...,
+        forward_pass_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "draft_model", b"draft_model", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_recurrent_state", b"has_recurrent_state", "instance", b"instance", "kv_cache_bytes", b"kv_cache_bytes", "load_seconds", b"load_seconds", "max_model_len", b"max_model_len", "max_step_tokens", b"max_step_tokens", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "num_state_snapshots", b"num_state_snapshots", "num_swap_blocks", b"num_swap_blocks", "pid", b"pid", "protocol", b"protocol", "step_memory_bytes", b"step_memory_bytes", "swap_memory_bytes", b"swap_memory_bytes", "swap_seconds", b"swap_seconds", "text_fingerprint", b"text_fingerprint", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "draft_model", b"draft_model", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "forward_pass", b"forward_pass", "forward_pass_reason", b"forward_pass_reason", "has_recurrent_state", b"has_recurrent_state", "instance", b"instance", "kv_cache_bytes", b"kv_cache_bytes", "load_seconds", b"load_seconds", "max_model_len", b"max_model_len", "max_step_tokens", b"max_step_tokens", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "num_state_snapshots", b"num_state_snapshots", "num_swap_blocks", b"num_swap_blocks", "pid", b"pid", "protocol", b"protocol", "step_memory_bytes", b"step_memory_bytes", "swap_memory_bytes", b"swap_memory_bytes", "swap_seconds", b"swap_seconds", "text_fingerprint", b"text_fingerprint", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

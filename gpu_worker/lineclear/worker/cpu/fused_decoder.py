@@ -2,7 +2,7 @@
 
 A layer is four matrix products, attention and four row operations, where transformers' modules take about fifty
 operations; experts are six calls (experts.py). The calls are captured once, on buffers that stay, and replayed at every
-step (kernels/call_graph.py). `can_build` decides which models qualify. The loader keeps the result only if its logits
+step (kernels/call_graph.py). `problem_of` decides which models qualify. The loader keeps the result only if its logits
 match the model's own.
 """
 
@@ -341,16 +341,18 @@ def _as_wide(buffer: Tensor, width: int) -> Tensor:
     return buffer.flatten()[: len(buffer) * width].view(len(buffer), width)
 
 
-def can_build(model: DecoderModel) -> bool:
-    """Return whether FusedDecoder can compute this model here."""
-    return (
-        model.norm.weight.device.type == "cpu"
-        and model.dtype in ELEMENTS
-        and selected_library() is not None
-        and math.gcd(model.head_dim, model.hidden_size, *model.widths) % LANES == 0
-        and model.head_dim <= MAX_HEAD_DIM
-        and (model.experts is None or model.experts.count <= MAX_EXPERTS)
-    )
+def problem_of(model: DecoderModel) -> str:
+    """Return why FusedDecoder cannot compute this model here; empty if it can."""
+    unit = math.gcd(model.head_dim, model.hidden_size, *model.widths)
+    problems = {
+        f"no fused pass runs on {model.norm.weight.device.type}": model.norm.weight.device.type != "cpu",
+        "no kernel computes float16": model.dtype not in ELEMENTS,
+        "no C++ kernels are loaded": selected_library() is None,
+        f"a hidden size or head size is no multiple of {LANES}": unit % LANES != 0,
+        f"heads are larger than {MAX_HEAD_DIM}": model.head_dim > MAX_HEAD_DIM,
+        f"it has more than {MAX_EXPERTS} experts": model.experts is not None and model.experts.count > MAX_EXPERTS,
+    }
+    return next((problem for problem, is_there in problems.items() if is_there), "")
 
 
 def _packed_layer(layer: DecoderLayer, packer: Packer, arena: HugePageArena) -> _Packed:

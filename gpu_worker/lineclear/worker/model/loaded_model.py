@@ -61,6 +61,8 @@ class LoadedModel:
     """Format of quantized matrices; empty: `dtype`."""
     decoder: FusedDecoder | CudaFusedDecoder | None = None
     """Computes the logits instead of `model`, if set."""
+    modules_reason: str = ""
+    """Why `model` computes them."""
     probe_logits: Tensor | None = None
     """Logits of the compatibility probe, computed by `model` with paged attention."""
     weights_fingerprint: str = ""

@@ -23,11 +23,11 @@ from transformers.utils.import_utils import is_accelerate_available
 from lineclear.model_files import config_check, fingerprint, model_directory, quantization_check
 from lineclear.model_files.gguf_file import LINK, GgufBroken
 from lineclear.worker import triton_support
-from lineclear.worker.cpu.fused_decoder import FusedDecoder, can_build
+from lineclear.worker.cpu.fused_decoder import FusedDecoder, problem_of
 from lineclear.worker.cpu.linear import Packer, free_after_packing, leave_unpacked, pack, pack_twice
 from lineclear.worker.cpu.quantized_linear import can_pack, packer_of, stored_packer
 from lineclear.worker.cpu.thread_tuner import probe_threads
-from lineclear.worker.decoder_layers import DecoderModel, describe, transpose_weights
+from lineclear.worker.decoder_layers import FAMILIES, DecoderModel, describe, transpose_weights
 from lineclear.worker.kernels.native_library import prefers_bf16_gemm_for_few_rows
 from lineclear.worker.memory_budget import free_bytes
 from lineclear.worker.shard import Agree
@@ -121,44 +121,26 @@ def wrap_model(model: Any, model_id: str = "", max_model_len: int = 0) -> Loaded
 def build_fused(
     loaded: LoadedModel, packer: Packer | None = None, *, keep_weights: bool = False, agree: Agree = bool
 ) -> LoadedModel | None:
-    """Return the model with a fused forward pass; unchanged if it cannot have one; None if its logits differ too much.
+    """Return the model with a fused forward pass, or with the reason why it has none; None if logits differ too much.
 
     `packer` None: the fastest one whose weights fit into memory. Unless `keep_weights`, each matrix of the transformers
     model is freed as soon as it is packed, and that model cannot be used afterwards. All ranks do the same.
+    Quantized matrices are packed as stored, but not in float32: their kernels round activations to 8 bits.
     """
-    if loaded.weights:
-        return _build_quantized(loaded, packer or pack)
-    if loaded.device.type == "cuda":
-        return build_cuda(loaded, agree) if agree(triton_support.is_usable()) else loaded
-    described = _described(loaded)
-    if described is None or not can_build(described):
-        return loaded
-    packer = packer or _fastest(loaded, agree)
+    if loaded.device.type == "cuda" and not loaded.weights:
+        if agree(triton_support.is_usable()):
+            return build_cuda(loaded, agree)
+        return replace(loaded, modules_reason="Triton or a C compiler for it is missing")
+    is_exact = bool(loaded.weights) and loaded.dtype is torch.float32
+    described = "float32 asks for exact products of quantized matrices" if is_exact else _described_for_cpu(loaded)
+    if isinstance(described, str):
+        return replace(loaded, modules_reason=described)
+    if loaded.weights and not can_pack(described.weights):  # all matrices of a product, or none
+        return _by_modules(loaded, "no kernel multiplies its quantized matrices")
+    packer = stored_packer(packer or pack) if loaded.weights else packer or _fastest(loaded, agree)
     packer = packer if keep_weights else free_after_packing(packer)
     fused, error = _with_decoder(loaded, partial(FusedDecoder, described, packer=packer), loaded.probe_logits)
     if not agree(error <= TOLERANCE[loaded.dtype]):
-        log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
-        return None
-    return fused
-
-
-def _build_quantized(loaded: LoadedModel, plain_packer: Packer) -> LoadedModel | None:
-    """Return the model with a fused forward pass over its quantized matrices; unchanged or None as `build_fused`.
-
-    Unchanged in float32, which asks for exact products: those of the kernel round activations to 8 bits. Unchanged too
-    if a product has matrices of which only some are quantized.
-    """
-    described = _described(loaded) if loaded.device.type == "cpu" and loaded.dtype is torch.bfloat16 else None
-    if described is None or not can_build(described):
-        return loaded
-    if not can_pack(described.weights):
-        log.warning(
-            "fused_forward_not_used", family=loaded.family, problem="no kernel multiplies its quantized matrices"
-        )
-        return loaded
-    packer = free_after_packing(stored_packer(plain_packer))
-    fused, error = _with_decoder(loaded, partial(FusedDecoder, described, packer=packer), loaded.probe_logits)
-    if not error <= TOLERANCE[loaded.dtype]:
         log.warning("fused_forward_not_used", family=loaded.family, relative_error=error)
         return None
     return fused
@@ -170,11 +152,10 @@ def build_cuda(loaded: LoadedModel, agree: Agree = bool) -> LoadedModel:
     Unchanged if it cannot have one, its logits differ too much, or a kernel cannot run here, of any rank.
     """
     described = _described(loaded)
-    if described is None:
-        return loaded
+    if isinstance(described, str):
+        return replace(loaded, modules_reason=described)
     if described.experts is not None:
-        log.warning("fused_forward_not_used", family=loaded.family, problem="experts are fused on CPUs only")
-        return loaded
+        return _by_modules(loaded, "experts are fused on CPUs only")
     # Before the first collective, for which the others would wait: a rank alone may lack memory.
     problem = "" if loaded.device.type != "cuda" else _problem(lambda: _take_own_memory(loaded))
     fused = [loaded]
@@ -183,7 +164,7 @@ def build_cuda(loaded: LoadedModel, agree: Agree = bool) -> LoadedModel:
         from lineclear.worker.cuda.fused_decoder import CudaFusedDecoder  # imports triton
 
         described = _described(loaded)  # of the weights in their new places
-        assert described is not None
+        assert not isinstance(described, str)
         found, error = _with_decoder(loaded, partial(CudaFusedDecoder, described), loaded.probe_logits)
         if not error <= TOLERANCE[loaded.dtype]:
             raise ValueError(f"the relative error of its logits is {error:.2g}")
@@ -193,8 +174,13 @@ def build_cuda(loaded: LoadedModel, agree: Agree = bool) -> LoadedModel:
         problem = _problem(build)
         if agree(not problem):
             return fused[-1]
-    log.warning("fused_forward_not_used", family=loaded.family, problem=problem or "another rank cannot use it")
-    return loaded
+    return _by_modules(loaded, problem or "another rank cannot use it")
+
+
+def _by_modules(loaded: LoadedModel, problem: str) -> LoadedModel:
+    """Return the model without a fused pass. `problem`: what a user would not expect of this model."""
+    log.warning("fused_forward_not_used", family=loaded.family, problem=problem)
+    return replace(loaded, modules_reason=problem)
 
 
 def _problem(action: Callable[[], object]) -> str:
@@ -243,10 +229,9 @@ def to_quantized(loaded: LoadedModel, form: str = "int8", *, keep_weights: bool 
     """
     if loaded.weights:
         raise ModelRefused(f"its weights are quantized already ({loaded.weights}): leave --quantization at none")
-    described = _described(loaded)
-    has_kernels = described is not None and can_build(described)
-    exact = build_fused(loaded, leave_unpacked, keep_weights=True) if has_kernels else None
-    if described is None or exact is None:
+    described = _described_for_cpu(loaded)
+    exact = None if isinstance(described, str) else build_fused(loaded, leave_unpacked, keep_weights=True)
+    if isinstance(described, str) or exact is None:
         raise ModelRefused(
             f"{form} weights need a model of a fused family (docs/supported.md) on a CPU with native kernels;"
             f" this is {loaded.family} in {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}:"
@@ -266,12 +251,18 @@ def to_quantized(loaded: LoadedModel, form: str = "int8", *, keep_weights: bool 
     return replace(quantised, weights=form)
 
 
-def _described(loaded: LoadedModel) -> DecoderModel | None:
-    """Return what the fused forward passes need; None for a model that they cannot compute."""
+def _described(loaded: LoadedModel) -> DecoderModel | str:
+    """Return what the fused forward passes need, or why they cannot compute this model."""
+    if loaded.family not in FAMILIES:
+        return f"no fused pass is written for {loaded.family}"
     shapes = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in loaded.layers}
-    if len(shapes) != 1 or _scales_queries(loaded):
-        return None
-    return describe(loaded.model, *shapes.pop())
+    described = None if len(shapes) != 1 or _scales_queries(loaded) else describe(loaded.model, *shapes.pop())
+    return described or f"no fused pass is written for this variant of {loaded.family}"
+
+
+def _described_for_cpu(loaded: LoadedModel) -> DecoderModel | str:
+    described = _described(loaded)
+    return described if isinstance(described, str) else problem_of(described) or described
 
 
 def _scales_queries(loaded: LoadedModel) -> bool:

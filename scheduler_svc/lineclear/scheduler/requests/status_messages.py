@@ -24,7 +24,9 @@ _LIMITS = (
     *("max_queue_size", "max_queue_tokens", "pipeline_depth", "default_max_tokens", "max_prompt_bytes"),
     "max_outputs",
 )
-_MODEL_FIELDS = ("family", "vocab_size", "eos_token_ids", "dtype", "device", "attention_backend", "model_fingerprint")
+_COMPUTATION = ("device", "dtype", "attention_backend", "forward_pass", "forward_pass_reason")
+_MODEL_FIELDS = ("family", "vocab_size", "eos_token_ids", "model_fingerprint", *_COMPUTATION)
+_WORKER_FIELDS = ("pid", "torch_version", "transformers_version", *_COMPUTATION)
 WORKER_MEMORY = ("weight_bytes", "kv_cache_bytes", "step_memory_bytes", "swap_memory_bytes")
 _GAUGES = (
     *("num_tokens_waiting", "steps_in_flight", "num_blocks", "blocks_used", "blocks_cached", "draining"),
@@ -128,18 +130,14 @@ def _counters(core: CoreSnapshot, figures: ServerStats) -> pb.Counters:
 def _worker_status(snapshot: EngineSnapshot) -> pb.WorkerStatus:
     base, per_token, per_kv_token = snapshot.core.step_time
     hello = snapshot.worker.hello
-    status = pb.WorkerStatus(
+    return pb.WorkerStatus(
         up=hello is not None,
         joins=snapshot.worker.num_joins,
         step_base_seconds=base,
         step_seconds_per_token=per_token,
         step_seconds_per_kv_token=per_kv_token,
+        **({} if hello is None else {name: getattr(hello, name) for name in _WORKER_FIELDS}),
     )
-    if hello is not None:
-        status.pid, status.device, status.dtype = hello.pid, hello.device, hello.dtype
-        status.attention_backend = hello.attention_backend
-        status.torch_version, status.transformers_version = hello.torch_version, hello.transformers_version
-    return status
 
 
 def _workers(snapshot: EngineSnapshot) -> list[pb.WorkerStats]:
