@@ -97,6 +97,20 @@ def test_outputs_equal_those_of_each_row(family: str, has_correction: bool, norm
 
 
 @pytest.mark.usefixtures("each_library")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_of_shared_experts(dtype: torch.dtype) -> None:
+    """Qwen2-MoE's: the output of shared experts is multiplied by a number of each row. Rows are independent."""
+    mlp, x, shared = mlp_of(), torch.randn(33, HIDDEN).to(dtype), torch.randn(33, HIDDEN).to(dtype)
+    mlp.experts.to(dtype)
+    mlp.shared_expert_gate = nn.Linear(HIDDEN, 1, bias=False)
+    wanted = expected(mlp, x) + mlp.shared_expert_gate(x.float()).sigmoid() * shared
+    found = computed(described(mlp), x, shared=shared)
+    assert (found.double() - wanted).norm() < (1e-5 if dtype is torch.float32 else 0.02) * wanted.norm()
+    alone = [computed(described(mlp), row[None], shared=part[None]) for row, part in zip(x, shared, strict=True)]
+    assert torch.equal(torch.cat(alone), found)
+
+
+@pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize("packer", [pack, pack_twice, pack_int8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_independent(packer: Packer, dtype: torch.dtype) -> None:

@@ -41,7 +41,7 @@ def requests() -> list[Request]:
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a tiny model whose norms have weights and biases as no other."""
+    """Return a tiny model whose norms have weights and biases as no other, and whose routers correct their choice."""
     changes = dict[str, Any](WIDE)
     if family == "ministral3":  # beyond its original context queries are scaled
         rope = tiny_config(family).rope_parameters
@@ -50,7 +50,9 @@ def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in (
-            p for name, p in model.named_parameters() if p.ndim == 1 and ("norm" in name or "ln_" in name)
+            p
+            for name, p in [*model.named_parameters(), *model.named_buffers()]
+            if (p.ndim == 1 and ("norm" in name or "ln_" in name)) or name.endswith("e_score_correction_bias")
         ):
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return model

@@ -97,7 +97,7 @@ def test_bfloat16_equals_the_dequantized_model_within_rounding(name: str, tmp_pa
     ("name", "family"),
     [
         *((name, "llama") for name in ("gptq4-asym-v1-act", "awq-gemm", "w8a8")),
-        *(("mxfp4", "gpt_oss"), ("gptq4-asym-v1-act", "qwen3_moe")),
+        *(("mxfp4", "gpt_oss"), ("gptq4-asym-v1-act", "qwen3_moe"), ("w8a8", "qwen2_moe")),
     ],
 )
 def test_fused_forward_pass_multiplies_the_stored_matrices(name: str, family: str, tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ class Experts:
     """Alpha and limit of gpt-oss's activation; None: the activation of the model."""
     is_partial: bool
     """The outputs are sums over the features of this rank only, to be added over all ranks."""
+    shared_gate: Router | None
+    """With one expert: its weight multiplies the output of shared experts."""
 
     @property
     def count(self) -> int:
@@ -120,7 +122,7 @@ def experts_of(mlp: Any, family: str) -> Experts | None:
         router=Router(
             weight=_float(router.weight),
             bias=_float(getattr(router, "bias", None)),
-            correction=_float(getattr(router, "e_score_correction_bias", None)),
+            correction=_float(getattr(getattr(router, "moe_statics", router), "e_score_correction_bias", None)),
             num_chosen=int(router.top_k),
             is_sigmoid=family in _SIGMOID,
             normalizes=bool(getattr(router, "norm_topk_prob", True)),
@@ -131,8 +133,16 @@ def experts_of(mlp: Any, family: str) -> Experts | None:
         down=down,
         clamped_swiglu=(float(module.alpha), float(module.limit)) if is_interleaved else None,
         is_partial=is_divided(module),
+        shared_gate=_shared_gate(mlp),
     )
 
 
+def _shared_gate(mlp: Any) -> Router | None:
+    gate: Any = getattr(mlp, "shared_expert_gate", None)
+    return None if gate is None else Router(_float(gate.weight), None, None, 1, True, False, 1.0)
+
+
 def _float(tensor: Any) -> Any:
+    if isinstance(tensor, QuantizedWeight):
+        tensor = tensor.dequantized(torch.float32)
     return None if tensor is None else tensor.detach().float().contiguous()

@@ -17,7 +17,11 @@ from .decoder_experts import Experts, experts_of
 from .quantization.modules import QuantizedWeight
 from .shard import shard_of
 
-EXPERT_FAMILIES = frozenset({"dots1", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen3_moe"})
+EXPERT_FAMILIES = frozenset(
+    {
+        *("dots1", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    }
+)
 """Model types of `FAMILIES` with experts, which the fused pass of CPUs computes."""
 FAMILIES = EXPERT_FAMILIES | {
     *(
@@ -43,7 +47,7 @@ _GEMMA = frozenset({"gemma", "gemma2", "gemma3_text"})
 """Their norms multiply by 1 + weight, and their embeddings are scaled."""
 _REPEATED_ANGLES = frozenset({"cohere", "cohere2"})
 """Their rotary embeddings return each angle twice, the others all angles twice."""
-_ROTATES_PAIRS = frozenset({"ernie4_5", "glm4"}) | _REPEATED_ANGLES
+_ROTATES_PAIRS = frozenset({"ernie4_5", "ernie4_5_moe", "glm4"}) | _REPEATED_ANGLES
 _PARALLEL = frozenset({"cohere", "cohere2", "phi"})
 
 
@@ -302,7 +306,7 @@ def _layer(family: str, path: str, module: Any, rotary: int | None) -> DecoderLa
     attention: Any = _first(module, "self_attn", "attention", "attn")
     mlp = _first(module, "mlp", "block_sparse_moe") or module  # the layer itself in OPT
     experts = experts_of(mlp, family)
-    dense = mlp if experts is None else getattr(mlp, "shared_experts", None)
+    dense = mlp if experts is None else _first(mlp, "shared_experts", "shared_expert")
     paths = {x: name for name, x in module.named_modules(prefix=path)}
 
     def parts(owner: Any, *choices: str) -> tuple[Part, ...]:

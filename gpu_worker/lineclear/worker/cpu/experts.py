@@ -69,6 +69,7 @@ class PackedExperts:
     def __init__(self, experts: Experts, packer: Packer, arena: HugePageArena, *, has_shared: bool) -> None:
         """`has_shared`: shared experts, or an MLP, write the output first, and these add theirs."""
         self._experts, self._router, self._has_shared = experts, _Router.of(experts.router), has_shared
+        self._shared_gate = None if experts.shared_gate is None else _Router.of(experts.shared_gate)
         stacks = experts.gate_up, experts.down
         self._gate_up, self._down = (_packed(stack, experts.count, packer, arena) for stack in stacks)
 
@@ -77,20 +78,27 @@ class PackedExperts:
     ) -> list[Call]:
         """Return the calls from `rows` rows of x to those of out, both [num_tokens, hidden size]."""
         b, num_places = buffers, DynamicInt.from_address(buffers.counts[-1:].data_ptr())
-        sizes = ELEMENTS[x.dtype], b.gated.shape[1], b.places.shape[1], out.shape[1], self._has_shared
-        element, width, chosen, hidden_size, adds = map(ctypes.c_int64, sizes)
+        sizes = ELEMENTS[x.dtype], b.gated.shape[1], b.places.shape[1], out.shape[1], self._has_shared, 1, 0
+        element, width, chosen, hidden_size, adds, one, replaces = map(ctypes.c_int64, sizes)
         gate = kernels.activate(num_places, activation, b.gate_up, b.gated)
         if self._experts.clamped_swiglu is not None:
             limits = map(ctypes.c_float, self._experts.clamped_swiglu)
             gate = _kernel("clamped_swiglu"), (element, num_places, width, *limits, *map(pointer, (b.gate_up, b.gated)))
-        outputs = map(pointer, (b.states, b.places, b.weights))
+        routed, weights = tuple(map(pointer, (x, *b[:4]))), (pointer(b.places), pointer(b.weights))
+        of_shared = list[Call]()
+        if self._shared_gate is not None:  # it uses the buffers first: place i is row i
+            of_shared = [
+                (_kernel("route"), (pointer_to(self._shared_gate), element, rows, *routed)),
+                (_kernel("combine"), (element, rows, one, hidden_size, pointer(out), *weights, replaces, pointer(out))),
+            ]
         return [
-            (_kernel("route"), (pointer_to(self._router), element, rows, *map(pointer, (x, *b[:4])))),
+            *of_shared,
+            (_kernel("route"), (pointer_to(self._router), element, rows, *routed)),
             kernels.gather(num_places, pointer(x), pointer(b.rows), b.states),
             type(self._gate_up[0]).bind_experts(self._gate_up, b.counts, b.states, b.gate_up),
             gate,
             type(self._down[0]).bind_experts(self._down, b.counts, b.gated, b.states),
-            (_kernel("combine"), (element, rows, chosen, hidden_size, *outputs, adds, pointer(out))),
+            (_kernel("combine"), (element, rows, chosen, hidden_size, pointer(b.states), *weights, adds, pointer(out))),
         ]
 
 

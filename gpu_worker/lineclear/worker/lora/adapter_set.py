@@ -52,7 +52,7 @@ class AdapterSet:
         self.put: Put = partial(to_device, device=device)
         """Brings an array of `start_step` to the device. Its values have to be there when the model runs."""
         self._dtype, self._device = dtype, device
-        self._modules = _adaptable(model)
+        self._modules = _adaptable(model, has_hooks=has_hooks)
         self._has_hooks = has_hooks
         self.has_groups = has_hooks
         """`start_step` brings the rows of each adapter to the device, for `add_product`."""
@@ -157,14 +157,15 @@ class AdapterSet:
         return add_product
 
 
-def _adaptable(model: Any) -> dict[str, Any]:
+def _adaptable(model: Any, *, has_hooks: bool) -> dict[str, Any]:
     """Return the linear layers of the decoder layers by path: neither embeddings nor the output layer.
 
-    Nor those that latent attention absorbs: they are not called.
+    Nor those that are not called: latent attention absorbs them, or the fused pass computes them with the router.
     """
     head, kinds = model.get_output_embeddings(), nn.Linear | QuantizedLinear
+    uncalled = (".kv_b_proj",) if has_hooks else (".kv_b_proj", ".shared_expert_gate")
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, kinds) and module is not head and not name.endswith(".kv_b_proj")
+        if isinstance(module, kinds) and module is not head and not name.endswith(uncalled)
     }
