@@ -367,6 +367,24 @@ def test_adapter_of_another_model_is_refused(adapters: Callable[[str], list[Path
         small.load_adapter(1, adapter_files.read(first, 16).key, str(first))
 
 
+@needs_kernels
+def test_the_gate_of_shared_experts_is_adapted_by_hooks_alone(tmp_path: Path) -> None:
+    """The fused pass adapts the shared experts themselves, and computes their gate as a router."""
+    make_model = partial(tiny_model, "qwen2_moe", **WIDE)
+    gate = save_adapter(make_model(), tmp_path / "gate", 1, ["shared_expert_gate"])
+    shared = save_adapter(make_model(), tmp_path / "shared", 1, ["q_proj", "gate_proj", "up_proj", "down_proj"])
+    fused = build_fused(wrap_model(make_model()))
+    assert fused is not None
+    server = InProcess(ModelRunner(fused, RunnerOptions(num_blocks=64)), CoreLimits())
+    with pytest.raises(AdapterFilesRefused, match=r"no linear layer .*shared_expert_gate that can be adapted"):
+        server.load_adapter(gate)
+    by_hooks = InProcess(ModelRunner(wrap_model(make_model()), RunnerOptions(num_blocks=64)), CoreLimits())
+    for found, path in ((server, shared), (by_hooks, shared), (by_hooks, gate)):
+        prompt = tuple(range(5, 22))
+        request = Request(path.name, prompt, Sampling(), 8, adapter=found.load_adapter(path))
+        assert found.serve([request])[path.name] == peft_answer(make_model, path, prompt, 8)
+
+
 def test_adapter_of_an_absorbed_matrix_is_refused(tmp_path: Path) -> None:
     """Latent attention does not call `kv_b_proj`; the other layers of the same attention are adapted."""
     refused = save_adapter(tiny_model("youtu"), tmp_path / "refused", 1, ["kv_b_proj"])

@@ -152,7 +152,8 @@ class AdapterSet:
     def _hook(self, name: str) -> Any:
         def add_product(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if self.rows is not None:
-                self.add_product(name, inputs[0][0], output[0])  # [1, tokens, features]
+                x = inputs[0]  # [1, tokens, features], without the first dimension in shared experts
+                self.add_product(name, x.view(-1, x.shape[-1]), output.view(-1, output.shape[-1]))
 
         return add_product
 
@@ -162,8 +163,8 @@ def _adaptable(model: Any, *, has_hooks: bool) -> dict[str, Any]:
 
     Nor those that are not called: latent attention absorbs them, or the fused pass computes them with the router.
     """
-    head, kinds = model.get_output_embeddings(), nn.Linear | QuantizedLinear
     uncalled = (".kv_b_proj",) if has_hooks else (".kv_b_proj", ".shared_expert_gate")
+    head, kinds = model.get_output_embeddings(), nn.Linear | QuantizedLinear
     return {
         name: module
         for name, module in model.named_modules()
