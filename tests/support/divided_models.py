@@ -83,7 +83,10 @@ def model_of(family: str) -> Any:
     """Return a tiny model of a family whose heads four ranks can divide."""
     name = "llama" if family == ALTERED else family.removeprefix(FUSED)
     config, sizes = tiny_config(name), _SIZES if name == family else _FUSED_SIZES
-    return tiny_model(name, **{key: size for key, size in sizes.items() if hasattr(config, key)})
+    changes = {key: size for key, size in sizes.items() if hasattr(config, key)}
+    if hasattr(config, "kv_lora_rank"):  # latent attention has keys for each head
+        changes["num_key_value_heads"] = changes["num_attention_heads"]
+    return tiny_model(name, **changes)
 
 
 def load(ranks: Ranks, family: str) -> LoadedModel:
