@@ -184,6 +184,7 @@ class App:
             address=server.address,
             admin_address=server.admin_address,
             health_address=server.health_address,
+            gateway_address=server.gateway_address,
         )
         # Objects made at start live as long as the process: collecting garbage among them would only pause all streams.
         gc.collect()

@@ -146,7 +146,7 @@ def _demo_directory() -> Path:
 
 
 def _check_addresses(settings: SchedulerSettings) -> None:
-    for setting in ("listen", "admin_listen", "health_listen", "metrics_listen", "status_listen"):
+    for setting in ("listen", "admin_listen", "health_listen", "metrics_listen", "status_listen", "gateway_listen"):
         if address := getattr(settings, setting):
             try:
                 check_bindable(address)

@@ -183,6 +183,11 @@ def _of_security(settings: SchedulerSettings) -> Iterable[tuple[object, str]]:
         " --insecure-allow-remote",
     )
     yield (
+        not is_local(settings.gateway_listen) and not settings.insecure_allow_remote and settings.lacks(),
+        f"--gateway-listen {settings.gateway_listen} {is_open} and there is {settings.lacks()}; use 127.0.0.1, or set"
+        " --insecure-allow-remote",
+    )
+    yield (
         settings.admin_listen and not is_local(settings.admin_listen) and not (tls and tokens),
         f"--admin-listen {settings.admin_listen} {is_open}; use 127.0.0.1 or unix:, or set --tls-cert-file and"
         " --admin-token-file",

@@ -146,6 +146,9 @@ class SchedulerFields(settings_base.ProcessSettings):
     """A host:port for the status page. It shows steps, slots, queue and KV blocks in a browser. It needs the token of
     admin_token_file if that is set, and has TLS if tls_cert_file is set. On a network interface it needs both; behind a
     proxy with TLS, insecure_allow_remote instead of the certificate."""
+    gateway_listen: Annotated[str, _port_for("gateways connect by TCP")] = ADDRESSES.field("")
+    """A host:port for gateways that offer the OpenAI API. It serves vllm.grpc.engine.VllmEngine and needs the package
+    smg-grpc-proto. It has the tokens of token_file and TLS as `listen` does."""
     reflection: bool = ADDRESSES.field(True)
     """Offer gRPC server reflection (v1 and v1alpha). listen and admin_listen describe the methods that they serve."""
     channelz: bool = ADDRESSES.field(False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from google.protobuf.message import Message
 
@@ -43,16 +43,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         """Stream the answer to one request. A hang-up cancels it."""
-        live = self._requests.admit(request, await self._call(request, context))
-        async with self._response_writer(context) as writer:
-            with live:
-                await live.submit(request)
-                while not live.is_closed:
-                    await live.wait()
-                    for response, _, error in read_answer(live):
-                        if error is not None:
-                            raise error
-                        await writer.write(response)
+        async with self.writer(context) as writer:
+            await self.answer(request, context, writer.write)
+
+    async def answer(
+        self, request: pb.GenerateRequest, context: Context, write: Callable[[pb.GenerateResponse], Awaitable[None]]
+    ) -> None:
+        """Write the responses to one request. Raises its error."""
+        with self._requests.admit(request, await self._call(request, context)) as live:
+            await live.submit(request)
+            while not live.is_closed:
+                await live.wait()
+                for response, _, error in read_answer(live):
+                    if error is not None:
+                        raise error
+                    await write(response)
 
     async def Session(  # type: ignore[override]  # writes to the context instead of returning an iterator
         self, orders: AsyncIterator[pb.SessionRequest], context: Context
@@ -62,7 +67,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         deadline = None if remaining is None else self._services.clock() + remaining
         caller, tenant = _identify(context)  # inherited by the tasks of the session
         session = Session(self._requests, caller, tenant, _access_check(context), deadline)
-        writer = self._response_writer(context)
+        writer = self.writer(context)
         # Clients wait for the headers before they send commands.
         await writer.send_headers(session_headers(self._services.settings.max_request_bytes))
         if (rejection := self._services.model.rejection()) is not None:
@@ -101,7 +106,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         answer = self._submitted.find(identity.caller(context), request.request_id)
         messages = answer.read(request.from_index, *request.more_from_indexes)
         note_request()
-        async with self._response_writer(context) as writer:
+        async with self.writer(context) as writer:
             async for message in messages:
                 await writer.write(pb.AttachResponse(response=message))
 
@@ -133,7 +138,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         arrival = await self._requests.pace(message)
         return Call(self._services.model.require(), caller, tenant, arrival, remaining)
 
-    def _response_writer(self, context: Context) -> ResponseWriter:
+    def writer(self, context: Context) -> ResponseWriter:
+        """Return the writer of a call."""
         return ResponseWriter(context, self._services.settings.stall_timeout_seconds)
 
     async def Score(  # type: ignore[override]  # returns the encoded response

@@ -75,7 +75,7 @@ class Server:
         public = (service_module.NAME, health_module.SERVICE)
         data = self._offer(service, settings.token_file, lambda method: method not in withheld, public)
         self.address = bind(data, settings.listen, credentials)
-        self.admin_address = self.health_address = ""
+        self.admin_address = self.health_address = self.gateway_address = ""
         if settings.admin_listen:
             offered = admin_module.METHODS | ADMIN_ONLY | EVERYWHERE
             names = (*NAMES, health_module.SERVICE, *(CHANNELZ,) * settings.channelz)
@@ -84,6 +84,8 @@ class Server:
             if settings.channelz:
                 add_channelz_servicer(admin)
             self.admin_address = bind(admin, settings.admin_listen, credentials)
+        if settings.gateway_listen:
+            self.gateway_address = bind(self._offer_to_gateways(manager, service), settings.gateway_listen, credentials)
         if settings.health_listen:
             probes = grpc.aio.server(interceptors=(self._guard(),), options=probe_options(settings))
             self.health.add_to(probes)
@@ -97,27 +99,44 @@ class Server:
 
         Reflection describes the services `names`.
         """
-        interceptors: list[grpc.aio.ServerInterceptor] = [
-            MethodFilterInterceptor(has, self._count_error),
-            self._guard(),
-        ]
+        server = self._create(token_file, MethodFilterInterceptor(has, self._count_error))
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+        if self._settings.reflection:
+            reflection_module.add(server, names, lambda method: has(method) or not method.startswith(_PREFIXES))
+        return server
+
+    def _offer_to_gateways(self, manager: RequestManager, service: InferenceService) -> grpc.aio.Server:
+        """Create a server with health and VllmEngine. Raises ConfigurationError without the package of its protocol."""
+        try:
+            from lineclear.scheduler.gateway import gateway_service
+        except ImportError as error:
+            raise ConfigurationError(
+                f"--gateway-listen needs the package smg-grpc-proto ({error}); pip install 'lineclear[gateway]'"
+            ) from None
+        server = self._create(self._settings.token_file, guarding=(gateway_service.NAME,))
+        gateway_service.add_to(server, gateway_service.GatewayService(manager, service))
+        return server
+
+    def _create(
+        self, token_file: str, *interceptors: grpc.aio.ServerInterceptor, guarding: Sequence[str] = NAMES
+    ) -> grpc.aio.Server:
+        """Create a server for requests that has health, and tokens if given."""
+        guard = self._guard(*guarding)
+        first: list[grpc.aio.ServerInterceptor] = []
         if token_file:
             path = Path(token_file)
             tokens = ReloadingFile([path], lambda: read_tokens(path))
             # First: a client without a token must not learn which methods exist.
-            interceptors.insert(0, AuthenticationInterceptor(tokens, self._count_error))
-        server = grpc.aio.server(interceptors=interceptors, options=data_options(self._settings))
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+            first = [AuthenticationInterceptor(tokens, self._count_error)]
+        server = grpc.aio.server(interceptors=[*first, *interceptors, guard], options=data_options(self._settings))
         self.health.add_to(server)
-        if self._settings.reflection:
-            reflection_module.add(server, names, lambda method: has(method) or not method.startswith(_PREFIXES))
         self._servers.append(server)
         return server
 
-    def _guard(self) -> ErrorInterceptor:
+    def _guard(self, *services: str) -> ErrorInterceptor:
         """Create the error interceptor of one listener. It caches handlers, so listeners cannot share one."""
-        services = (*NAMES, health_module.SERVICE, CHANNELZ, *reflection_module.SERVICES)
-        guard = ErrorInterceptor(*services, reading=RequestReader(self._settings), on_error=self._count_error)
+        guarded = (*services, health_module.SERVICE, CHANNELZ, *reflection_module.SERVICES)
+        guard = ErrorInterceptor(*guarded, reading=RequestReader(self._settings), on_error=self._count_error)
         self._errors.append(guard)
         return guard
 

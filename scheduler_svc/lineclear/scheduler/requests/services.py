@@ -50,6 +50,8 @@ class RequestServices:
         """`model` is the directory with the tokenizer."""
         self.settings = settings
         """Those in force."""
+        self.directory = model or Path()
+        """Of the model."""
         self.engine = engine
         self.clock = clock
         self.on_worker: Callable[[WorkerStatus], None] = lambda status: None
