@@ -76,6 +76,14 @@ class Donor(NamedTuple):
     num_positions: int
 
 
+class Prefix(NamedTuple):
+    """A block in the prefix cache: its key, that of the block before, and its `token_bytes`."""
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+
+
 def min_copied(block_size: int) -> int:
     """Return how many positions of a block are worth a copy. It takes a worker as long as to compute one or two."""
     return max(1, block_size // 4)
@@ -302,6 +310,11 @@ class BlockPool:
         """Return the free blocks that keep a prefix."""
         return tuple(self._cached)
 
+    def prefixes(self) -> list[Prefix]:
+        """Return the published blocks of prompts, in any order; none with recurrent states."""
+        parents = self._children.parents()
+        return [Prefix(k, p, t) for k, p, t in zip(self._keys, parents, self._tokens, strict=True) if k and p]
+
     def _unpublish(self, block: int) -> None:
         key = self._keys[block]
         if key is not None:
@@ -406,6 +419,10 @@ class ChildBlocks:
         del children[bisect_left(children, child)]
         if len(children) == 1:
             self._children[place] = children[0][1]
+
+    def parents(self) -> list[bytes | None]:
+        """Return by block the key of the prefix that it continues; None for a block without an entry."""
+        return [None if place is None else place[: -self._min_bytes] for place in self._places]
 
     def longest(self, parent: bytes, tokens: Sequence[int], start: int, end: int) -> Donor | None:
         """Return the child of `parent` that shares the most leading tokens with `tokens[start:end]`."""

@@ -24,7 +24,7 @@ from lineclear.errors import (
     ServerDraining,
 )
 from lineclear.scheduler.core import limits
-from lineclear.scheduler.core.block_pool import BlockHash, BlockHasher
+from lineclear.scheduler.core.block_pool import BlockHash, BlockHasher, Prefix
 from lineclear.scheduler.core.core_state import LiveRequests, SharedState, WorkerState
 from lineclear.scheduler.core.events import Admitted, Event, FinishReason, QueuePosition, WorkerJoined, WorkerLost
 from lineclear.scheduler.core.inflight_step import ChunkRow
@@ -389,6 +389,11 @@ class Scheduler:
     def state(self) -> SharedState:
         """Queues, workers and counters, for observers on the caller's thread. They change nothing."""
         return self._state
+
+    def prefixes(self, cache_salt: bytes) -> tuple[bytes, list[Prefix]]:
+        """Return the start of a salt's chains, and the cached blocks of prompts of all workers and salts."""
+        pools = (worker.batch.pool for worker in self._state.workers.values())
+        return self._block_hash(cache_salt, None, b""), [prefix for pool in pools for prefix in pool.prefixes()]
 
     def clear_prefix_cache(self, now: float) -> None:
         """Empty the prefix cache of every worker."""

@@ -13,6 +13,7 @@ import structlog
 
 from lineclear.errors import LineclearError
 from lineclear.process.exception_location import exception_fields
+from lineclear.scheduler.core.block_pool import Prefix
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine_loop import EngineLoop
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerStatus
@@ -87,6 +88,12 @@ class Engine:
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache of each worker."""
         self._loop.inbox.add(self._core.clear_prefix_cache)
+
+    def prefixes(self, cache_salt: bytes) -> Future[tuple[bytes, list[Prefix]]]:
+        """Return the start of a salt's chains, and the cached blocks of prompts of all workers and salts."""
+        found: Future[tuple[bytes, list[Prefix]]] = Future()
+        self.call_on_engine_thread(lambda: found.set_result(self._core.prefixes(cache_salt)))
+        return found
 
     def load_adapter(self, key: bytes, path: str) -> Future[None]:
         """Load an adapter on every joined worker. The future raises AdapterRefused or AdapterLimitReached."""

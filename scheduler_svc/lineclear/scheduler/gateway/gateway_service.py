@@ -26,12 +26,14 @@ from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.identity import Context
 from lineclear.v1 import inference_pb2 as pb
 
+from .prefix_feed import PrefixFeed
 from .tokenizer_archive import tokenizer_archive
 from .translation import AnswerTranslation, to_lineclear
 
 NAME: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
 _CHUNK_BYTES = 64 * 1024
+_EVENT_SECONDS = 0.25
 
 
 class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -155,6 +157,19 @@ class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 digest = hashlib.sha256(data).hexdigest() if is_last else ""
                 await writer.write(common.GetTokenizerChunk(data=data[start : start + _CHUNK_BYTES], sha256=digest))
 
+    async def SubscribeKvEvents(  # type: ignore[override]  # writes to the context instead of returning an iterator
+        self, request: common.SubscribeKvEventsRequest, context: Context
+    ) -> None:
+        """Stream what enters and leaves the prefix cache of this caller: first all that is in it, then changes."""
+        salt, engine = identity.cache_salt(identity.caller(context)), self._manager.services.engine
+        feed = PrefixFeed(request.start_sequence_number)
+        async with self._service.writer(context) as writer:
+            while self._manager.services.model.rejection() is None:
+                found = await asyncio.wrap_future(engine.prefixes(salt))
+                if (batch := feed.next_batch(*found)) is not None:
+                    await writer.write(batch)
+                await asyncio.sleep(_EVENT_SECONDS)
+
     async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> common.FlushCacheResponse:
         """Empty the prefix cache. Requests in progress keep their blocks."""
         self._manager.services.engine.clear_prefix_cache()
@@ -168,7 +183,7 @@ def _unsupported(name: str) -> Any:
     return refuse
 
 
-for _name in ("StartProfile", "StopProfile", "SubscribeKvEvents"):
+for _name in ("StartProfile", "StopProfile"):
     setattr(GatewayService, _name, _unsupported(_name))
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from lineclear.errors import LineclearError
+from lineclear.scheduler.core.block_pool import Prefix
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerStatus
 
@@ -35,6 +36,14 @@ class EngineApi(Protocol):
 
     def unload_adapter(self, key: bytes) -> Future[int]:
         """Take no further requests for an adapter. The future has the number of those that use it."""
+
+    def prefixes(self, cache_salt: bytes) -> Future[tuple[bytes, list[Prefix]]]:
+        """Return the start of a salt's chains, and the cached blocks of prompts of all workers and salts."""
+        ...
+
+    def clear_prefix_cache(self) -> None:
+        """Empty the prefix cache of each worker."""
+        ...
 
     def drain(self) -> None:
         """Reject new requests."""
