@@ -20,6 +20,7 @@ from prometheus_client.core import Metric
 
 from lineclear.errors import InternalError, LineclearError, WorkerUnavailable
 from lineclear.exit_codes import ExitCode
+from lineclear.process import logging_setup
 from lineclear.process.exception_location import exception_fields
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler import metrics_export
@@ -112,7 +113,7 @@ class App:
         )
         watchdog.start()
         self._stack.callback(watchdog.stop)
-        async with self._metrics_server(), self._status_server():
+        async with self._metrics_server(), self._status_server(), self._http_gateway():
             try:
                 await self._run()
             finally:
@@ -166,6 +167,19 @@ class App:
             # Their threads do not keep the process alive.
             await asyncio.to_thread(steps.wait_until_idle, _STATUS_SECONDS)
             server.close()
+
+    @contextlib.asynccontextmanager
+    async def _http_gateway(self) -> AsyncIterator[None]:
+        """Run the gateway over HTTP, also during the shutdown, if the settings ask for one."""
+        if not self._settings.gateway:
+            yield
+            return
+        from lineclear.scheduler.grpc_api.gateway.http_gateway import HttpGateway
+
+        settings, is_console = self._settings, logging_setup.chosen(self._settings.log_format) == "console"
+        gateway = HttpGateway(settings.gateway_http, self._server.gateway_address, shows_example=is_console)
+        async with gateway.running():
+            yield
 
     async def _run(self) -> None:
         """Serve until the shutdown starts, then drain, or stop at once if it is forced."""

@@ -19,12 +19,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import structlog
 import uvloop
 
 from lineclear.exit_codes import ExitCode
+from lineclear.extras import install_command
 from lineclear.model_files import model_directory
 from lineclear.model_files.model_directory import NotServable
 from lineclear.process import core_dumps, logging_setup, malloc_arenas
@@ -94,6 +96,7 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
     if settings.exit_on_stdin_close:
         shutdown.watch_standard_input()
     model = _model(settings)
+    _check_packages(settings)
     _check_addresses(settings)
     _check_files(settings)
     with _socket_directory(settings) as directory, contextlib.ExitStack() as stack:
@@ -145,8 +148,21 @@ def _demo_directory() -> Path:
     raise ConfigurationError("the demonstration model is not installed; name a model with --model")
 
 
+def _check_packages(settings: SchedulerSettings) -> None:
+    """Raise ConfigurationError for a package of the extra `gateway` that the settings need and that is not there."""
+    for flag, package in (("--gateway", "smg"), ("--gateway-listen", "smg_grpc_proto")):
+        is_needed = settings.gateway or (settings.gateway_listen and flag == "--gateway-listen")
+        if is_needed and find_spec(package) is None:
+            name = package.replace("_", "-")
+            raise ConfigurationError(
+                f"{flag} needs the package {name}, which is not installed; {install_command('gateway')}"
+            )
+
+
 def _check_addresses(settings: SchedulerSettings) -> None:
-    for setting in ("listen", "admin_listen", "health_listen", "metrics_listen", "status_listen", "gateway_listen"):
+    settings_of_addresses = ["listen", "admin_listen", "health_listen", "metrics_listen", "status_listen"]
+    settings_of_addresses += ["gateway_listen", *["gateway_http"] * settings.gateway]
+    for setting in settings_of_addresses:
         if address := getattr(settings, setting):
             try:
                 check_bindable(address)

@@ -183,8 +183,20 @@ def _of_security(settings: SchedulerSettings) -> Iterable[tuple[object, str]]:
         " --insecure-allow-remote",
     )
     yield (
-        not is_local(settings.gateway_listen) and not settings.insecure_allow_remote and settings.lacks(),
+        settings.gateway_listen
+        and not is_local(settings.gateway_listen)
+        and not settings.insecure_allow_remote
+        and settings.lacks(),
         f"--gateway-listen {settings.gateway_listen} {is_open} and there is {settings.lacks()}; use 127.0.0.1, or set"
+        " --insecure-allow-remote",
+    )
+    yield (
+        settings.gateway and (tls or settings.token_file),
+        "--gateway starts smg without certificates and tokens; start smg yourself before --gateway-listen",
+    )
+    yield (
+        settings.gateway and not is_local(settings.gateway_http) and not settings.insecure_allow_remote,
+        f"--gateway-http {settings.gateway_http} {is_open} and has no authentication; use 127.0.0.1, or set"
         " --insecure-allow-remote",
     )
     yield (

@@ -149,6 +149,11 @@ class SchedulerFields(settings_base.ProcessSettings):
     gateway_listen: Annotated[str, _port_for("gateways connect by TCP")] = ADDRESSES.field("")
     """A host:port for gateways that offer the OpenAI API. It serves vllm.grpc.engine.VllmEngine and needs the package
     smg-grpc-proto. It has the tokens of token_file and TLS as `listen` does."""
+    gateway: bool = ADDRESSES.field(False)
+    """Start the gateway smg beside the server. It offers the OpenAI and Anthropic APIs at gateway_http, and speaks with
+    gateway_listen, which is then a free port of 127.0.0.1 unless it is set."""
+    gateway_http: Annotated[str, _port_for("HTTP clients connect by TCP")] = ADDRESSES.field("127.0.0.1:8000")
+    """The host:port at which smg serves HTTP. It has neither TLS nor authentication."""
     reflection: bool = ADDRESSES.field(True)
     """Offer gRPC server reflection (v1 and v1alpha). listen and admin_listen describe the methods that they serve."""
     channelz: bool = ADDRESSES.field(False)

@@ -84,8 +84,8 @@ class Server:
             if settings.channelz:
                 add_channelz_servicer(admin)
             self.admin_address = bind(admin, settings.admin_listen, credentials)
-        if settings.gateway_listen:
-            self.gateway_address = bind(self._offer_to_gateways(manager, service), settings.gateway_listen, credentials)
+        if gateway_listen := settings.gateway_listen or (_ANY_LOCAL_PORT if settings.gateway else ""):
+            self.gateway_address = bind(self._offer_to_gateways(manager, service), gateway_listen, credentials)
         if settings.health_listen:
             probes = grpc.aio.server(interceptors=(self._guard(),), options=probe_options(settings))
             self.health.add_to(probes)
@@ -106,13 +106,9 @@ class Server:
         return server
 
     def _offer_to_gateways(self, manager: RequestManager, service: InferenceService) -> grpc.aio.Server:
-        """Create a server with health and VllmEngine. Raises ConfigurationError without the package of its protocol."""
-        try:
-            from lineclear.scheduler.gateway import gateway_service
-        except ImportError as error:
-            raise ConfigurationError(
-                f"--gateway-listen needs the package smg-grpc-proto ({error}); pip install 'lineclear[gateway]'"
-            ) from None
+        """Create a server with health and VllmEngine."""
+        from lineclear.scheduler.grpc_api.gateway import gateway_service  # the package of an extra
+
         server = self._create(self._settings.token_file, guarding=(gateway_service.NAME,))
         gateway_service.add_to(server, gateway_service.GatewayService(manager, service))
         return server
@@ -196,6 +192,7 @@ async def _log_expiry(certificates: ServerCertificates) -> None:
 # --- methods of a listener -------------------------------------------------------------------------------------------
 
 
+_ANY_LOCAL_PORT = "127.0.0.1:0"
 _PREFIXES = tuple(f"/{name}/" for name in NAMES)
 
 

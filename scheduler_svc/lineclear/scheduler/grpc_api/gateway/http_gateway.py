@@ -1,0 +1,112 @@
+"""`--gateway`: the gateway smg as a child process. It offers the OpenAI and Anthropic APIs over HTTP.
+
+smg speaks vllm.grpc.engine.VllmEngine with this server. It is started again when it exits, and ends with the scheduler,
+however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from urllib.request import ProxyHandler, build_opener
+
+import structlog
+
+from lineclear.process import logging_setup
+from lineclear.process.parent_death import ParentDeathPipe
+from lineclear.process.standard_error import write_stderr
+from lineclear.scheduler.addresses import parse_address
+
+log = structlog.get_logger()
+
+_PROGRAM = (
+    "import sys; from lineclear.process import parent_death; parent_death.die_with_parent(); from smg.cli import main;"
+    " sys.exit(main())"
+)
+_POLL_SECONDS, _START_SECONDS, _STOP_SECONDS = 0.2, 1800, 5.0  # a large model loads for minutes
+_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 1.0, 60.0
+
+
+class HttpGateway:
+    """Runs smg at an HTTP address, before the listener for gateways at another. Used on the event loop."""
+
+    def __init__(self, http_address: str, engine_address: str, *, shows_example: bool) -> None:
+        """`shows_example`: print a command that tries the API, beside the log lines."""
+        host, port = parse_address(http_address)
+        self._url, self._shows_example = f"http://{http_address}", shows_example
+        options = {"--worker-urls": f"grpc://{engine_address}", "--host": host.strip("[]"), "--port": port}
+        options |= {"--worker-startup-timeout-secs": _START_SECONDS, "--log-level": "warn"}
+        self._arguments = ["launch", *(str(part) for option in options.items() for part in option)]
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Keep smg running during the block."""
+        task = asyncio.ensure_future(self._run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+
+    async def _run(self) -> None:
+        backoff_seconds = _MIN_BACKOFF_SECONDS
+        lifeline = ParentDeathPipe()
+        try:
+            while True:
+                started_at = asyncio.get_running_loop().time()
+                code = await self._run_once(lifeline)
+                log.error("gateway_exited", exit_code=code, restart_in_seconds=backoff_seconds)
+                await asyncio.sleep(backoff_seconds)
+                lived = asyncio.get_running_loop().time() - started_at
+                is_short = lived < _MAX_BACKOFF_SECONDS
+                backoff_seconds = min(2 * backoff_seconds, _MAX_BACKOFF_SECONDS) if is_short else _MIN_BACKOFF_SECONDS
+        finally:
+            lifeline.close()
+
+    async def _run_once(self, lifeline: ParentDeathPipe) -> int:
+        """Run one process until it exits. It is stopped when this is cancelled."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-c", _PROGRAM, *self._arguments),
+            env=os.environ | lifeline.environment(),
+            pass_fds=lifeline.inherited,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=logging_setup.standard_error_of_children(),
+            start_new_session=True,  # a Ctrl-C must reach only the scheduler, which drains first
+        )
+        ready = asyncio.ensure_future(self._announce())
+        try:
+            return await process.wait()
+        finally:
+            ready.cancel()
+            if process.returncode is None:
+                process.terminate()
+                try:
+                    await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+                except TimeoutError:
+                    process.kill()
+                    await process.wait()
+
+    async def _announce(self) -> None:
+        """Log where the API is once it answers."""
+        while True:
+            if (model := await asyncio.to_thread(self._model)) is not None:
+                break
+            await asyncio.sleep(_POLL_SECONDS)
+        log.info("gateway_serving", url=f"{self._url}/v1", model=model)
+        if self._shows_example:
+            body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16})
+            write_stderr(f"try: curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+
+    def _model(self) -> str | None:
+        """Return the name of the model that the gateway offers; None if it offers none yet."""
+        try:
+            with build_opener(ProxyHandler({})).open(f"{self._url}/v1/models", timeout=_POLL_SECONDS * 5) as answer:
+                models = json.load(answer)["data"]
+        except (OSError, ValueError, KeyError):
+            return None
+        return str(models[0]["id"]) if models else None

@@ -1,0 +1,200 @@
+"""`--gateway`: the real gateway before the demo model, asked by the packages `openai` and `anthropic`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import grpc
+import openai
+import pytest
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+from support.demo import PROMPTS, model
+from support.processes import is_running
+from support.service import Service, running, wait_for
+from support.sockets import free_ports
+from support.worker_kills import signal_worker
+
+LENGTH = 32
+NAME = "demo"
+ASKED: Any = [{"role": "user", "content": "Tell me about the sea."}]
+GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0.0}
+BOOLEAN: Any = {"type": "boolean"}
+TOOL: Any = {
+    "name": "switch",
+    "parameters": {
+        "type": "object",
+        "properties": {"on": BOOLEAN},
+        "required": ["on"],
+        "additionalProperties": False,
+    },
+}
+
+
+@dataclass
+class Gateway:
+    """A service with a gateway, and a client of each."""
+
+    service: Service
+    address: str
+    http: str
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://{self.http}/v1", api_key="none", max_retries=0)
+
+    def pid(self) -> int:
+        """Return the process of the gateway; 0 if there is none."""
+        for entry in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                pid, _, rest = entry.read_text().partition(" (")
+            except OSError:  # it has exited
+                continue
+            name, _, fields = rest.rpartition(") ")
+            if name.startswith("smg") and int(fields.split()[1]) == self.service.process.pid:
+                return int(pid)
+        return 0
+
+    def answers(self) -> bool:
+        try:
+            return [found.id for found in self.openai().models.list()] == [NAME]
+        except openai.APIError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Gateway]:
+    address, http = (f"127.0.0.1:{port}" for port in free_ports(2))
+    flags = ("--gateway", "--gateway-listen", address, "--gateway-http", http, "--served-model-name", NAME)
+    with running(*flags) as service:
+        found = Gateway(service, address, http)
+        wait_for(found.answers, "the gateway")
+        yield found
+        wait_for(service.is_idle, "idle at the end")
+        pid = found.pid()
+        assert is_running(pid)
+    assert not is_running(pid), "the gateway outlives the scheduler"
+
+
+@pytest.fixture
+def client(gateway: Gateway) -> Iterator[openai.OpenAI]:
+    with gateway.openai() as client:
+        yield client
+
+
+def prompt_ids(prompt: str) -> list[int]:
+    """Return the tokens of a prompt as the gateway sends them: without special ones."""
+    return list(model()[1](prompt, add_special_tokens=False).input_ids)
+
+
+def own_text(gateway: Gateway, prompt: str) -> str:
+    return gateway.service.client.generate(prompt_ids(prompt), temperature=0.0, max_tokens=LENGTH, ignore_eos=True).text
+
+
+def test_completion_equals_that_of_our_own_client(gateway: Gateway, client: openai.OpenAI) -> None:
+    for prompt in PROMPTS[:3]:
+        answer = client.completions.create(prompt=prompt, max_tokens=LENGTH, extra_body={"ignore_eos": True}, **GREEDY)
+        assert answer.choices[0].text == own_text(gateway, prompt)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == LENGTH
+
+
+def test_streamed_chat_equals_a_chat_of_our_own_client(gateway: Gateway, client: openai.OpenAI) -> None:
+    own = gateway.service.client.generate(ASKED, temperature=0.0, max_tokens=LENGTH)
+    stream = client.chat.completions.create(
+        messages=ASKED, max_tokens=LENGTH, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    pieces = list(stream)
+    assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == own.text
+    assert pieces[-1].usage is not None
+    assert pieces[-1].usage.completion_tokens == len(own.token_ids)
+    assert pieces[-1].usage.prompt_tokens == own.usage.prompt_tokens
+
+
+def test_messages_of_anthropic(gateway: Gateway) -> None:
+    own = gateway.service.client.generate(ASKED, temperature=0.0, max_tokens=8)
+    with anthropic.Anthropic(base_url=f"http://{gateway.http}", api_key="none", max_retries=0) as client:
+        answer: Any = client.messages.create(model=NAME, max_tokens=8, messages=ASKED, extra_body={"temperature": 0.0})
+    assert answer.content[0].text == own.text
+    assert answer.stop_reason == "max_tokens"
+
+
+def test_two_outputs_with_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=NAME, messages=ASKED, max_tokens=4, n=2, seed=3, logprobs=True, top_logprobs=2
+    )
+    assert sorted(choice.index for choice in answer.choices) == [0, 1]
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert len(choice.logprobs.content) == 4
+        assert all(entry.logprob <= 0 and len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+
+
+def test_schema_and_forced_tool(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": BOOLEAN}}
+    answer = client.chat.completions.create(messages=ASKED, max_tokens=LENGTH, response_format=form, **GREEDY)
+    assert (answer.choices[0].message.content or "").strip() in ("true", "false")
+    tools: Any = [{"type": "function", "function": TOOL}]
+    choice: Any = {"type": "function", "function": {"name": TOOL["name"]}}
+    answer = client.chat.completions.create(messages=ASKED, max_tokens=64, tools=tools, tool_choice=choice, **GREEDY)
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert call.function.name == TOOL["name"]
+    assert json.loads(call.function.arguments)["on"] in (True, False)
+
+
+def test_embedding_equals_that_of_our_own_client(gateway: Gateway, client: openai.OpenAI) -> None:
+    own = gateway.service.client.embed([PROMPTS[0]])
+    found = client.embeddings.create(model=NAME, input=PROMPTS[0]).data[0].embedding
+    assert found == pytest.approx(own.vectors[0], abs=1e-6)
+
+
+def test_too_long_prompt_is_400(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024"):
+        client.completions.create(prompt="a b c " * 2000, max_tokens=8, **GREEDY)
+
+
+def test_closed_stream_frees_its_blocks(gateway: Gateway, client: openai.OpenAI) -> None:
+    with client.chat.completions.create(messages=ASKED, max_tokens=900, stream=True, **GREEDY) as stream:
+        next(iter(stream))
+    wait_for(gateway.service.is_idle, "the cancelled request to end")
+
+
+def test_killed_worker_changes_no_answer(gateway: Gateway, client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        prompt=PROMPTS[0], max_tokens=LENGTH, stream=True, extra_body={"ignore_eos": True}, **GREEDY
+    )
+    texts = [next(iter(stream)).choices[0].text]
+    signal_worker(lambda: gateway.service.worker_pid)
+    texts += [piece.choices[0].text for piece in stream if piece.choices]
+    assert "".join(texts) == own_text(gateway, PROMPTS[0])
+
+
+def test_prefix_cache_is_told(gateway: Gateway, client: openai.OpenAI) -> None:
+    with grpc.insecure_channel(gateway.address) as channel:
+        stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        stub.FlushCache(common.FlushCacheRequest())
+        events = stub.SubscribeKvEvents(common.SubscribeKvEventsRequest())
+        first = next(events)
+        assert [event.WhichOneof("data") for event in first.events] == ["cleared"]
+        client.completions.create(prompt=PROMPTS[0] * 8, max_tokens=2, **GREEDY)
+        stored = next(events).events[0].stored
+        expected = prompt_ids(PROMPTS[0] * 8)
+        assert list(stored.blocks[0].token_ids) == expected[: stored.blocks[0].block_size]
+        assert not stored.HasField("parent_block_hash")
+        stub.FlushCache(common.FlushCacheRequest())
+        assert next(events).events[0].removed.block_hashes[0] == stored.blocks[0].block_hash
+        events.cancel()
+
+
+def test_killed_gateway_comes_back(gateway: Gateway) -> None:
+    killed = gateway.pid()
+    os.kill(killed, signal.SIGKILL)
+    wait_for(lambda: gateway.pid() not in (0, killed) and gateway.answers(), "another gateway")
