@@ -160,21 +160,35 @@ class AttentionBackend(ABC):
     num_splits: int | None = None
     """Set by `start_step` of a backend whose kernels can be captured in a CUDA graph: part of the shape of the step."""
 
-    @abstractmethod
+    def _make_pools(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+        """Allocate keys and values of each layer. Not zeroed: that would take all memory at once, not as it is used."""
+        self._keys = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
+        kept = list(zip(self.layers, self._keys, strict=True))
+        self._values = [keys if layer.value_dim else torch.empty_like(keys) for layer, keys in kept]
+        values = [pool for pool, layer in zip(self._values, self.layers, strict=True) if not layer.value_dim]
+        self._pools = [*self._keys, *values]
+
     def zero(self, blocks: Sequence[int]) -> None:
         """Zero the blocks in every layer."""
+        places = to_device(np.array(blocks, np.int64), self.device)
+        for view in self.block_views:
+            view.index_fill_(0, places, 0)
 
-    @abstractmethod
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy leading positions of blocks in every layer: all reads come before all writes.
 
         The other cells of a target become zero, unless the backend never reads cells that the owner did not write.
         """
+        sources, targets, lengths = (to_device(column, self.device) for column in np.array(copies, np.int64).T.copy())
+        is_left = torch.arange(self.block_size, device=self.device) >= lengths[:, None]
+        for view in self.block_views:
+            read = view.index_select(0, sources)
+            view.index_copy_(0, targets, read.masked_fill_(is_left[:, :, None, None], 0))
 
     @property
-    @abstractmethod
     def block_views(self) -> Sequence[Tensor]:
-        """Return views of the pools whose first dimension is the block. Together they hold all values of a block."""
+        """Return views of the pools by block, and then by position. Together they hold all values of a block."""
+        return self._pools
 
     def prefault(self, first: int, end: int) -> None:
         """Fault in the memory of the unused blocks [first, end)."""
@@ -216,9 +230,3 @@ def block_bytes(layers: Sequence[LayerSpec], block_size: int, kv_dtype: torch.dt
     scale = SCALE_BYTES if kv_dtype is torch.int8 else 0
     heads = [((1 if x.value_dim else 2) * x.num_kv_heads, x.head_dim) for x in layers]
     return sum(count * (dim * kv_dtype.itemsize + scale) for count, dim in heads) * block_size
-
-
-def value_pools(layers: Sequence[LayerSpec], keys: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Allocate the pools of values, which are those of keys for latents. Returns them, and each pool of all once."""
-    values = [pool if x.value_dim else torch.empty_like(pool) for x, pool in zip(layers, keys, strict=True)]
-    return values, [*keys, *(pool for pool, x in zip(values, layers, strict=True) if not x.value_dim)]

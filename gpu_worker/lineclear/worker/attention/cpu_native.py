@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lineclear.wire.messages import BlockCopy
 from lineclear.worker.huge_pages import HugePageArena
-from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, address, pointer, pointer_to
+from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, address, fields, pointer, pointer_to
 from lineclear.worker.kernels.native_library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
 
 from .base import AttentionBackend, Batch, LayerSpec
@@ -22,21 +22,10 @@ class _Layer(ctypes.Structure):
     """`LineclearLayer` in kernels/paged_attention.cpp."""
 
     _fields_ = (
-        ("element", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("num_heads", ctypes.c_int64),
-        ("num_kv_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("block_stride", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("chunk", ctypes.c_int64),
-        ("scaling", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("k_pool", ctypes.c_void_p),
-        ("v_pool", ctypes.c_void_p),
-        ("sinks", ctypes.c_void_p),
-        ("k_scales", ctypes.c_void_p),
-        ("v_scales", ctypes.c_void_p),
+        *fields(ctypes.c_int64, "element", "block_size", "num_heads", "num_kv_heads", "head_dim", "block_stride"),
+        *fields(ctypes.c_int64, "window", "chunk"),
+        *fields(ctypes.c_float, "scaling", "softcap"),
+        *fields(ctypes.c_void_p, "k_pool", "v_pool", "sinks", "k_scales", "v_scales"),
     )
 
 
@@ -44,15 +33,8 @@ class _Batch(ctypes.Structure):
     """`LineclearBatch` in kernels/paged_attention.cpp."""
 
     _fields_ = (
-        ("num_tokens", ctypes.c_int64),
-        ("num_chunks", ctypes.c_int64),
-        ("num_items", ctypes.c_int64),
-        ("cells", ctypes.c_void_p),
-        ("first", ctypes.c_void_p),
-        ("num_queries", ctypes.c_void_p),
-        ("start", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("blocks", ctypes.c_void_p),
+        *fields(ctypes.c_int64, "num_tokens", "num_chunks", "num_items"),
+        *fields(ctypes.c_void_p, "cells", "first", "num_queries", "start", "table", "blocks"),
     )
 
 
@@ -92,7 +74,7 @@ class NativeAttention(AttentionBackend):
         sizes = [x.num_kv_heads * x.head_dim * self.block_size for x in self.layers for _ in range(2)]
         self._pool = HugePageArena().allocate((self.num_blocks, sum(sizes)), self.kv_dtype)
         pools = torch.split(self._pool, sizes, dim=1)
-        self._keys, self._values = pools[::2], pools[1::2]  # [block, elements]
+        self._keys, self._values = list(pools[::2]), list(pools[1::2])  # [block, elements]
         shapes = [(2, self.num_blocks, x.num_kv_heads * self.block_size) for x in self.layers]
         self._scales = [torch.empty(shape) for shape in shapes] if self.kv_dtype is torch.int8 else []
         self._sinks = [None if x.sinks is None else x.sinks.detach().float().contiguous() for x in self.layers]
@@ -103,36 +85,16 @@ class NativeAttention(AttentionBackend):
         }
 
     def _describe(self, index: int) -> _Layer:
-        spec, sinks = self.layers[index], self._sinks[index]
-        return _Layer(
-            ELEMENTS[self.dtype],
-            self.block_size,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            self._keys[index].stride(0),
-            spec.window,
-            spec.chunk,
-            spec.scaling,
-            spec.softcap,
-            self._keys[index].data_ptr(),
-            self._values[index].data_ptr(),
-            None if sinks is None else sinks.data_ptr(),
-            *(scales.data_ptr() for scales in (self._scales[index] if self._scales else ())),
-        )
-
-    def zero(self, blocks: Sequence[int]) -> None:
-        for pool in (*self._keys, *self._values):
-            pool[list(blocks)] = 0
-        for scales in self._scales:
-            scales[:, list(blocks)] = 0
+        spec, keys = self.layers[index], self._keys[index]
+        sizes = ELEMENTS[self.dtype], self.block_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.stride(0)
+        arrays = keys, self._values[index], self._sinks[index], *(self._scales[index] if self._scales else ())
+        return _Layer(*sizes, spec.window, spec.chunk, spec.scaling, spec.softcap, *map(pointer, arrays))
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         # Whole blocks, since only the kernel knows their layout: it reads no copied cell that the owner did not write.
         sources, targets = [copy.source for copy in copies], [copy.target for copy in copies]
-        self._pool[targets] = self._pool[sources]
-        for scales in self._scales:
-            scales[:, targets] = scales[:, sources]
+        for view in self.block_views:
+            view[targets] = view[sources]
 
     @property
     def block_views(self) -> Sequence[Tensor]:

@@ -7,7 +7,7 @@ kernels are in packages of their own, and take block tables on one generation of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import varlen
-
-from lineclear.wire.messages import BlockCopy
-from lineclear.worker.staging import to_device
 
 from .base import AttentionBackend, Batch
 
@@ -38,21 +35,7 @@ class FlashAttention(AttentionBackend):
             )
         self._attention = varlen_attention(self.device)
         shapes = [(self.num_blocks, self.block_size, x.num_kv_heads, x.head_dim) for x in self.layers]
-        self._keys = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        self._values = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-
-    def zero(self, blocks: Sequence[int]) -> None:
-        self._fill(to_device(np.array(blocks, np.int64), self.device), range(len(self.layers)))
-
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        sources, targets, lengths = (to_device(column, self.device) for column in np.array(copies, np.int64).T.copy())
-        is_left = torch.arange(self.block_size, device=self.device) >= lengths[:, None]
-        for pool in (*self._keys, *self._values):
-            pool.index_copy_(0, targets, pool.index_select(0, sources).masked_fill_(is_left[:, :, None, None], 0))
-
-    @property
-    def block_views(self) -> Sequence[Tensor]:
-        return [*self._keys, *self._values]
+        self._make_pools(shapes, self.dtype)
 
     def start_step(self, batch: Batch) -> None:
         self._cells, self._fresh = self.put(batch.cells), self.put(batch.fresh_blocks)
@@ -67,9 +50,9 @@ class FlashAttention(AttentionBackend):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         spec, keys, values = self.layers[layer], self._keys[layer], self._values[layer]
-        if self._fresh.numel():
-            self._fill(self._fresh, (layer,))
         for pool, new in ((keys, key), (values, value)):
+            if self._fresh.numel():
+                pool.index_fill_(0, self._fresh, 0)
             pool.flatten(0, 1).index_copy_(0, self._cells, new)
         # Queries are the last positions of their sequence: a mask to the left of each is causal.
         output: Tensor = self._attention(
@@ -81,11 +64,6 @@ class FlashAttention(AttentionBackend):
             block_table=self._tables,
         )
         return output
-
-    def _fill(self, blocks: Tensor, layers: Sequence[int]) -> None:
-        for layer in layers:
-            for pool in (self._keys[layer], self._values[layer]):
-                pool.index_fill_(0, blocks, 0)
 
 
 def varlen_attention(device: torch.device) -> Callable[..., Any]:

@@ -5,46 +5,23 @@ Slow. The oracle for the tests of the other backends, for the compatibility prob
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lineclear.wire.messages import BlockCopy
-
-from .base import AttentionBackend, Batch, LayerSpec, value_pools
+from .base import AttentionBackend, Batch, LayerSpec
 
 
 class ReferenceAttention(AttentionBackend):
-    """Pools are [num_blocks * block_size, num_kv_heads, head_dim]."""
+    """Pools are [num_blocks, block_size, num_kv_heads, head_dim]."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        num_cells = self.num_blocks * self.block_size
-        shapes = [(num_cells, layer.num_kv_heads, layer.head_dim) for layer in self.layers]
+        shapes = [(self.num_blocks, self.block_size, x.num_kv_heads, x.head_dim) for x in self.layers]
         self._is_int8 = self.kv_dtype is torch.int8
-        dtype = torch.float32 if self._is_int8 else self.kv_dtype  # int8 pools hold dequantized float32 values
-        self._keys = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
-        self._values, self._pools = value_pools(self.layers, self._keys)
-
-    def zero(self, blocks: Sequence[int]) -> None:
-        for pool in self._pools:
-            for block in blocks:
-                pool[block * self.block_size : (block + 1) * self.block_size] = 0
-
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        for pool in self._pools:
-            blocks = pool.view(self.num_blocks, self.block_size, *pool.shape[1:])
-            read = [blocks[copy.source, : copy.num_positions].clone() for copy in copies]
-            for copy, cells in zip(copies, read, strict=True):
-                blocks[copy.target] = 0
-                blocks[copy.target, : copy.num_positions] = cells
-
-    @property
-    def block_views(self) -> Sequence[Tensor]:
-        return [pool.view(self.num_blocks, -1) for pool in self._pools]
+        self._make_pools(shapes, torch.float32 if self._is_int8 else self.kv_dtype)  # int8: the dequantized values
 
     def start_step(self, batch: Batch) -> None:
         self._batch = batch
@@ -56,11 +33,11 @@ class ReferenceAttention(AttentionBackend):
             self._contexts.append(self.put(cells[: chunk.end]))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = self._keys[layer], self._values[layer]
+        keys, values = self._keys[layer].flatten(0, 1), self._values[layer].flatten(0, 1)
         if self._is_int8:
             query, key, value = (quantize_dequantize(x) for x in (query, key, value))
         keys[self._cells] = key
-        if values is not keys:
+        if not self.layers[layer].value_dim:
             values[self._cells] = value
         shape = (*query.shape[:2], value.shape[-1])
         output = torch.empty(shape, dtype=self.dtype if self._is_int8 else query.dtype, device=query.device)

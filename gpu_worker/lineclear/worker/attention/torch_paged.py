@@ -20,10 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineclear.wire.messages import BlockCopy
-from lineclear.worker.staging import to_device
-
-from .base import AttentionBackend, Batch, Chunk, LayerSpec, value_pools
+from .base import AttentionBackend, Batch, Chunk, LayerSpec
 
 _BUCKET_WASTE = 0.25
 """Largest share of padding among the gathered blocks of a bucket."""
@@ -67,29 +64,14 @@ class TorchPagedAttention(AttentionBackend):
         if self.kv_dtype is not self.dtype:
             raise ValueError("the torch_paged attention backend keeps keys and values in the model's own number format")
         shapes = [(x.num_kv_heads, self.num_blocks + 1, self.block_size * x.head_dim) for x in self.layers]
-        # Not zeroed: zeroing gigabytes takes seconds and would take all memory at once instead of as it is used.
-        self._keys = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        self._values, self._pools = value_pools(self.layers, self._keys)
+        self._make_pools(shapes, self.dtype)
         self.zero([self.num_blocks])
         self._masks = {(layer.window, layer.chunk): layer for layer in self.layers}
         self._gather_buffers = [torch.empty(0, dtype=self.dtype, device=self.device) for _ in range(2)]
 
-    def zero(self, blocks: Sequence[int]) -> None:
-        indices = to_device(np.array(blocks, np.int64), self.device)
-        for pool in self._pools:
-            pool.index_fill_(1, indices, 0)
-
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        sources, targets, lengths = (to_device(column, self.device) for column in np.array(copies, np.int64).T.copy())
-        copied = torch.arange(self.block_size, device=self.device) < lengths[:, None]  # [num_copies, block_size]
-        for pool in self._pools:
-            read = pool.index_select(1, sources).view(len(pool), len(copies), self.block_size, -1)
-            read.masked_fill_(~copied[None, :, :, None], 0)  # attention reads the rest of a block as well
-            pool.index_copy_(1, targets, read.view(len(pool), len(copies), -1))
-
     @property
     def block_views(self) -> Sequence[Tensor]:
-        return [pool.transpose(0, 1) for pool in self._pools]
+        return [pool.unflatten(2, (self.block_size, -1)).permute(1, 2, 0, 3) for pool in self._pools]
 
     def start_step(self, batch: Batch) -> None:
         self._cells, self._fresh = self.put(batch.cells), self.put(batch.fresh_blocks)
@@ -131,12 +113,8 @@ class TorchPagedAttention(AttentionBackend):
         lows = np.array([context.low for context in contexts])[:, None]
         positions = bases + np.arange(width * self.block_size)
         masked = (positions > lasts) | (positions < lows)
-        return _Bucket(
-            contexts[0].chunk.first,
-            len(contexts),
-            self.put(blocks.reshape(-1)),
-            self.put(masked[:, None, :]),
-        )
+        gathered = self.put(blocks.reshape(-1)), self.put(masked[:, None, :])
+        return _Bucket(contexts[0].chunk.first, len(contexts), *gathered)
 
     def _prefill(self, context: _VisibleContext) -> _Prefill:
         chunk = context.chunk

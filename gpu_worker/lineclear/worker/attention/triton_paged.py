@@ -1,6 +1,6 @@
 """Paged attention in Triton: FlashAttention (Dao 2023) over block tables, with split keys for decodes (Flash-Decoding).
 
-Pools are [num_blocks * block_size, num_kv_heads, head_dim]. A program computes one tile: some queries of one chunk with
+Pools are [num_blocks, block_size, num_kv_heads, head_dim]. A program computes one tile: some queries of one chunk with
 all query heads of one KV head, so that keys and values are read once for the group. Tiles of one query divide a long
 context into splits of a fixed length, which a second kernel combines. The length of the splits does not depend on the
 batch, so neither do the values of a row.
@@ -20,10 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineclear.wire.messages import BlockCopy
-from lineclear.worker.staging import to_device
-
-from .base import AttentionBackend, Batch, value_pools
+from .base import AttentionBackend, Batch
 
 SPLIT_KEYS = 512
 """Positions of one split of a decode's context."""
@@ -208,27 +205,9 @@ class TritonPagedAttention(AttentionBackend):
         super().__init__(*args, **kwargs)
         if self.kv_dtype is not self.dtype:
             raise ValueError("the triton_paged attention backend keeps keys and values in the model's number format")
-        num_cells = self.num_blocks * self.block_size
-        shapes = [(num_cells, x.num_kv_heads, x.head_dim) for x in self.layers]
-        self._keys = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        self._values, self._pools = value_pools(self.layers, self._keys)
+        shapes = [(self.num_blocks, self.block_size, x.num_kv_heads, x.head_dim) for x in self.layers]
+        self._make_pools(shapes, self.dtype)
         self._shapes = [Shape.of(x.num_heads // x.num_kv_heads, x.head_dim, self.dtype) for x in self.layers]
-
-    def zero(self, blocks: Sequence[int]) -> None:
-        indices = to_device(np.array(blocks, np.int64), self.device)
-        for pool in self._pools:
-            pool.view(self.num_blocks, -1).index_fill_(0, indices, 0)
-
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        pairs = [np.array(copies, np.int64)[:, [at]] * self.block_size + np.arange(self.block_size) for at in (0, 1)]
-        copied = np.arange(self.block_size) < np.array(copies, np.int64)[:, [2]]
-        sources, targets = (to_device(cells[copied], self.device) for cells in pairs)
-        for pool in self._pools:
-            pool.index_copy_(0, targets, pool.index_select(0, sources))
-
-    @property
-    def block_views(self) -> Sequence[Tensor]:
-        return [pool.view(self.num_blocks, -1) for pool in self._pools]
 
     def start_step(self, batch: Batch) -> None:
         self._cells = self.put(batch.cells)

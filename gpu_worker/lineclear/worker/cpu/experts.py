@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lineclear.worker.decoder_experts import Experts, ExpertStack, Router
 from lineclear.worker.huge_pages import HugePageArena
-from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer, pointer_to
+from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, fields, pointer, pointer_to
 from lineclear.worker.kernels.native_library import ELEMENTS, selected_library
 
 from .linear import Linear, Packer
@@ -51,9 +51,9 @@ class _Router(ctypes.Structure):
     """`LineclearRouter` in kernels/experts.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("experts", "inputs", "chosen", "is_sigmoid", "normalizes")),
-        ("scale", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "correction")),
+        *fields(ctypes.c_int64, "experts", "inputs", "chosen", "is_sigmoid", "normalizes"),
+        *fields(ctypes.c_double, "scale"),
+        *fields(ctypes.c_void_p, "weight", "bias", "correction"),
     )
 
     @classmethod

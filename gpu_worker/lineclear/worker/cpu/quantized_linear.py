@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineclear.worker.huge_pages import HugePageArena
-from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer, pointer_to
+from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, fields, pointer, pointer_to
 from lineclear.worker.kernels.native_library import ELEMENTS, LANES, selected_library
 from lineclear.worker.quantization.grouped_weight import GroupedWeight, quantize
 
@@ -91,9 +91,8 @@ class _Weight(ctypes.Structure):
     """`LineclearGroupedWeight` in kernels/grouped_gemm.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "group", "kind", "offset", "has_minimum")),
-        *((name, ctypes.c_int64) for name in ("column", "stride")),
-        *((name, ctypes.c_void_p) for name in ("blocks", "scale", "bias", "table", "order")),
+        *fields(ctypes.c_int64, "inputs", "outputs", "group", "kind", "offset", "has_minimum", "column", "stride"),
+        *fields(ctypes.c_void_p, "blocks", "scale", "bias", "table", "order"),
     )
 
 

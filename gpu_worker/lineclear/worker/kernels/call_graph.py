@@ -62,6 +62,11 @@ class CallGraph:
         return chain.from_iterable([segment.replay_timed() for segment in self._segments])
 
 
+def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """Return the fields of a structure that have one C type."""
+    return [(name, kind) for name in names]
+
+
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
     """Return a pointer to the tensor's first element; null for None. The caller keeps the tensor alive."""
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

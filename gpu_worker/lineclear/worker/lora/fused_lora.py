@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lineclear.worker.decoder_layers import Part
-from lineclear.worker.kernels.call_graph import Call, DynamicInt, DynamicPointer, Kernel, pointer
+from lineclear.worker.kernels.call_graph import Call, DynamicInt, DynamicPointer, Kernel, fields, pointer, pointer_to
 from lineclear.worker.kernels.native_library import ELEMENTS
 
 from .adapter_set import AdapterSet
@@ -20,12 +20,9 @@ class _Part(ctypes.Structure):
     """`LineclearLoraPart` in kernels/lora.cpp."""
 
     _fields_ = (
-        ("rank", ctypes.c_int64),
-        ("offset", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-        ("a", ctypes.c_void_p),
-        ("b", ctypes.c_void_p),
-        ("scale", ctypes.c_double),
+        *fields(ctypes.c_int64, "rank", "offset", "outputs"),
+        *fields(ctypes.c_void_p, "a", "b"),
+        *fields(ctypes.c_double, "scale"),
     )
 
 
@@ -58,5 +55,5 @@ class AdapterCalls:
         self._kept += [table, scratch]
         sizes = ELEMENTS[x.dtype], x.shape[1], out.shape[1], len(parts), max_rank
         element, *others = map(ctypes.c_int64, sizes)
-        tables = self._row_adapters, ctypes.c_void_p(ctypes.addressof(table))
+        tables = self._row_adapters, pointer_to(table)
         return [(self._kernel, (element, self._rows, *others, *tables, pointer(x), pointer(out), pointer(scratch)))]
