@@ -32,9 +32,9 @@ from lineclear.worker.model.loaded_model import LoadedModel, ModelRefused
 from lineclear.worker.model.loader import wrap_model
 from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.pool_memory import fitting_blocks, fitting_snapshots
-from lineclear.worker.recurrent import convolution, gated_delta
+from lineclear.worker.recurrent import convolution, gated_delta, states
 from lineclear.worker.recurrent.mixers import MIXERS, recurrent_layers
-from lineclear.worker.recurrent.states import RecurrentStates
+from lineclear.worker.recurrent.states import RecurrentStates, Rows
 from lineclear.worker.self_test import SelfTestFailed
 
 LIMITS = CoreLimits(prefix_cache=False)
@@ -92,10 +92,10 @@ def test_every_layer_is_tested() -> None:
 
 
 def test_state_that_is_lost_between_rows_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = gated_delta.apply_delta_rule
-    monkeypatch.setattr(
-        gated_delta, "apply_delta_rule", lambda inputs, rows, pool: original(inputs, rows, pool.clone())
-    )
+    def scan(inputs: Any, output: Tensor, rows: Rows, pool: Tensor, *kinds: Any) -> Tensor:
+        return states.scan(inputs, output, rows, pool.clone(), *kinds)
+
+    monkeypatch.setattr(gated_delta, "scan", scan)
     with pytest.raises(ModelRefused, match="keeps state or positions outside the attention interface"):
         loaded_of("qwen3_next")
 

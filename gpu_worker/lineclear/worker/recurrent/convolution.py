@@ -51,6 +51,5 @@ class ShortConvolution:
         self.state = (convolution_state(module.conv),)
 
     def __call__(self, x: Tensor, rows: Rows, pools: Sequence[Tensor]) -> Tensor:
-        """Compute packed tokens [num_tokens, hidden size]."""
         b, c, x = apply_linear(self._module.in_proj, x).chunk(3, dim=-1)
         return apply_linear(self._module.out_proj, c * convolve(self._module.conv, b * x, rows, pools[0]))

@@ -7,7 +7,7 @@ Chunks use the WY form: within a block, all corrections follow from one triangul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +15,9 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from .convolution import apply_linear, convolution_state, convolve
-from .states import Rows, StateSpec
+from .states import Rows, StateSpec, scan
 
-_BLOCK_TOKENS = 64
 _NORM_EPSILON = 1e-6  # of keys and queries, in every implementation
-
-
-class _Inputs(NamedTuple):
-    """Inputs of the rule for packed tokens, float32."""
-
-    query: Tensor  # [num_tokens, heads, key dim], normalized and scaled
-    key: Tensor  # [num_tokens, heads, key dim], normalized
-    value: Tensor  # [num_tokens, heads, value dim]
-    log_decay: Tensor  # [num_tokens, heads]
-    beta: Tensor  # [num_tokens, heads]
 
 
 class GatedDelta:
@@ -43,11 +32,11 @@ class GatedDelta:
         self.state = (convolution_state(module.conv1d), StateSpec(shape, torch.float32))
 
     def __call__(self, x: Tensor, rows: Rows, pools: Sequence[Tensor]) -> Tensor:
-        """Compute packed tokens [num_tokens, hidden size]."""
         mixed, gate, b, a = self._project(x)
         mixed = self._activation(convolve(self._module.conv1d, mixed, rows, pools[0]))
         inputs = self._inputs(mixed, b, a)
-        output = apply_delta_rule(inputs, rows, pools[1]).to(x.dtype).view(-1, self._value_dim)
+        output = scan(inputs, torch.empty_like(inputs[2]), rows, pools[1], _step, _block)
+        output = output.to(x.dtype).view(-1, self._value_dim)
         norm = getattr(self._module, "norm", None) or self._module.o_norm
         normed = norm(output, gate.reshape(-1, self._value_dim)).view(len(x), -1)
         return apply_linear(getattr(self._module, "out_proj", None) or self._module.o_proj, normed)
@@ -67,7 +56,8 @@ class GatedDelta:
         gate, b, a = (apply_linear(y, x) for y in (module.g_proj, module.b_proj, module.a_proj))
         return mixed, gate, b, a
 
-    def _inputs(self, mixed: Tensor, b: Tensor, a: Tensor) -> _Inputs:
+    def _inputs(self, mixed: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return query, key and value [num_tokens, heads, dim], log decay and beta [num_tokens, heads], float32."""
         width = self._key_heads * self._key_dim
         query, key, value = torch.split(mixed.float(), [width, width, self._heads * self._value_dim], dim=-1)
         query, key = (_normalized(y.view(len(y), self._key_heads, -1)) for y in (query, key))
@@ -75,31 +65,16 @@ class GatedDelta:
             query, key = (y.repeat_interleave(repeats + 1, dim=1) for y in (query, key))
         beta = b.sigmoid() * (2.0 if getattr(self._module, "allow_neg_eigval", False) else 1.0)
         log_decay = self._rate * F.softplus(a.float() + self._module.dt_bias)
-        return _Inputs(
-            query * self._key_dim**-0.5, key, value.view(len(value), self._heads, -1), log_decay, beta.float()
-        )
-
-
-def apply_delta_rule(inputs: _Inputs, rows: Rows, pool: Tensor) -> Tensor:
-    """Return the outputs [num_tokens, heads, value dim] of packed tokens, and leave their states in `pool`."""
-    output, num_single = torch.empty_like(inputs.value), rows.num_single
-    if num_single:
-        states = pool.index_select(0, rows.single)
-        output[:num_single] = _step(_Inputs(*(x[:num_single] for x in inputs)), states)
-        pool.index_copy_(0, rows.single, states)
-    for first, end, state in rows.chunks:
-        for start in range(first, end, _BLOCK_TOKENS):
-            tokens = slice(start, min(start + _BLOCK_TOKENS, end))
-            output[tokens] = _block(_Inputs(*(x[tokens].transpose(0, 1) for x in inputs)), pool[state]).transpose(0, 1)
-    return output
+        value = value.view(len(value), self._heads, -1)
+        return query * self._key_dim**-0.5, key, value, log_decay, beta.float()
 
 
 def _normalized(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _NORM_EPSILON)
 
 
-def _step(inputs: _Inputs, states: Tensor) -> Tensor:
-    """Compute one token of each row, with its state [num_rows, heads, key dim, value dim], which is updated."""
+def _step(inputs: Sequence[Tensor], states: Tensor) -> Tensor:
+    """See `scan`; states are [num_rows, heads, key dim, value dim]."""
     query, key, value, log_decay, beta = inputs
     flat = states.mul_(log_decay.exp()[..., None, None]).flatten(0, 1)
     query, key, value = (x.flatten(0, 1)[:, None] for x in (query, key, value))
@@ -108,12 +83,8 @@ def _step(inputs: _Inputs, states: Tensor) -> Tensor:
     return torch.bmm(query, flat).view(*states.shape[:2], -1)
 
 
-def _block(inputs: _Inputs, state: Tensor) -> Tensor:
-    """Compute a block of tokens of one row, heads first, with its state [heads, key dim, value dim], which is updated.
-
-    Returns [heads, num_tokens, value dim].
-    """
-    query, key, value, log_decay, beta = inputs
+def _block(inputs: Sequence[Tensor], state: Tensor) -> Tensor:
+    query, key, value, log_decay, beta = (x.transpose(0, 1) for x in inputs)  # heads first
     total = log_decay.cumsum(-1)  # [heads, num_tokens]
     is_later = torch.ones(total.shape[1], total.shape[1], dtype=torch.bool, device=total.device).triu(1)
     decay = (total[:, :, None] - total[:, None]).masked_fill_(is_later, float("-inf")).exp_()
@@ -125,4 +96,4 @@ def _block(inputs: _Inputs, state: Tensor) -> Tensor:
     values = values - keys @ state
     output: Tensor = (query * from_start) @ state + ((query @ key.transpose(1, 2)) * decay) @ values
     state.mul_(from_start[:, -1:]).baddbmm_((key * decay[:, -1, :, None]).transpose(1, 2), values)
-    return output
+    return output.transpose(0, 1)

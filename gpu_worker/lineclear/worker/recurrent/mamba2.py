@@ -8,7 +8,7 @@ here all rows do, so that a token does not depend on how its sequence was divide
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,18 +16,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from .convolution import apply_linear, convolution_state, convolve
-from .states import Rows, StateSpec
-
-_BLOCK_TOKENS = 64
-
-
-class _Inputs(NamedTuple):
-    """Inputs of the state space for packed tokens, float32."""
-
-    x: Tensor  # [num_tokens, heads, head dim], times dt
-    log_decay: Tensor  # [num_tokens, heads]
-    b: Tensor  # [num_tokens, heads, state size]
-    c: Tensor  # [num_tokens, heads, state size]
+from .states import Rows, StateSpec, scan
 
 
 class Mamba2:
@@ -42,7 +31,6 @@ class Mamba2:
         self.state = (convolution_state(module.conv1d), StateSpec(shape, torch.float32))
 
     def __call__(self, x: Tensor, rows: Rows, pools: Sequence[Tensor]) -> Tensor:
-        """Compute packed tokens [num_tokens, hidden size]."""
         module, inner, width = self._module, self._heads * self._head_dim, self._groups * self._size
         gate, mixed, dt = torch.split(self._project(x), [inner, inner + 2 * width, self._heads], dim=-1)
         mixed = self._activation(convolve(module.conv1d, mixed.contiguous(), rows, pools[0])).float()
@@ -50,7 +38,8 @@ class Mamba2:
         values, b, c = torch.split(mixed, [inner, width, width], dim=-1)
         values = values.view(len(x), self._heads, -1)
         b, c = (y.view(len(x), self._groups, -1).repeat_interleave(self._heads // self._groups, 1) for y in (b, c))
-        output = apply_state_space(_Inputs(values * dt[..., None], self._rate * dt, b, c), rows, pools[1])
+        inputs = values * dt[..., None], self._rate * dt, b, c
+        output = scan(inputs, torch.empty_like(inputs[0]), rows, pools[1], _step, _block)
         output = (output + module.D[:, None] * values).view(len(x), -1)
         is_plain = isinstance(module.norm, nn.Identity)  # of Falcon H1
         gated = output * F.silu(gate) if is_plain else module.norm(output, gate)
@@ -63,39 +52,21 @@ class Mamba2:
         return projected if factors is None else projected * factors[0]
 
 
-def apply_state_space(inputs: _Inputs, rows: Rows, pool: Tensor) -> Tensor:
-    """Return the outputs [num_tokens, heads, head dim] of packed tokens, and leave their states in `pool`."""
-    output, num_single = torch.empty_like(inputs.x), rows.num_single
-    if num_single:
-        states = pool.index_select(0, rows.single)
-        output[:num_single] = _step(_Inputs(*(x[:num_single] for x in inputs)), states)
-        pool.index_copy_(0, rows.single, states)
-    for first, end, state in rows.chunks:
-        for start in range(first, end, _BLOCK_TOKENS):
-            tokens = slice(start, min(start + _BLOCK_TOKENS, end))
-            output[tokens] = _block(_Inputs(*(x[tokens].transpose(0, 1) for x in inputs)), pool[state]).transpose(0, 1)
-    return output
-
-
-def _step(inputs: _Inputs, states: Tensor) -> Tensor:
-    """Compute one token of each row, with its state [num_rows, heads, head dim, state size], which is updated."""
+def _step(inputs: Sequence[Tensor], states: Tensor) -> Tensor:
+    """See `scan`; states are [num_rows, heads, head dim, state size]."""
     x, log_decay, b, c = inputs
     flat = states.mul_(log_decay.exp()[..., None, None]).flatten(0, 1)
     flat.baddbmm_(x.flatten(0, 1)[..., None], b.flatten(0, 1)[:, None])
     return torch.bmm(flat, c.flatten(0, 1)[..., None]).view(x.shape)
 
 
-def _block(inputs: _Inputs, state: Tensor) -> Tensor:
-    """Compute a block of tokens of one row, heads first, with its state [heads, head dim, state size], updated.
-
-    Returns [heads, num_tokens, head dim].
-    """
-    x, log_decay, b, c = inputs
+def _block(inputs: Sequence[Tensor], state: Tensor) -> Tensor:
+    x, log_decay, b, c = (y.transpose(0, 1) for y in inputs)  # heads first
     decay = _segment_sums(log_decay).exp_()  # [heads, num_tokens, num_tokens]
     from_start = log_decay.cumsum(-1).exp()[..., None]
     output = ((c @ b.transpose(1, 2)) * decay) @ x + (c * from_start) @ state.transpose(1, 2)
     state.mul_(from_start[:, -1:]).baddbmm_((x * decay[:, -1, :, None]).transpose(1, 2), b)
-    return output
+    return output.transpose(0, 1)
 
 
 def _segment_sums(x: Tensor) -> Tensor:

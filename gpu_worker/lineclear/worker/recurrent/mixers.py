@@ -25,11 +25,9 @@ class Mixer(Protocol):
     @property
     def state(self) -> tuple[StateSpec, ...]:
         """Return the parts of its state."""
-        ...
 
     def __call__(self, x: Tensor, rows: Rows, pools: Sequence[Tensor]) -> Tensor:
         """Compute packed tokens [num_tokens, hidden size], and leave the states behind the rows in `pools`."""
-        ...
 
 
 MIXERS: dict[str, Callable[[Any], Mixer]] = {

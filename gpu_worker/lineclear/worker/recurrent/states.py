@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence, Set
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from lineclear.worker.attention.base import Batch
 from lineclear.worker.staging import Put, to_device
+
+_BLOCK_TOKENS = 64
 
 
 class StateSpec(NamedTuple):
@@ -28,7 +30,6 @@ class StateSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one state."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
 
@@ -44,6 +45,27 @@ class Rows(NamedTuple):
     """[num_single]: index in the pools of the state of each row of one token."""
     chunks: Sequence[tuple[int, int, int]]
     """(first, end, state) of each longer row: its packed tokens [first, end) and the index of its state."""
+
+
+Compute = Callable[[Any, Tensor], Tensor]
+"""Inputs of some tokens, and their states, which are updated -> the outputs."""
+
+
+def scan(inputs: Sequence[Tensor], output: Tensor, rows: Rows, pool: Tensor, step: Compute, block: Compute) -> Tensor:
+    """Return the outputs [num_tokens, ...] of packed tokens in `output`, and leave their states in `pool`.
+
+    `step` computes one token of each row with the states of all these rows, `block` consecutive tokens of one row with
+    its state: _BLOCK_TOKENS at most, which bounds the memory.
+    """
+    if count := rows.num_single:
+        states = pool.index_select(0, rows.single)
+        output[:count] = step([x[:count] for x in inputs], states)
+        pool.index_copy_(0, rows.single, states)
+    for first, end, state in rows.chunks:
+        for start in range(first, end, _BLOCK_TOKENS):
+            tokens = slice(start, min(start + _BLOCK_TOKENS, end))
+            output[tokens] = block([x[tokens] for x in inputs], pool[state])
+    return output
 
 
 class RecurrentStates:
