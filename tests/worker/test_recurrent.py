@@ -24,7 +24,7 @@ from lineclear.worker import memory_budget, self_test
 from lineclear.worker.attention.base import Chunk, block_bytes, pack_chunks
 from lineclear.worker.deterministic import OneTokenRunner
 from lineclear.worker.draft_model import check_vocabulary
-from lineclear.worker.drafts.verification import NoDrafter
+from lineclear.worker.drafts.verification import Drafter
 from lineclear.worker.grammar_constraints import ConstraintTable
 from lineclear.worker.memory_profile import largest_step_bytes
 from lineclear.worker.model import compatibility_probe
@@ -210,7 +210,7 @@ def test_rows_that_may_verify_drafts_get_none(loaded: LoadedModel) -> None:
     steps.run(Row(0, 0, 20, RowOutput.SAMPLE, (0, 1, 2)), inits=[SlotInit(0, prompt, 20, (), Sampling())])
     result = steps.run(Row(0, 20, 1, RowOutput.SAMPLE, num_drafts=3))
     assert (len(result.tokens), result.num_drafted) == (1, ())
-    assert isinstance(steps.runner._drafter, NoDrafter)
+    assert type(steps.runner._drafter) is Drafter
 
 
 class LateThreads:

@@ -28,7 +28,7 @@ from lineclear.exit_codes import ExitCode
 from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.wire.messages import StepErrorKind, StepPlan, StepResult
 from lineclear.worker import rank_runner, ranks, runner_factory, shard
-from lineclear.worker.drafts.verification import Drafter, PendingDrafts
+from lineclear.worker.drafts.verification import Drafts, PendingDrafts
 from lineclear.worker.kernels.native_library import selected_library
 from lineclear.worker.machine_share import MachineShare
 from lineclear.worker.model import division
@@ -272,10 +272,14 @@ class _Wire:
 
 def test_drafts_that_are_on_the_device_reach_all_ranks() -> None:
     """Those of a draft model, which only rank 0 has."""
-    pending, wire = PendingDrafts(2, lambda: [5, 7]), cast("Ranks", _Wire())
-    drafter = cast("Drafter", SimpleNamespace(propose=lambda *_: {3: pending}, reset=None, forget=None))
-    assert rank_runner._LeadingDrafter(wire, drafter).propose((), lambda *_: []) == {3: pending}
-    assert rank_runner._FollowingDrafter(wire).propose((), lambda *_: []) == {3: [5, 7]}
+    pending, wire = PendingDrafts(2, lambda: [5, 7]), _Wire()
+    found = list[Drafts]()
+    for kind in (rank_runner.LeadingRunner, rank_runner.FollowingRunner):
+        runner: Any = object.__new__(kind)
+        runner._ranks, runner._batch = wire, SimpleNamespace(read_tokens=None)
+        runner._drafter = SimpleNamespace(propose=lambda *_: {3: pending})
+        found.append(runner._drafts(()))
+    assert found == [{3: pending}, {3: [5, 7]}]
 
 
 def test_adapter_that_rank_0_alone_cannot_load_is_on_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ drafts for the first time, from its tokens, so that preemption, resume and a los
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +22,13 @@ from lineclear.wire.messages import Row
 
 from .attention.base import Chunk, Indices, IntArray, pack_chunks
 from .attention.registry import BACKENDS, choose
-from .drafts.verification import Drafts, PendingDrafts, ReadTokens
+from .drafts.verification import Drafter, Drafts, PendingDrafts, ReadTokens
 from .input_batch import InputBatch
 from .model.loaded_model import LoadedModel, ModelRefused
 from .staging import Staging, fetch
 
 _MAX_BEHIND = 16
 """Positions that the first pass of a step computes together with the last known token."""
-
-
 _STAGED_PASSES, _STAGED_BYTES = 64, 1 << 18
 """Passes whose arrays may be on their way to the device, and the bytes of one. Longer block tables are copied alone."""
 
@@ -42,7 +40,7 @@ class _Drafted(NamedTuple):
     tokens: Sequence[int]
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(Drafter):
     """Drafts by a draft model, for the slots of `batch`.
 
     A step computes at most `max_catch_up` positions that earlier steps have known: a longer prompt takes several.
@@ -63,17 +61,14 @@ class DraftModelDrafter:
         self._drafted: dict[int, _Drafted] = {}
 
     def reset(self) -> None:
-        """Forget every slot."""
         self._computed.clear()
         self._drafted.clear()
 
     def forget(self, slot: int) -> None:
-        """Forget the sequence of a slot that gets another one."""
         self._computed.pop(slot, None)
         self._drafted.pop(slot, None)
 
     def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
-        """Return drafts for rows that may verify some. Rows without drafts are left out."""
         # Its positional embeddings may end before those of the served model.
         rows = [row for row in rows if row.start + row.num_drafts <= self._loaded.max_model_len]
         tables = {row.slot: self._blocks(row) for row in rows}
@@ -141,7 +136,7 @@ class DraftModelDrafter:
                 found[slot].append(token)
             return found
 
-        return {row.slot: PendingDrafts(row.num_drafts, partial(_drafts_of, read, row.slot)) for row in rows}
+        return {x.slot: PendingDrafts(x.num_drafts, lambda slot=x.slot: read()[slot]) for x in rows}  # type: ignore[misc]
 
     def _forward(
         self, spans: Sequence[tuple[int, int, int]], tables: dict[int, IntArray], *, is_draft: bool = True
@@ -169,10 +164,6 @@ class DraftModelDrafter:
         if is_draft:
             self._batch.flat_tokens.index_copy_(0, places, found)
         return found
-
-
-def _drafts_of(read: Callable[[], Mapping[int, list[int]]], slot: int) -> list[int]:
-    return read()[slot]
 
 
 def max_catch_up(served: LoadedModel, draft: LoadedModel, max_step_tokens: int) -> int:

@@ -10,7 +10,7 @@ are in flight behind it lack its token and are deferred, too. The core plans its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -30,15 +30,12 @@ class Matcher(Protocol):
 
     def consume_token(self, token: int, /) -> bool:
         """Take the next token of the output. One that the grammar does not allow makes the matcher fail for good."""
-        ...
 
     def is_accepting(self) -> bool:
         """Return whether the output so far is complete."""
-        ...
 
     def is_error(self) -> bool:
         """Return whether the grammar does not allow the output, or is too complex to go on."""
-        ...
 
 
 class Grammars(Protocol):
@@ -46,20 +43,16 @@ class Grammars(Protocol):
 
     def matcher(self, grammar: str) -> Future[Matcher]:
         """Return a new matcher at the start of the grammar; it may take a while. The future may raise."""
-        ...
 
     def fill(self, matcher: Matcher, bits: Bits) -> None:
         """Write the allowed next tokens of a matcher."""
-        ...
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token, of a special one those of its name."""
-        ...
 
     @property
     def end_ids(self) -> Sequence[int]:
         """Tokens that `fill` may allow where the grammar may end. Requests may have others."""
-        ...
 
 
 class Masks(NamedTuple):
@@ -79,9 +72,8 @@ class _Constraint:
     """The constraint of one slot."""
 
     def __init__(self, init: SlotInit, grammars: Grammars) -> None:
-        sampling = init.sampling
+        sampling, self._grammars = init.sampling, grammars
         self._matcher = grammars.matcher(sampling.grammar)
-        self._grammars = grammars
         self._marker = sampling.grammar_start.encode()
         self._is_started = not self._marker
         self._tail = b""  # end of the output before the marker
@@ -162,51 +154,13 @@ class _Constraint:
             mask[token // _WORD_BITS] |= np.uint32(1 << token % _WORD_BITS)
 
 
-class PendingMasks:
+class PendingMasks(NamedTuple):
     """The masks of a step, which are computed beside its forward pass."""
 
-    def __init__(
-        self,
-        threads: MaskThreads,
-        rows: list[int],
-        masked: list[_Constraint],
-        void: list[int],
-        num_rows: int,
-        num_words: int,
-        *,
-        required: Sequence[Mask] = (),
-        held: Sequence[int] = (),
-    ) -> None:
-        self._threads, self._rows, self._masked, self._void = threads, rows, masked, void
-        self._num_rows, self._num_words, self._required = num_rows, num_words, required
-        self.held = held
-        """Slots whose rows may be deferred or are void."""
-
-    def result(self) -> Masks:
-        """Wait for the masks as long as the step may, and return those that are ready."""
-        masks = [constraint.mask for constraint in self._masked if constraint.mask is not None]
-        assert len(masks) == len(self._rows)
-        self._threads.wait(masks, is_alone=len(masks) + len(self._void) == self._num_rows)
-        while late := [x for x in self._required if self._is_late(x)]:
-            self._threads.wait(late, is_alone=True)
-        rows: list[int] = []
-        found: list[Bits] = []
-        deferred = list(self._void)
-        for row, constraint, mask in zip(self._rows, self._masked, masks, strict=True):
-            bits = mask.bits
-            if bits is None and self._threads.is_overdue(mask):
-                bits = np.zeros(self._num_words, np.uint32)  # the request fails
-            if bits is None:
-                deferred.append(row)
-                continue
-            constraint.mask, constraint.is_slow = None, mask.is_slow
-            rows.append(row)
-            found.append(bits)
-        bits_of_rows: Bits = np.stack(found) if found else np.zeros((0, self._num_words), np.uint32)
-        return Masks(rows, bits_of_rows, deferred, self._void)
-
-    def _is_late(self, mask: Mask) -> bool:
-        return mask.bits is None and not self._threads.is_overdue(mask)
+    result: Callable[[], Masks]
+    """Waits for the masks as long as the step may, and returns those that are ready."""
+    held: Sequence[int] = ()
+    """Slots whose rows may be deferred or are void."""
 
 
 class ConstraintTable:
@@ -251,9 +205,7 @@ class ConstraintTable:
         """
         if not self.slots or self.slots.keys().isdisjoint(slots):
             return None
-        rows: list[int] = []
-        masked: list[_Constraint] = []
-        void: list[int] = []
+        masked, void = dict[int, _Constraint](), list[int]()  # the constraints by sampling row, and rows without input
         new, behind = list[Mask](), list[int]()
         for row, slot in enumerate(slots):
             constraint = self.slots.get(slot)
@@ -262,8 +214,7 @@ class ConstraintTable:
             if constraint.mask is not None and positions[row] > constraint.mask_position:
                 void.append(row)
                 continue
-            rows.append(row)
-            masked.append(constraint)
+            masked[row] = constraint
             if constraint.mask is None:
                 if constraint.position < positions[row]:
                     behind.append(row)
@@ -277,21 +228,38 @@ class ConstraintTable:
                 constraint.take(token)
 
         self._threads.start(new, take_tokens)
-        required = self._required([slots[row] for row in rows], masked, single_slots)
-        held = [slots[row] for row in void]
-        held += [slots[row] for row, x in zip(rows, masked, strict=True) if x.mask not in required]
-        counts = len(slots), self._num_words
-        return PendingMasks(self._threads, rows, masked, void, *counts, required=required, held=held)
+        masks = {row: constraint.mask for row, constraint in masked.items() if constraint.mask is not None}
+        required = dict[int, Mask]()  # that the step waits for
+        if not self.may_defer or single_slots is not None:
+            singles = single_slots if self.may_defer and single_slots is not None else ()
+            required = {row: mask for row, mask in masks.items() if slots[row] not in singles or not mask.is_slow}
+        held = [slots[row] for row in (*void, *(row for row in masks if row not in required))]
+        is_alone = len(masks) + len(void) == len(slots)
+        return PendingMasks(partial(self._ready, masked, masks, void, list(required.values()), is_alone), held)
 
-    def _required(
-        self, slots: Sequence[int], masked: Sequence[_Constraint], single_slots: Container[int] | None
-    ) -> list[Mask]:
-        """Return the masks that the step waits for, of constraints in `slots`."""
-        if self.may_defer and single_slots is None:
-            return []
-        singles = single_slots if self.may_defer and single_slots is not None else ()
-        masks = [(slot, x.mask) for slot, x in zip(slots, masked, strict=True) if x.mask is not None]
-        return [mask for slot, mask in masks if slot not in singles or not mask.is_slow]
+    def _ready(
+        self,
+        masked: Mapping[int, _Constraint],
+        masks: Mapping[int, Mask],
+        void: Sequence[int],
+        required: Sequence[Mask],
+        is_alone: bool,
+    ) -> Masks:
+        self._threads.wait(list(masks.values()), is_alone=is_alone)
+        while late := [x for x in required if x.bits is None and not self._threads.is_overdue(x)]:
+            self._threads.wait(late, is_alone=True)
+        found, deferred = dict[int, Bits](), list(void)
+        for row, mask in masks.items():
+            bits = mask.bits
+            if bits is None and self._threads.is_overdue(mask):
+                bits = np.zeros(self._num_words, np.uint32)  # the request fails
+            if bits is None:
+                deferred.append(row)
+                continue
+            masked[row].mask, masked[row].is_slow = None, mask.is_slow
+            found[row] = bits
+        all_bits: Bits = np.stack(list(found.values())) if found else np.zeros((0, self._num_words), np.uint32)
+        return Masks(list(found), all_bits, deferred, void)
 
     def _new_mask(self, constraint: _Constraint, position: int) -> Mask:
         constraint.mask_position = position

@@ -18,14 +18,14 @@ import transformers
 
 from lineclear.model_files import fingerprint
 from lineclear.model_files.adapter_files import AdapterFilesRefused
-from lineclear.wire.messages import BlockCopy, Hello, SlotInit, StepPlan
+from lineclear.wire.messages import BlockCopy, Hello, Row, SlotInit, StepPlan
 
 from .attention.base import AttentionBackend, block_bytes
 from .attention.registry import BACKENDS, choose
 from .cpu.thread_tuner import ThreadTuner
 from .draft_model import DraftModelDrafter, max_catch_up
 from .drafts.prompt_lookup import PromptLookupDrafter
-from .drafts.verification import NO_DRAFTS, Drafter, Drafts, NoDrafter
+from .drafts.verification import NO_DRAFTS, Drafter, Drafts
 from .gpus import device_name
 from .grammar_compiler import GrammarCompiler
 from .grammar_constraints import ConstraintTable
@@ -207,8 +207,11 @@ class ModelRunner:
         # A matcher follows the samples of its slot one by one, and has no mask for the position behind a draft.
         free = [row for row in rows if row.slot not in self._constraints.slots]
         self._drafting.update(row.slot for row in free)
-        drafts = self._drafter.propose(free, self._batch.read_tokens)
+        drafts = self._drafts(free)
         return drafts, time.perf_counter() - started_at
+
+    def _drafts(self, rows: Sequence[Row]) -> Drafts:
+        return self._drafter.propose(rows, self._batch.read_tokens)
 
     def _step(self, plan: StepPlan, drafts: Drafts) -> StepOutputs:
         if plan.zero_blocks:
@@ -338,7 +341,7 @@ def _make_states(loaded: LoadedModel, c: Capacity, put: Put) -> RecurrentStates 
 
 def _make_drafter(loaded: LoadedModel, draft: LoadedModel | None, options: RunnerOptions, batch: InputBatch) -> Drafter:
     if loaded.recurrent:
-        return NoDrafter()
+        return Drafter()
     if draft is None:
         return PromptLookupDrafter(*options.prompt_lookup_ngrams)
     return DraftModelDrafter(draft, batch, max_catch_up(loaded, draft, options.max_step_tokens))

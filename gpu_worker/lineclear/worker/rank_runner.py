@@ -15,7 +15,7 @@ import struct
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ from lineclear.wire.messages import (
     UnloadAdapter,
 )
 
-from .drafts.verification import Drafter, Drafts, ReadTokens
+from .drafts.verification import Drafter, Drafts
 from .grammar_constraints import ConstraintTable, Grammars, Masks, PendingMasks
 from .launched_step import LaunchedStep
 from .model.decode_graphs import DecodeGraphs
@@ -73,15 +73,13 @@ class LeadingRunner(ModelRunner):
         self._draws = _Draws()
         self._constraints = _LeadingConstraints(ranks, self._grammars, loaded.vocab_size)
         self._constraints.may_defer = not loaded.recurrent
-        self._drafter = _LeadingDrafter(ranks, self._drafter)
 
     def hello(self, epoch: int) -> Hello:
-        """Return the capacities and versions of this worker. Its device names the number of ranks."""
+        """See ModelRunner. The device names the number of ranks."""
         hello = super().hello(epoch)
         return replace(hello, device=f"{hello.device} x {self._ranks.count}")
 
     def reset(self) -> None:
-        """Free every slot and drop all adapters, on all ranks."""
         self._call(Rejoin(_NO_EPOCH))
         super().reset()
 
@@ -104,9 +102,13 @@ class LeadingRunner(ModelRunner):
             raise AdapterFilesRefused(problems[0])
 
     def unload_adapter(self, index: int) -> None:
-        """Drop an adapter on all ranks."""
         self._call(UnloadAdapter(_NO_EPOCH, index))
         super().unload_adapter(index)
+
+    def _drafts(self, rows: Sequence[Row]) -> Drafts:
+        drafts = super()._drafts(rows)
+        self._ranks.send(Kind.DRAFTS, json.dumps([(slot, list(tokens)) for slot, tokens in drafts.items()]).encode())
+        return drafts
 
     def _call(self, message: Message) -> None:
         self._ranks.send(Kind.CALL, _DIGEST.pack(*self._draws.digest) + encode(message))
@@ -153,8 +155,12 @@ class FollowingRunner(ModelRunner):
         self, ranks: Ranks, loaded: LoadedModel, options: RunnerOptions, graphs: DecodeGraphs | None = None
     ) -> None:
         """Allocate the KV pools. Raises as ModelRunner."""
-        super().__init__(loaded, options, drafter=_FollowingDrafter(ranks), graphs=graphs)
+        super().__init__(loaded, options, drafter=Drafter(), graphs=graphs)
+        self._ranks = ranks
         self._constraints = _FollowingConstraints(ranks, self._grammars, loaded.vocab_size)
+
+    def _drafts(self, rows: Sequence[Row]) -> Drafts:
+        return {slot: list(tokens) for slot, tokens in json.loads(self._ranks.receive(Kind.DRAFTS))}
 
 
 def follow(runner: ModelRunner, ranks: Ranks) -> ExitCode:
@@ -222,40 +228,8 @@ def _refusal(load: Callable[[int, bytes, str], None], index: int, key: bytes, pa
     return ""
 
 
-# --- what rank 0 decides for all -------------------------------------------------------------------------------------
-
-
-class _LeadingDrafter:
-    """Sends the drafts of another drafter to the other ranks."""
-
-    def __init__(self, ranks: Ranks, drafter: Drafter) -> None:
-        self._ranks, self._drafter = ranks, drafter
-        self.reset, self.forget = drafter.reset, drafter.forget
-
-    def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
-        drafts = self._drafter.propose(rows, read_tokens)
-        self._ranks.send(Kind.DRAFTS, json.dumps([(slot, list(tokens)) for slot, tokens in drafts.items()]).encode())
-        return drafts
-
-
-class _FollowingDrafter:
-    """Receives the drafts of rank 0."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def reset(self) -> None:
-        pass
-
-    def forget(self, slot: int) -> None:
-        pass
-
-    def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
-        return {slot: list(tokens) for slot, tokens in json.loads(self._ranks.receive(Kind.DRAFTS))}
-
-
 class _LeadingConstraints(ConstraintTable):
-    """Sends the masks of each step to the other ranks."""
+    """Sends the masks of each step to the other ranks. With recurrent states, a step waits for all masks."""
 
     def __init__(self, ranks: Ranks, grammars: Grammars, vocab_size: int) -> None:
         super().__init__(grammars, vocab_size)
@@ -263,7 +237,7 @@ class _LeadingConstraints(ConstraintTable):
 
     def start(self, slots: Sequence[int], *arguments: Any) -> PendingMasks | None:
         pending = super().start(slots, *arguments)
-        return None if pending is None else _SharedMasks(lambda: self._send(pending.result()))
+        return None if pending is None else PendingMasks(lambda: self._send(pending.result()))
 
     def _send(self, masks: Masks) -> Masks:
         rows, deferred, void = ([int(row) for row in part] for part in (masks.rows, masks.deferred, masks.void))
@@ -286,17 +260,9 @@ class _FollowingConstraints(ConstraintTable):
             self.slots.pop(init.slot, None)
 
     def start(self, slots: Sequence[int], *_: Any) -> PendingMasks | None:
-        return None if self.slots.keys().isdisjoint(slots) else _SharedMasks(self._receive)
+        return None if self.slots.keys().isdisjoint(slots) else PendingMasks(self._receive)
 
     def _receive(self) -> Masks:
         rows, bits, deferred, void = json.loads(self._ranks.receive(Kind.MASKS))
         array = np.frombuffer(bytearray.fromhex(bits), np.uint32)
         return Masks(rows, array.reshape(len(rows), self._num_words), deferred, void)
-
-
-class _SharedMasks(PendingMasks):
-    """Masks that all ranks use."""
-
-    def __init__(self, result: Callable[[], Masks]) -> None:
-        self.result = result  # type: ignore[method-assign]
-        self.held = ()  # with recurrent states, a step waits for all masks

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from lineclear.wire.messages import Row
 
-from .verification import Drafts, ReadTokens
+from .verification import Drafter, Drafts, ReadTokens
 
 _MAX_CANDIDATES = 16
 """Earlier occurrences that are compared. The latest come first."""
@@ -19,7 +19,7 @@ _MAX_INDEXED_TOKENS = 4096
 """Tokens that a step adds to the index of a slot, which takes about 2 ms. A longer prompt is indexed in several."""
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Drafts by prompt lookup. A slot is indexed from its first row with drafts on."""
 
     def __init__(self, max_ngram: int, min_ngram: int) -> None:
@@ -27,15 +27,12 @@ class PromptLookupDrafter:
         self._slots: dict[int, PromptLookup] = {}
 
     def reset(self) -> None:
-        """Forget every slot."""
         self._slots.clear()
 
     def forget(self, slot: int) -> None:
-        """Forget the sequence of a slot that gets another one."""
         self._slots.pop(slot, None)
 
     def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
-        """Return drafts for rows that may verify some. Rows without drafts are left out."""
         found: dict[int, list[int]] = {}
         for row in rows:
             index, known = self._slots.setdefault(row.slot, PromptLookup(*self._sizes)), row.start + 1
@@ -65,11 +62,9 @@ class PromptLookup:
             position = len(known)
             ngram = tuple(known[position - size :]) if position >= size else ()
             known.append(token)
+            self._earlier.append(latest.get(ngram, -1) if ngram else -1)
             if ngram:
-                self._earlier.append(latest.get(ngram, -1))
                 latest[ngram] = position
-            else:
-                self._earlier.append(-1)
 
     def propose(self, count: int) -> list[int]:
         """Return up to `count` tokens that followed the longest, and then latest, occurrence of the last tokens."""

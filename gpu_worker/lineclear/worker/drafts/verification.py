@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from lineclear.wire.messages import Row, StepPlan, StepResult
 
@@ -37,33 +37,20 @@ ReadTokens = Callable[[int, int, int], list[int]]
 """(slot, start, end) -> the tokens of the slot at positions [start, end)."""
 
 
-class Drafter(Protocol):
-    """Makes drafts. The runner calls it before the step that verifies them."""
+class Drafter:
+    """Makes drafts; the runner calls it before the step that verifies them. This one makes none.
+
+    So for models whose recurrent state cannot be taken back behind a wrong draft.
+    """
 
     def reset(self) -> None:
         """Forget every slot."""
-        ...
 
     def forget(self, slot: int) -> None:
         """Forget the sequence of a slot that gets another one."""
-        ...
 
     def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
         """Return drafts for rows that may verify some. Rows without drafts are left out."""
-        ...
-
-
-class NoDrafter:
-    """Makes no drafts: for models whose recurrent state cannot be taken back behind a wrong one."""
-
-    def reset(self) -> None:
-        """Do nothing."""
-
-    def forget(self, slot: int) -> None:
-        """Do nothing."""
-
-    def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
-        """Return no drafts."""
         return NO_DRAFTS
 
 
@@ -74,13 +61,8 @@ def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
     request. A deferred row has no drafts.
     """
     unusable = result.stuck_rows | result.bad_rows
-    stuck_rows: list[int] = []
-    bad_rows: list[int] = []
-    deferred_rows: list[int] = []
-    kept: list[int] = []
-    counts: list[int] = []
-    num_drafted: list[int] = []
-    first = 0
+    kept, counts, num_drafted = list[int](), list[int](), list[int]()
+    rows, first = dict[int, int](), 0  # the row of each first sample
     for slot in (*plan.decodes.slots, *(row.slot for row in plan.chunks if row.sample)):
         drafted = drafts.get(slot, ())
         count = 1
@@ -90,12 +72,7 @@ def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
             and unusable.isdisjoint((first, first + count))
         ):
             count += 1
-        if first in result.stuck_rows:
-            stuck_rows.append(len(counts))
-        if first in result.bad_rows:
-            bad_rows.append(len(counts))
-        if first in result.deferred_rows:
-            deferred_rows.append(len(counts))
+        rows[first] = len(counts)
         kept += range(first, first + count)
         counts.append(count)
         num_drafted.append(len(drafted))
@@ -106,7 +83,7 @@ def verified(result: StepResult, plan: StepPlan, drafts: Drafts) -> StepResult:
         logprobs=tuple(result.logprobs[i] for i in kept) if result.logprobs else (),
         counts=tuple(counts),
         num_drafted=tuple(num_drafted),
-        bad_rows=frozenset(bad_rows),
-        stuck_rows=frozenset(stuck_rows),
-        deferred_rows=frozenset(deferred_rows),
+        bad_rows=frozenset(rows[i] for i in result.bad_rows & rows.keys()),
+        stuck_rows=frozenset(rows[i] for i in result.stuck_rows & rows.keys()),
+        deferred_rows=frozenset(rows[i] for i in result.deferred_rows & rows.keys()),
     )
