@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lineclear.model_files.fingerprint import weight_files
 
-from . import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
+from . import compressed_tensors, formats
 from .modules import QuantizedWeight
 from .packed_codes import Method
 
@@ -24,13 +24,13 @@ Make = Callable[[int], QuantizedWeight | list[Any]]
 """Number of inputs -> the matrix, or those of all experts."""
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method]] = {
-    "awq": awq.method,
-    "bitsandbytes": bitsandbytes.method,
+    "awq": formats.awq,
+    "bitsandbytes": formats.bitsandbytes,
     "compressed-tensors": compressed_tensors.method,
-    "fbgemm_fp8": fp8.method,
-    "fp8": fp8.method,
-    "gptq": gptq.method,
-    "mxfp4": mxfp4.method,
+    "fbgemm_fp8": formats.float8,
+    "fp8": formats.float8,
+    "gptq": formats.gptq,
+    "mxfp4": formats.mxfp4,
 }
 
 
@@ -66,5 +66,5 @@ def split(tensors: dict[str, Tensor], method: Method) -> Checkpoint:
     for module in modules:
         names = {part: f"{module}{method.joint}{part}" for part in method.parts}
         parts = {part: plain.pop(name) for part, name in names.items() if name in plain}
-        matrices[module + method.parameter] = partial(method.read, module, parts)
+        matrices[module + method.parameter] = partial(method.read, parts)
     return Checkpoint(method.label, plain, matrices)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .float8_weight import Float8Weight
-from .fp8 import block_scales
+from .formats import block_scales
 from .grouped_weight import GroupedWeight
 from .modules import QuantizedWeight
 from .packed_codes import (
@@ -48,7 +48,7 @@ def method(config: Mapping[str, Any]) -> Method:
     return Method(f"compressed-tensors-{'+'.join(sorted(kinds))}", _PARTS, ("weight_packed", "weight_scale"), read)
 
 
-def _read(block: tuple[int, int], name: str, parts: Parts, inputs: int) -> QuantizedWeight:
+def _read(block: tuple[int, int], parts: Parts, inputs: int) -> QuantizedWeight:
     if "weight_packed" in parts:
         return _read_packed(parts, inputs)
     outputs = width(parts, "weight", 0)
@@ -85,13 +85,11 @@ def _read_packed(parts: Parts, inputs: int) -> GroupedWeight:
     if "weight_zero_point" in parts:
         packed = part(parts, "weight_zero_point", (-(-outputs * bits // 32), groups), torch.int32)
         zero = unpacked(packed_bytes(packed.t()), bits).t()[:outputs].int()
-    order, codes = None, packed_bytes(words)
+    order = None
     if "weight_g_idx" in parts:
         g_idx = part(parts, "weight_g_idx", (inputs,), torch.int32, torch.int64)
         order = None if (g_idx < 0).any() else order_of_groups(g_idx, groups)
-    if order is not None:
-        codes = repacked(unpacked(codes, bits)[:, order], bits)
-    return affine(codes, bits, scale, zero, order)
+    return affine(packed_bytes(words), bits, scale, zero, order)
 
 
 def stored(weight: GroupedWeight) -> dict[str, Tensor]:

@@ -7,10 +7,11 @@ would gain little. Scales and minima, products of two small numbers in the file,
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,12 +56,8 @@ _OF_ARCHITECTURE = {
     "llama": {**_NAMES, "ffn_gate_inp": "block_sparse_moe.gate"},
 }
 _EXPERTS = {
-    "llama": "block_sparse_moe.experts.{}.{}",
-    "qwen3moe": "mlp.experts.{}.{}",
-}
-_EXPERT_PARTS = {
-    "llama": {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"},
-    "qwen3moe": {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"},
+    "llama": ("block_sparse_moe", {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}),
+    "qwen3moe": ("mlp", {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}),
 }
 _IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Numbers of RoPE, which are not weights of a layer."""
@@ -79,11 +76,11 @@ def open_gguf(directory: Path) -> Checkpoint:
     matrices: dict[str, Make] = {}
     for tensor in head.tensors.values():
         for name, part in _named(tensor, architecture):
-            rows = _RowOrder.of(tensor.name, head, architecture)
+            heads = _turned_heads(tensor.name, head, architecture)
             if part.type.name in _PLAIN:
-                plain[name] = _plain(data, part, rows, is_offset=architecture.startswith("gemma"))
+                plain[name] = _plain(data, part, heads, is_offset=architecture.startswith("gemma"))
             else:
-                matrices[name] = partial(_matrix, data, part, rows)
+                matrices[name] = partial(_matrix, data, part, heads)
     label = f"gguf-{_largest(head)}" if matrices else ""
     return Checkpoint(label, plain, matrices, partial(_scale_frequencies, data, head.tensors.get(_IGNORED[0])))
 
@@ -98,40 +95,36 @@ def _named(tensor: GgufTensor, architecture: str) -> Iterator[tuple[str, GgufTen
     if match and match["part"] in names:
         yield f"{layer}{names[match['part']]}.{match['kind']}", tensor
         return
-    expert_part = _EXPERT_PARTS.get(architecture, {}).get(match["part"] if match else "")
+    module, parts = _EXPERTS.get(architecture, ("", {}))
+    expert_part = parts.get(match["part"]) if match else None
     if not match or not expert_part or len(tensor.shape) != 3:
         raise GgufBroken(f"has an unknown tensor of {architecture}, {tensor.name[:100]}; convert the model again")
     count, *shape = tensor.shape
     for expert in range(count):
         start, size = tensor.start + expert * (tensor.size // count), tensor.size // count
-        name = _EXPERTS[architecture].format(expert, expert_part)
-        yield f"{layer}{name}.{match['kind']}", GgufTensor(tensor.name, tensor.type, tuple(shape), start, size)
+        name = f"{layer}{module}.experts.{expert}.{expert_part}.{match['kind']}"
+        yield name, GgufTensor(tensor.name, tensor.type, tuple(shape), start, size)
 
 
-class _RowOrder(NamedTuple):
-    """How the converter of the architecture llama turned the rows of queries and keys: pairs side by side."""
-
-    heads: int
-
-    @staticmethod
-    def of(name: str, head: GgufHead, architecture: str) -> _RowOrder | None:
-        """Return the order of a tensor's rows, None if it is transformers' own."""
-        if architecture != "llama" or (".attn_q." not in name and ".attn_k." not in name):
-            return None
-        heads = head.metadata["llama.attention.head_count"]
-        kv_heads = head.metadata.get("llama.attention.head_count_kv", heads)
-        found = heads if ".attn_q." in name else kv_heads
-        return _RowOrder(found if isinstance(found, int) else found[0])
-
-    def restored(self, rows: Tensor) -> Tensor:
-        """Return the rows in transformers' order. Raises MatrixBroken."""
-        if len(rows) % (2 * self.heads):
-            raise MatrixBroken(f"has {len(rows)} rows, which are not {self.heads} heads")
-        order = torch.arange(len(rows)).view(self.heads, -1, 2).transpose(1, 2).reshape(-1)
-        return rows[order]
+def _turned_heads(name: str, head: GgufHead, architecture: str) -> int:
+    """Return the heads in whose rows pairs lie side by side: the converter turns queries and keys of llama. 0: none."""
+    if architecture != "llama" or (".attn_q." not in name and ".attn_k." not in name):
+        return 0
+    heads = head.metadata["llama.attention.head_count"]
+    found = heads if ".attn_q." in name else head.metadata.get("llama.attention.head_count_kv", heads)
+    return found if isinstance(found, int) else int(found[0])
 
 
-def _plain(data: Tensor, tensor: GgufTensor, rows: _RowOrder | None, *, is_offset: bool) -> Tensor:
+def _turned_back(rows: Tensor, heads: int) -> Tensor:
+    """Return the rows in transformers' order. Raises MatrixBroken."""
+    if not heads:
+        return rows
+    if len(rows) % (2 * heads):
+        raise MatrixBroken(f"has {len(rows)} rows, which are not {heads} heads")
+    return rows[torch.arange(len(rows)).view(heads, -1, 2).transpose(1, 2).reshape(-1)]
+
+
+def _plain(data: Tensor, tensor: GgufTensor, heads: int, *, is_offset: bool) -> Tensor:
     stored = data[tensor.start : tensor.start + tensor.size]
     if tensor.start % tensor.type.block_bytes:
         stored = stored.clone()
@@ -139,16 +132,16 @@ def _plain(data: Tensor, tensor: GgufTensor, rows: _RowOrder | None, *, is_offse
     if is_offset and tensor.name.endswith("norm.weight"):
         return values - 1  # the converter adds 1
     try:
-        return values if rows is None else rows.restored(values)
+        return _turned_back(values, heads)
     except MatrixBroken as error:
         raise GgufBroken(f"has a tensor {tensor.name[:100]} that {error}") from None
 
 
-def _matrix(data: Tensor, tensor: GgufTensor, rows: _RowOrder | None, inputs: int) -> GroupedWeight:
+def _matrix(data: Tensor, tensor: GgufTensor, heads: int, inputs: int) -> GroupedWeight:
     if len(tensor.shape) != 2 or tensor.shape[1] != inputs:
         raise MatrixBroken(f"has the shape {list(tensor.shape)}, which is no matrix of {inputs} inputs")
     stored = data[tensor.start : tensor.start + tensor.size].view(tensor.shape[0], -1)
-    return matrix_of(tensor.type.name, stored if rows is None else rows.restored(stored))
+    return matrix_of(tensor.type.name, _turned_back(stored, heads))
 
 
 def matrix_of(kind: str, stored: Tensor) -> GroupedWeight:
@@ -170,9 +163,9 @@ def matrix_of(kind: str, stored: Tensor) -> GroupedWeight:
 
 def _largest(head: GgufHead) -> str:
     """Return the format of most numbers, as the file is called after."""
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for tensor in head.tensors.values():
-        sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.size
+        sizes[tensor.type.name] += tensor.size
     return max(sizes, key=lambda name: sizes[name]).lower()
 
 
@@ -181,7 +174,7 @@ def _scale_frequencies(data: Tensor, factors: GgufTensor | None, model: Any) -> 
     if factors is None:
         return
     rotary = model.model.rotary_emb
-    values = _plain(data, factors, None, is_offset=False).float()
+    values = _plain(data, factors, 0, is_offset=False).float()
     frequencies = getattr(rotary, "inv_freq", torch.empty(0))  # Gemma 3 has two kinds, and no factors
     if values.shape != frequencies.shape:
         raise GgufBroken(f"has {list(values.shape)} factors of RoPE for {list(frequencies.shape)} frequencies")

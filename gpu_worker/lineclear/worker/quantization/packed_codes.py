@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +19,8 @@ class MatrixBroken(ValueError):
     """Tensors of a quantized matrix do not belong together; the message continues the matrix's name."""
 
 
-class Reader(Protocol):
-    """Makes a matrix of its tensors."""
-
-    def __call__(self, name: str, parts: Parts, inputs: int) -> QuantizedWeight | list[GroupedWeight]:
-        """Return the matrix of the module `name`, which has `inputs` inputs; of experts, all. Raises MatrixBroken."""
+Reader = Callable[[Parts, int], QuantizedWeight | list[GroupedWeight]]
+"""Tensors and number of inputs -> the matrix; of experts, all. Raises MatrixBroken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +89,11 @@ def affine(
 ) -> GroupedWeight:
     """Return the matrix of `(code - zero) * scale`, from bytes of codes [outputs, inputs * bits / 8].
 
-    scale [outputs, groups]; zero as well, or one for all.
+    scale [outputs, groups]; zero as well, or one for all. The codes are put in the order `input_order`.
     """
     scale = scale.float()
+    if input_order is not None:
+        codes = repacked(unpacked(codes, bits)[:, input_order], bits)
     if bits == 8:
         codes, zero = (codes ^ 128).view(torch.int8), zero - 128
     if not isinstance(zero, Tensor):
