@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from lineclear.worker import threshold, triton_threshold
+from lineclear.worker import triton_threshold, truncation
 
 
 def main(first: int, end: int) -> None:
@@ -23,7 +23,8 @@ def main(first: int, end: int) -> None:
         targets = torch.rand(3, 1, generator=generator, dtype=torch.float64) * most
         targets[0] = 0.0 if seed % 3 else most + 1
         ours = triton_threshold.largest_reaching(keys, weights, targets)
-        print(json.dumps({"ours": ours.tolist(), "torch": threshold.largest_reaching(keys, weights, targets).tolist()}))
+        by_torch = truncation.largest_reaching(keys, weights, targets)
+        print(json.dumps({"ours": ours.tolist(), "torch": by_torch.tolist()}))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.wire.messages import Sampling, SlotInit
 from lineclear.worker.grammar_compiler import GrammarCompiler
 from lineclear.worker.grammar_constraints import ConstraintTable, Masks
-from lineclear.worker.logit_masks import apply_masks
 from lineclear.worker.logits import with_argmax
-from lineclear.worker.sampler import sample
+from lineclear.worker.sampler import apply_masks, sample
 from lineclear.worker.sampling_metadata import SamplingTable
 
 VOCABULARY, EOS = 4096, 2

@@ -82,9 +82,10 @@ def test_profile_covers_the_largest_step(
     assert [plan.num_tokens for plan in rehearsal.plans] == [tokens, rows]
     assert max(row.start + row.num_tokens for row in rehearsal.plans[0].rows) > CONTEXT - 16
     for metadata in rehearsal.sampled:
-        assert metadata.truncated_draws is not None
+        (draws,) = metadata.draws
+        assert "top_k" in draws.parameters
         assert metadata.logprobs is not None
-        assert len(metadata.truncated_draws.rows) == len(metadata.logprobs.rows) == metadata.num_rows == rows
+        assert len(draws.rows) == len(metadata.logprobs.rows) == metadata.num_rows == rows
         assert len(metadata.changes) == 1, "penalties"
 
 

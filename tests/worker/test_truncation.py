@@ -30,8 +30,7 @@ def distributions(logits: Tensor, parameters: list[Sampling], position: int = 1)
     for slot, sampling in enumerate(parameters):
         table.set_slot(slot, sampling)
     slots = list(range(len(parameters)))
-    draws = table.select(slots, [position] * len(slots), np.ones(len(slots), np.int64)).truncated_draws
-    assert draws is not None
+    (draws,) = table.select(slots, [position] * len(slots), np.ones(len(slots), np.int64)).draws
     assert draws.rows.tolist() == slots
     weights = truncated_weights(logits.clone(), draws)
     return weights / weights.sum(dim=-1, keepdim=True)

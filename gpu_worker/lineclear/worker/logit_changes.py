@@ -9,7 +9,10 @@ preemption, a worker loss and a resumed answer change no token, and several posi
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,27 +22,21 @@ from torch import Tensor
 from lineclear.wire.sampling import Sampling
 
 from .attention.base import IntArray
-from .dry import DRY
 from .penalties import BAD_WORDS, NGRAMS, PENALTIES
+from .repetitions import DRY
 from .sampling_rows import Change, Entries, Feature, SamplingRows, id_array
 
 _MAX_DECAY = 1e30
 """Larger factors could make a logit infinite."""
-_NO_IDS = np.zeros(0, np.int64)
 
 
-class _Bias(NamedTuple):
-    ids: IntArray
-    values: npt.NDArray[np.float32]
-
-
-def _bias(sampling: Sampling, vocab_size: int) -> _Bias:
+def _bias(sampling: Sampling, vocab_size: int) -> tuple[IntArray, npt.NDArray[np.float32]]:
     ids, values = zip(*sampling.logit_bias, strict=True)
-    return _Bias(np.array(ids, np.int64), np.array(values, np.float32))
+    return np.array(ids, np.int64), np.array(values, np.float32)
 
 
-def _add_bias(rows: SamplingRows, biases: list[_Bias]) -> Change:
-    entries, values = rows.entries([x.ids for x in biases]), rows.put(np.concatenate([x.values for x in biases]))
+def _add_bias(rows: SamplingRows, biases: list[tuple[IntArray, npt.NDArray[np.float32]]]) -> Change:
+    entries, values = rows.entries([ids for ids, _ in biases]), rows.put(np.concatenate([x for _, x in biases]))
     return lambda logits, _: logits.index_put_(entries, values, accumulate=True)
 
 
@@ -73,29 +70,12 @@ def _keep_allowed(rows: SamplingRows, allowed: list[IntArray]) -> Change:
     return change
 
 
-class _Banned(NamedTuple):
-    always: IntArray
-    at_first: IntArray
-    """As the first output token."""
-    too_early: IntArray
-    """Before `min_tokens` output tokens."""
-
-
-def _banned(sampling: Sampling, vocab_size: int) -> _Banned | None:
-    early = sampling.stop_ids if sampling.min_tokens > 0 else ()
-    lists = [id_array(ids) for ids in (sampling.banned_ids, sampling.begin_banned_ids, early)]
-    return None if all(ids is None for ids in lists) else _Banned(*(_NO_IDS if ids is None else ids for ids in lists))
-
-
-def _ban(rows: SamplingRows, banned: list[_Banned]) -> Change | None:
-    counts, min_tokens = rows.num_outputs.tolist(), rows.scalars["min_tokens"].tolist()
-    ids = [
-        np.concatenate((x.always, x.at_first if not count else _NO_IDS, x.too_early if count < least else _NO_IDS))
-        for x, count, least in zip(banned, counts, min_tokens, strict=True)
-    ]
-    if not any(map(len, ids)):
+def _ban(most_outputs: Callable[[SamplingRows], Any], rows: SamplingRows, banned: list[IntArray]) -> Change | None:
+    """Ban ids in rows with fewer output tokens than that."""
+    places = np.flatnonzero(rows.num_outputs < most_outputs(rows))
+    if not len(places):
         return None
-    entries = rows.entries(ids)
+    entries = rows.take(places).entries([banned[i] for i in places])
     return lambda logits, _: _fill(logits, entries, float("-inf"))
 
 
@@ -126,7 +106,13 @@ FEATURES = (
     NGRAMS,
     BAD_WORDS,
     Feature(["allowed_ids"], lambda sampling, _: id_array(sampling.allowed_ids), _keep_allowed),
-    Feature(["banned_ids", "begin_banned_ids", "min_tokens"], _banned, _ban),
+    Feature(["banned_ids"], lambda sampling, _: id_array(sampling.banned_ids), partial(_ban, lambda _: math.inf)),
+    Feature(["begin_banned_ids"], lambda sampling, _: id_array(sampling.begin_banned_ids), partial(_ban, lambda _: 1)),
+    Feature(
+        ["min_tokens"],
+        lambda sampling, _: id_array(sampling.stop_ids),
+        partial(_ban, lambda rows: rows.scalars["min_tokens"]),
+    ),
     Feature(["forced_first_id"], lambda *_: True, _force_first),
 )
 """In the order in which they change logits."""

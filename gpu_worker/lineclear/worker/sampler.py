@@ -13,13 +13,15 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .grammar_constraints import Masks
-from .logit_masks import apply_masks
 from .logits import Logits, bad_rows, with_argmax
-from .sampling_metadata import Draws, SamplingMetadata
+from .mask_threads import Bits
+from .sampling_metadata import SamplingMetadata
+from .staging import to_device
 from .truncation import truncated_weights, wide_dtype
 
 _CHUNK_WIDTH = 512
@@ -83,10 +85,12 @@ def _sample(model_logits: Logits, masked: Logits, metadata: SamplingMetadata, to
             change(logits, token_table)
         changed = with_argmax(logits)
         logits, tokens, failed = changed.values, changed.max_ids, failed | bad_rows(changed)
-    if metadata.draws is not None:
-        tokens[metadata.draws.rows] = _draw(logits, metadata.draws)
-    if metadata.truncated_draws is not None:
-        tokens[metadata.truncated_draws.rows] = _draw_truncated(logits, metadata.truncated_draws)
+    for draws in metadata.draws:
+        if "top_k" in draws.parameters:
+            weights = truncated_weights(logits, draws)
+        else:
+            weights = torch.softmax(logits[draws.rows].div_(draws.parameters["temperature"]), dim=-1)
+        tokens[draws.rows] = _inverse_cdf(weights, draws.noise)
     tokens.masked_fill_(failed, 0)
     stuck = _stuck(failed, bad)
     if metadata.logprobs is None:
@@ -97,27 +101,53 @@ def _sample(model_logits: Logits, masked: Logits, metadata: SamplingMetadata, to
     return Sampled(tokens, bad, *top, None if ids is None else all_logprobs[ids], stuck=stuck)
 
 
+@torch.inference_mode()
+def apply_masks(logits: Logits, masks: Masks) -> Logits:
+    """Set the logits of tokens that structured output does not allow to -inf, in place. Other rows are not touched."""
+    if not masks.rows:
+        return logits
+    values = logits.values
+    rows = to_device(np.array(masks.rows, np.int64), values.device)
+    banned = _banned(masks.bits, values.shape[1], values.device)
+    if len(masks.rows) == len(values):
+        values.masked_fill_(banned, float("-inf"))
+        return with_argmax(values)
+    constrained = with_argmax(values.index_select(0, rows).masked_fill_(banned, float("-inf")))
+    values.index_copy_(0, rows, constrained.values)
+    max_values = logits.max_values.index_copy(0, rows, constrained.max_values)
+    max_ids = logits.max_ids.index_copy(0, rows, constrained.max_ids)
+    host_max = (max_values.tolist(), max_ids.tolist()) if logits.host_max is not None else None
+    bad = None
+    if logits.bad is not None and constrained.bad is not None:
+        bad = logits.bad.index_copy(0, rows, constrained.bad)
+    return Logits(values, max_values, max_ids, host_max, bad)
+
+
+def _banned(bits: Bits, vocabulary: int, device: torch.device) -> Tensor:
+    """Return [num_rows, vocabulary] bool."""
+    if device.type == "cpu":
+        columns = np.unpackbits((~bits).astype("<u4", copy=False).view(np.uint8), axis=1, bitorder="little")
+        return torch.from_numpy(columns[:, :vocabulary].view(np.bool_))
+    words = to_device(bits.view(np.int32), device)
+    shifts = torch.arange(32, device=device, dtype=torch.int32)
+    return ((words[:, :, None] >> shifts & 1) == 0).flatten(1)[:, :vocabulary]
+
+
 def _sample_rows(
     model_logits: Logits, masked: Logits, rows: Sequence[SamplingMetadata], token_table: Tensor
 ) -> Sampled:
-    """Sample each row by itself."""
     sampled = []
     for index, metadata in enumerate(rows):
         row = _row(model_logits, index)
         sampled.append(_sample(row, row if masked is model_logits else _row(masked, index), metadata, token_table))
+
+    def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+        found = [part for part in parts if part is not None]
+        return None if not found else torch.cat(found) if found[0].dim() == 1 else cat_padded(found)
+
+    tokens, *others = zip(*(x[:6] for x in sampled), strict=True)
     stuck = [torch.zeros_like(x.tokens, dtype=torch.bool) if x.stuck is None else x.stuck for x in sampled]
-    bad = [x.bad for x in sampled if x.bad is not None]
-    logprobs = [x.logprobs for x in sampled if x.logprobs is not None]
-    ids = [x.id_logprobs for x in sampled if x.id_logprobs is not None]
-    return Sampled(
-        torch.cat([x.tokens for x in sampled]),
-        torch.cat(bad),
-        torch.cat(logprobs) if logprobs else None,
-        cat_padded([x.top_ids for x in sampled if x.top_ids is not None]) if logprobs else None,
-        cat_padded([x.top_logprobs for x in sampled if x.top_logprobs is not None]) if logprobs else None,
-        torch.cat(ids) if ids else None,
-        stuck=torch.cat(stuck),
-    )
+    return Sampled(torch.cat(tokens), *map(joined, others), stuck=torch.cat(stuck))
 
 
 def _row(logits: Logits, index: int) -> Logits:
@@ -136,31 +166,13 @@ def _stuck(failed: Tensor, bad: Tensor) -> Tensor | None:
     return None if failed is bad else failed & ~bad
 
 
-# --- draws ---------------------------------------------------------------------------------------------------------
-
-
-def _draw(logits: Tensor, draws: Draws) -> Tensor:
-    """Sample from the whole distribution."""
-    return _inverse_cdf(_probabilities(logits, draws), draws.noise)
-
-
-def _draw_truncated(logits: Tensor, draws: Draws) -> Tensor:
-    """Sample from the distribution that the truncations leave."""
-    return _inverse_cdf(truncated_weights(logits, draws), draws.noise)
-
-
-def _probabilities(logits: Tensor, draws: Draws) -> Tensor:
-    return torch.softmax(logits[draws.rows].div_(draws.parameters["temperature"]), dim=-1)
-
-
 def _inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
     """Return per row the index where the running sum of the weights exceeds noise * sum; never one of weight 0.
 
     Two levels, sums of chunks and then one chunk: a running sum in float64 over a whole vocabulary costs more than the
     softmax. The order of summation does not depend on other rows.
     """
-    padding = -weights.shape[-1] % _CHUNK_WIDTH
-    if padding:
+    if padding := -weights.shape[-1] % _CHUNK_WIDTH:
         weights = torch.nn.functional.pad(weights, (0, padding))
     chunks = weights.view(len(weights), -1, _CHUNK_WIDTH)
     sums = chunks.sum(dim=-1).to(wide_dtype(weights))
@@ -177,9 +189,6 @@ def _first_above(running: Tensor, target: Tensor) -> Tensor:
     """Return [rows, 1]: the first index whose running sum exceeds the target, at most the last one with a weight."""
     last = (running < running[:, -1:]).sum(dim=-1, keepdim=True)
     return torch.minimum((running <= target).sum(dim=-1, keepdim=True), last)
-
-
-# --- log-probabilities ---------------------------------------------------------------------------------------------
 
 
 def top_logprobs(all_logprobs: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,8 +59,8 @@ class SamplingMetadata:
     num_rows: int
     changes: Sequence[Change] = ()
     """Changes of logits before the log-probabilities and the draw, in order."""
-    draws: Draws | None = None
-    truncated_draws: Draws | None = None
+    draws: Sequence[Draws] = ()
+    """From whole distributions, and from truncated ones."""
     logprobs: LogprobRows | None = None
     rows: Sequence[SamplingMetadata] = ()
     """The work of each row by itself; empty: rows are sampled together."""
@@ -68,8 +68,7 @@ class SamplingMetadata:
     @property
     def is_greedy(self) -> bool:
         """Every row only needs the argmax of the model's own logits."""
-        is_drawn = self.draws is not None or self.truncated_draws is not None
-        return not is_drawn and self.logprobs is None and not self.changes
+        return not self.draws and self.logprobs is None and not self.changes
 
 
 class SamplingTable:
@@ -89,7 +88,6 @@ class SamplingTable:
         """Slots that need more than the argmax of the model's own logits."""
 
     def set_slot(self, slot: int, sampling: Sampling) -> None:
-        """Store the parameters of the slot's new sequence."""
         if sampling.top_k >= self._vocab_size:
             sampling = replace(sampling, top_k=0)
         self._scalars[slot] = tuple(getattr(sampling, name) for name in SCALARS)
@@ -111,10 +109,7 @@ class SamplingTable:
             (slots.add if is_member else slots.discard)(slot)
 
     def select(self, slots: list[int], positions: list[int], prompt_lens: IntArray) -> SamplingMetadata:
-        """Return the sampling work of a step whose rows have these slots and sample tokens at these positions.
-
-        A slot may have several rows. `prompt_lens` [num_slots].
-        """
+        """Return the work of rows with these slots, maybe repeated, and positions. `prompt_lens` [num_slots]."""
         if self._not_greedy.isdisjoint(slots):
             return _greedy(len(slots))
         indices, places = np.array(slots, np.int64), np.arange(len(slots))
@@ -123,13 +118,12 @@ class SamplingTable:
         is_drawn = scalars["temperature"] > 0
         is_truncated = np.array([slot in self._truncated for slot in slots])
         truncations = (Use.DRAW, Use.TRUNCATION, *(() if self._reshaped.isdisjoint(slots) else (Use.RESHAPE,)))
-        return SamplingMetadata(
-            len(slots),
-            self._changes(rows, slots),
-            self._draws(rows.take(np.flatnonzero(is_drawn & ~is_truncated)), Use.DRAW),
-            self._draws(rows.take(np.flatnonzero(is_drawn & is_truncated)), *truncations),
-            self._logprobs(rows.take(np.flatnonzero(scalars["logprobs"] >= 0))),
-        )
+        changes = self._changes(rows, slots)
+        whole = self._draws(rows.take(np.flatnonzero(is_drawn & ~is_truncated)), Use.DRAW)
+        truncated = self._draws(rows.take(np.flatnonzero(is_drawn & is_truncated)), *truncations)
+        draws = [x for x in (whole, truncated) if x is not None]
+        logprobs = self._logprobs(rows.take(np.flatnonzero(scalars["logprobs"] >= 0)))
+        return SamplingMetadata(len(slots), changes, draws, logprobs)
 
     def _changes(self, rows: SamplingRows, slots: list[int]) -> list[Change]:
         changes = []

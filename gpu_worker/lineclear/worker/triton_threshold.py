@@ -1,4 +1,4 @@
-"""The bisection of threshold.py as a Triton kernel: one program for each row."""
+"""The bisection of truncation.py as a Triton kernel: one program for each row."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def largest_reaching_kernel(
 
 
 def largest_reaching(keys: Tensor, weights: Tensor | None, targets: Tensor) -> Tensor:
-    """See `threshold.largest_reaching`; targets are float64."""
+    """See `truncation.largest_reaching`; targets are float64."""
     found = torch.empty(targets.shape, dtype=torch.int32, device=keys.device)
     weighed = keys if weights is None else weights
     operands = keys.contiguous(), weighed.contiguous(), targets, found, keys.shape[-1]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .logits import is_on_host
 from .sampling_metadata import Draws
-from .threshold import largest_reaching
+from .triton_support import is_usable
 
 _NUM_CANDIDATES = 256
 _MIN_TOPK_VOCABULARY = 4096
@@ -20,6 +20,8 @@ _MIN_TOPK_VOCABULARY = 4096
 _LEAST_TEMPERATURE = 0.01
 _INFINITY_BITS = 0x7F800000
 """Bits of the largest float32."""
+_HIGHEST_BIT = 30
+"""Of a float32 that is not negative."""
 
 
 def truncated_weights(logits: Tensor, draws: Draws) -> Tensor:
@@ -68,10 +70,7 @@ def _mask_below_sigma(logits: Tensor, count: Tensor) -> None:
 
 
 def _is_typical(weights: Tensor, typical_p: Tensor) -> Tensor:
-    """Return whether each token is in the smallest set of this mass whose surprise is next to the entropy.
-
-    Locally typical sampling (Meister et al. 2022).
-    """
+    """Return whether a token is in the smallest set of this mass next to the entropy (Meister et al. 2022)."""
     probabilities = weights / weights.sum(dim=-1, keepdim=True)
     entropy = torch.special.entr(probabilities).sum(dim=-1, keepdim=True)
     distances = (-probabilities.log() - entropy).abs()
@@ -144,6 +143,29 @@ def _cutoff_by_bisection(probabilities: Tensor, top_k: Tensor, top_p: Tensor) ->
     total = torch.where(top_k > 0, kept.sum(dim=-1, keepdim=True, dtype=wide), 1.0)
     target = torch.where(top_p < 1, top_p * total, 0.0)
     return torch.maximum(kth, largest_reaching(keys, probabilities, target).view(torch.float32))
+
+
+def largest_reaching(keys: Tensor, weights: Tensor | None, targets: Tensor) -> Tensor:
+    """Return [num_rows, 1] int32: the largest k of each row such that its keys >= k weigh the target or more together.
+
+    By bisection, without sorting and without a wait of the host. Floats that are not negative are ordered like their
+    bits, so k is found bit by bit: by Triton in one launch that reads a row from the cache of the device, without it by
+    some hundred operations of torch, each over all rows.
+
+    keys [num_rows, vocabulary] int32, weights the same in float32 (None: 1 each), targets [num_rows, 1]. 0 where the
+    target is not positive, and where all weights together do not reach it. Sums are in the type of the targets.
+    """
+    if keys.is_cuda and is_usable():
+        from .triton_threshold import largest_reaching as by_triton
+
+        return by_triton(keys, weights, targets)
+    weighed = torch.ones((), device=keys.device) if weights is None else weights
+    found = torch.zeros_like(targets, dtype=torch.int32)
+    for bit in range(_HIGHEST_BIT, -1, -1):
+        candidate = found | 1 << bit
+        reached = torch.where(keys >= candidate, weighed, 0.0).sum(dim=-1, keepdim=True, dtype=targets.dtype)
+        found = torch.where((reached >= targets) & (targets > 0), candidate, found)
+    return found
 
 
 def _cutoff_of_sorted(candidates: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
