@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .quantization.modules import QuantizedExperts, QuantizedWeight
+from .quantization.grouped_weight import QuantizedWeight
+from .quantization.modules import QuantizedExperts
 from .shard import is_divided
 
 _SIGMOID = frozenset({"dots1", "glm4_moe"})

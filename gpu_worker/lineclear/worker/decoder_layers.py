@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .decoder_experts import Experts, experts_of
-from .quantization.modules import QuantizedWeight
+from .quantization.grouped_weight import QuantizedWeight
 from .shard import shard_of
 
 EXPERT_FAMILIES = frozenset(

@@ -14,12 +14,8 @@ import torch
 from torch import nn
 
 from lineclear.worker.quantization.checkpoint import Checkpoint, Make
-from lineclear.worker.quantization.modules import (
-    QuantizedEmbedding,
-    QuantizedExperts,
-    QuantizedLinear,
-    QuantizedWeight,
-)
+from lineclear.worker.quantization.grouped_weight import QuantizedWeight
+from lineclear.worker.quantization.modules import QuantizedEmbedding, QuantizedExperts, QuantizedLinear
 from lineclear.worker.quantization.packed_codes import MatrixBroken
 
 from .loaded_model import ModelRefused
@@ -32,10 +28,7 @@ _TRANSPOSED_EXPERTS = frozenset({"gpt_oss"})
 def quantized_model(
     config: Any, checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.device
 ) -> tuple[Any, dict[str, Any]]:
-    """Return a model on `device` with eager attention, and transformers' report of missing weights.
-
-    Raises ModelRefused for a matrix that has no place or is damaged, and errors as `from_pretrained`.
-    """
+    """Return a model with eager attention, and transformers' report of missing weights. Raises ModelRefused."""
     kind: Any = auto_class(config)._model_mapping[type(config)]
 
     def build(self: Any, *arguments: Any, **others: Any) -> None:
@@ -115,7 +108,11 @@ class _Filling:
             raise ModelRefused(
                 f"{name} is a matrix of {list(weight.shape)}, and the model's is {list(parameter.shape)}"
             )
-        self._model.set_submodule(owner, _replacement(module, weight, parameter.dtype))
+        if isinstance(module, nn.Linear):
+            self._model.set_submodule(owner, QuantizedLinear(weight, module.bias))
+        else:
+            factor = float(getattr(module, "scalar_embed_scale", 1.0))
+            self._model.set_submodule(owner, QuantizedEmbedding(weight, parameter.dtype, factor))
 
     def _ordered(self, target: str, sources: dict[str, list[str]]) -> list[list[str]]:
         """Return the names of each expert's matrices, in the order of their outputs. Raises ModelRefused."""
@@ -173,10 +170,3 @@ def _made(name: str, make: Make, inputs: int) -> list[QuantizedWeight]:
     except MatrixBroken as error:
         raise ModelRefused(f"the quantized matrix {name} {error}") from None
     return made if isinstance(made, list) else [made]
-
-
-def _replacement(module: nn.Module, weight: QuantizedWeight, dtype: torch.dtype) -> nn.Module:
-    if isinstance(module, nn.Linear):
-        return QuantizedLinear(weight, module.bias)
-    factor = getattr(module, "scalar_embed_scale", 1.0)
-    return QuantizedEmbedding(weight, dtype, float(factor))

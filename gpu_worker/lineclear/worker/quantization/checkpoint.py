@@ -17,7 +17,7 @@ from torch import Tensor
 from lineclear.model_files.fingerprint import weight_files
 
 from . import compressed_tensors, formats
-from .modules import QuantizedWeight
+from .grouped_weight import QuantizedWeight
 from .packed_codes import Method
 
 Make = Callable[[int], QuantizedWeight | list[Any]]

@@ -16,22 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .float8_weight import Float8Weight
 from .formats import block_scales
-from .grouped_weight import GroupedWeight
-from .modules import QuantizedWeight
-from .packed_codes import (
-    MatrixBroken,
-    Method,
-    Parts,
-    affine,
-    order_of_groups,
-    packed_bytes,
-    part,
-    repacked,
-    unpacked,
-    width,
-)
+from .grouped_weight import Float8Weight, GroupedWeight, QuantizedWeight, repacked, unpacked
+from .packed_codes import MatrixBroken, Method, Parts, affine, order_of_groups, packed_bytes, part, width
 
 _PARTS = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "input_scale")
 

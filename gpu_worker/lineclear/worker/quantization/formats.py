@@ -9,21 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .float8_weight import Float8Weight
-from .grouped_weight import GroupedWeight
-from .packed_codes import (
-    MatrixBroken,
-    Method,
-    Parts,
-    affine,
-    num_groups,
-    order_of_groups,
-    packed_bytes,
-    part,
-    repacked,
-    unpacked,
-    width,
-)
+from .grouped_weight import Float8Weight, GroupedWeight, repacked, unpacked
+from .packed_codes import MatrixBroken, Method, Parts, affine, num_groups, order_of_groups, packed_bytes, part, width
 
 _AWQ_BITS = 4
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -21,8 +21,8 @@ from lineclear.model_files.gguf_directory import CONFIG, config_text
 from lineclear.model_files.gguf_file import LINK, GgufBroken, GgufHead, GgufTensor, read_head
 
 from .checkpoint import Checkpoint, Make
-from .grouped_weight import GroupedWeight
-from .packed_codes import MatrixBroken, repacked
+from .grouped_weight import GroupedWeight, repacked
+from .packed_codes import MatrixBroken
 
 _PIECE_BYTES = 1 << 20
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -208,22 +208,17 @@ def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
     return (blocks[..., at : at + 4, None] >> places & 1).flatten(-2) << 4
 
 
-def _q4_0(blocks: Tensor) -> _Read:
+def _q4(blocks: Tensor, *, has_minimum: bool) -> _Read:
     scale = _half(blocks, 0)
-    return _halves(blocks[..., 2:]), scale, scale * 8
+    return _halves(blocks[..., 4 if has_minimum else 2 :]), scale, -_half(blocks, 2) if has_minimum else scale * 8
 
 
-def _q4_1(blocks: Tensor) -> _Read:
-    return _halves(blocks[..., 4:]), _half(blocks, 0), -_half(blocks, 2)
-
-
-def _q5_0(blocks: Tensor) -> _Read:
-    codes = _halves(blocks[..., 6:]) | _fifth_bits(blocks, 2)
+def _q5(blocks: Tensor, *, has_minimum: bool) -> _Read:
+    at = 4 if has_minimum else 2
+    codes = _halves(blocks[..., at + 4 :]) | _fifth_bits(blocks, at)
+    if has_minimum:
+        return codes, _half(blocks, 0), -_half(blocks, 2)
     return codes.to(torch.int8) - 16, _half(blocks, 0), None
-
-
-def _q5_1(blocks: Tensor) -> _Read:
-    return _halves(blocks[..., 8:]) | _fifth_bits(blocks, 4), _half(blocks, 0), -_half(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> _Read:
@@ -258,10 +253,10 @@ def _q6_k(blocks: Tensor) -> _Read:
 
 
 _BLOCKS: dict[str, tuple[Callable[[Tensor], _Read], int]] = {
-    "Q4_0": (_q4_0, 18),
-    "Q4_1": (_q4_1, 20),
-    "Q5_0": (_q5_0, 22),
-    "Q5_1": (_q5_1, 24),
+    "Q4_0": (partial(_q4, has_minimum=False), 18),
+    "Q4_1": (partial(_q4, has_minimum=True), 20),
+    "Q5_0": (partial(_q5, has_minimum=False), 22),
+    "Q5_1": (partial(_q5, has_minimum=True), 24),
     "Q8_0": (_q8_0, 34),
     "Q4_K": (_q4_k, 144),
     "Q5_K": (_q5_k, 176),

@@ -1,12 +1,15 @@
-"""The one form of a quantized matrix: small integers, with a scale and a minimum for each group of inputs.
+"""The forms of a quantized matrix: small integers, or 8-bit floating-point numbers, with scales for groups of inputs.
 
-It holds without loss what is multiplied of GPTQ, AWQ, compressed-tensors, MXFP4 and the formats of GGUF, whose codes,
-zero points and tables differ only in how they are stored. Kernels pack it; `dequantized` is what they are held to.
+`GroupedWeight` holds without loss what is multiplied of GPTQ, AWQ, compressed-tensors, MXFP4 and the formats of GGUF,
+whose codes, zero points and tables differ only in how they are stored. Kernels pack it; `dequantized` is what they are
+held to. It cannot hold E4M3: values of one group differ by a factor of up to 2^17, and 8-bit integers with one scale
+would round small ones more coarsely. So `Float8Weight` keeps the numbers, and products are exact.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,11 +19,24 @@ _PIECE_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupedWeight:
-    """A matrix [outputs, inputs] whose element is `value * scale - minimum` of its row and group.
+class _Stored:
+    """A matrix [outputs, inputs] in some tensors."""
 
-    A group is `inputs / number of groups` consecutive inputs.
-    """
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def to(self, device: torch.device) -> Self:
+        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedWeight(_Stored):
+    """A matrix [outputs, inputs] of `value * scale - minimum`, by row and by group of consecutive inputs."""
 
     codes: Tensor
     """8 bits: int8 [outputs, inputs], the values. 4 bits: uint8 [outputs, inputs / 2], values of 0 to 15 or places in
@@ -38,39 +54,24 @@ class GroupedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return (outputs, inputs)."""
         outputs, columns = self.codes.shape
         return outputs, columns * 8 // self.bits
 
     @property
     def group_size(self) -> int:
-        """Return the number of inputs of a group."""
         return self.shape[1] // self.scale.shape[1]
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the memory that it takes."""
-        parts = (self.codes, self.scale, self.minimum, self.table, self.input_order)
-        return sum(part.nbytes for part in parts if part is not None)
 
     def rows(self, rows: slice | Tensor) -> GroupedWeight:
         """Return the matrix of these outputs. One of a slice shares this one's memory."""
         minimum = None if self.minimum is None else self.minimum[rows]
         return replace(self, codes=self.codes[rows], scale=self.scale[rows], minimum=minimum)
 
-    def to(self, device: torch.device) -> GroupedWeight:
-        """Return the matrix on a device."""
-        names = ("codes", "scale", "minimum", "table", "input_order")
-        parts = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
-
     def values(self) -> Tensor:
         """Return the values, int8 [outputs, inputs]."""
         if self.bits == 8:
             return self.codes
-        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
-        values = codes if self.table is None else self.table[codes.int()]
-        return values.to(torch.int8)
+        codes = unpacked(self.codes, self.bits)
+        return (codes if self.table is None else self.table[codes.int()]).to(torch.int8)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the matrix in the order of the inputs, computed in float32 and rounded once to `dtype`."""
@@ -82,6 +83,49 @@ class GroupedWeight:
         if self.input_order is not None:
             matrix = torch.empty_like(matrix).index_copy_(1, self.input_order, matrix)
         return matrix.to(dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Float8Weight(_Stored):
+    """A matrix [outputs, inputs] whose element is `value * scale` of its row and group."""
+
+    codes: Tensor
+    """float8_e4m3fn or float8_e5m2 [outputs, inputs]."""
+    scale: Tensor
+    """float32 [outputs, groups]."""
+    group_size: int
+    """Consecutive inputs of a group; the last group may have fewer."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.codes.shape
+        return outputs, inputs
+
+    def rows(self, rows: slice | Tensor) -> Float8Weight:
+        """Return the matrix of these outputs. One of a slice shares this one's memory."""
+        return replace(self, codes=self.codes[rows], scale=self.scale[rows])
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the matrix, computed in float32 and rounded once to `dtype`."""
+        wide = self.codes.float()
+        if self.scale.shape[1] == 1:
+            return wide.mul_(self.scale).to(dtype)
+        return wide.mul_(self.scale.repeat_interleave(self.group_size, 1)[:, : wide.shape[1]]).to(dtype)
+
+
+QuantizedWeight = GroupedWeight | Float8Weight
+
+
+def unpacked(packed: Tensor, bits: int) -> Tensor:
+    """Return the codes of bytes, uint8 [..., n * 8 / bits], the lowest bits first."""
+    if bits == 8:
+        return packed
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def repacked(codes: Tensor, bits: int) -> Tensor:
+    """Return codes of `bits` bits [..., n] as bytes: the inverse of `unpacked`."""
+    return codes.contiguous() if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def quantize(weight: Tensor, bits: int, group_size: int) -> GroupedWeight:
@@ -109,7 +153,7 @@ def _quantized(groups: Tensor, bits: int) -> tuple[Tensor, ...]:
     scale = _bfloat16_above((high - low) / 15)
     zero = (-low[:, :, None] / _divisor(scale)).round_()
     codes = (groups / _divisor(scale)).add_(zero).round_().clamp_(0, 15).to(torch.uint8).flatten(1)
-    return codes[:, ::2] | codes[:, 1::2] << 4, scale, zero[:, :, 0] * scale
+    return repacked(codes, bits), scale, zero[:, :, 0] * scale
 
 
 def _bfloat16_above(scale: Tensor) -> Tensor:

@@ -14,10 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .float8_weight import Float8Weight
-from .grouped_weight import GroupedWeight
-
-QuantizedWeight = GroupedWeight | Float8Weight
+from .grouped_weight import GroupedWeight, QuantizedWeight
 
 _PIECE_ELEMENTS = 1 << 20
 """Elements of a matrix that are dequantized at once."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .grouped_weight import GroupedWeight
-from .modules import QuantizedWeight
+from .grouped_weight import GroupedWeight, QuantizedWeight, repacked, unpacked
 
 Parts = Mapping[str, Tensor]
 """The tensors of one matrix by the last part of their names."""
@@ -70,18 +69,6 @@ def num_groups(inputs: int, group_size: int) -> int:
 def packed_bytes(words: Tensor) -> Tensor:
     """Return int32 words [..., n] as uint8 [..., 4 n], the lowest byte first."""
     return words.contiguous().view(torch.uint8)
-
-
-def unpacked(packed: Tensor, bits: int) -> Tensor:
-    """Return the codes of bytes, uint8 [..., n * 8 / bits], the lowest bits first."""
-    if bits == 8:
-        return packed
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-
-
-def repacked(codes: Tensor, bits: int) -> Tensor:
-    """Return codes of `bits` bits [..., n] as bytes: the inverse of `unpacked`."""
-    return codes.contiguous() if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def affine(
