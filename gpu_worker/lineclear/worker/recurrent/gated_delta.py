@@ -60,17 +60,14 @@ class GatedDelta:
         """Return query, key and value [num_tokens, heads, dim], log decay and beta [num_tokens, heads], float32."""
         width = self._key_heads * self._key_dim
         query, key, value = torch.split(mixed.float(), [width, width, self._heads * self._value_dim], dim=-1)
-        query, key = (_normalized(y.view(len(y), self._key_heads, -1)) for y in (query, key))
+        query, key = (y.view(len(y), self._key_heads, -1) for y in (query, key))
+        query, key = (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + _NORM_EPSILON) for y in (query, key))
         if repeats := self._heads // self._key_heads - 1:
             query, key = (y.repeat_interleave(repeats + 1, dim=1) for y in (query, key))
         beta = b.sigmoid() * (2.0 if getattr(self._module, "allow_neg_eigval", False) else 1.0)
         log_decay = self._rate * F.softplus(a.float() + self._module.dt_bias)
         value = value.view(len(value), self._heads, -1)
         return query * self._key_dim**-0.5, key, value, log_decay, beta.float()
-
-
-def _normalized(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _NORM_EPSILON)
 
 
 def _step(inputs: Sequence[Tensor], states: Tensor) -> Tensor:

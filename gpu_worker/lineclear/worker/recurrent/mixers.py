@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from .convolution import ShortConvolution
 from .gated_delta import GatedDelta
-from .mamba1 import Mamba1
-from .mamba2 import Mamba2
+from .mamba import Mamba1, Mamba2
 from .states import RecurrentStates, Rows, StateSpec
 
 

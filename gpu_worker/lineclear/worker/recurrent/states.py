@@ -86,7 +86,6 @@ class RecurrentStates:
         self.pools = [[torch.empty((count, *x.shape), dtype=x.dtype, device=device) for x in layer] for layer in layers]
         """By layer, one for each part: [num_states, *shape]."""
         self.put: Put = partial(to_device, device=device)
-        """Brings an array of `start_step` to the device. Its values have to be there when the layers run."""
         self.rows = Rows(0, torch.empty(0, dtype=torch.int64, device=device), ())
         self._single_slots = np.empty(0, np.int64)
 
@@ -109,15 +108,13 @@ class RecurrentStates:
 
     def hold(self, slots: Sequence[int]) -> Callable[[Container[int]], None]:
         """Return a function that brings back the present states of those of `slots` that it is called with."""
-        places = to_device(np.array(slots, np.int64), self._device)
-        kept = [pool.index_select(0, places) for pool in self._all()]
+        restore = self._kept(to_device(np.array(slots, np.int64), self._device))
 
-        def restore(wanted: Container[int]) -> None:
-            rows = to_device(np.array([i for i, slot in enumerate(slots) if slot in wanted], np.int64), self._device)
-            for pool, values in zip(self._all(), kept, strict=True):
-                pool.index_copy_(0, places[rows], values[rows])
+        def restore_wanted(wanted: Container[int]) -> None:
+            places = np.array([i for i, slot in enumerate(slots) if slot in wanted], np.int64)
+            restore(to_device(places, self._device))
 
-        return restore
+        return restore_wanted
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy states, given as (source, target): all reads come before all writes."""
@@ -134,12 +131,15 @@ class RecurrentStates:
 
     def keep(self) -> Callable[[], None]:
         """Return a function that undoes what later runs of this step do to the states of its rows of one token."""
-        single = self.rows.single.clone()
-        kept = [pool.index_select(0, single) for pool in self._all()]
+        return partial(self._kept(self.rows.single.clone()), slice(None))
 
-        def restore() -> None:
+    def _kept(self, states: Tensor) -> Callable[[Any], None]:
+        """Return a function that brings back what states have now: those at the places of `states` that it gets."""
+        kept = [pool.index_select(0, states) for pool in self._all()]
+
+        def restore(places: Any) -> None:
             for pool, values in zip(self._all(), kept, strict=True):
-                pool.index_copy_(0, single, values)
+                pool.index_copy_(0, states[places], values[places])
 
         return restore
 
