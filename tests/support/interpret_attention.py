@@ -93,7 +93,8 @@ class Case:
 
 
 def pools(backend: AttentionBackend) -> tuple[Tensor, Tensor]:
-    keys, values = (vars(backend)[name][0] for name in ("_keys", "_values"))
+    """Return keys and values of the layer by cell."""
+    keys, values = (vars(backend)[name][0].flatten(0, 1) for name in ("_keys", "_values"))
     return keys, values
 
 

@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 
 from lineclear.worker.cuda import layer_kernels
 from lineclear.worker.decoder_layers import ACTIVATIONS, Norm
-from lineclear.worker.lora.adapter_set import AdapterSet, Factors, _Adapter
+from lineclear.worker.lora.adapter_set import AdapterSet, Factors
 from lineclear.worker.model import compatibility_probe, loader
 from lineclear.worker.model.compatibility_probe import paged_logits, relative_error
 from lineclear.worker.model.loaded_model import LoadedModel
@@ -151,7 +151,7 @@ def adapted_logits(loaded: LoadedModel) -> Tensor:
         name: Factors(torch.randn(4, module.in_features), torch.randn(4, module.out_features), 0.05)
         for name, module in vars(adapters)["_modules"].items()
     }
-    vars(adapters)["_adapters"][1] = _Adapter(b"", factors)
+    vars(adapters)["_adapters"][1] = factors
     adapters._changed()
     if loaded.decoder is not None:
         loaded.decoder.use_adapters(adapters)

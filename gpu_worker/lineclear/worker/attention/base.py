@@ -57,10 +57,7 @@ class LayerSpec:
 
 
 class Chunk(NamedTuple):
-    """Consecutive positions [start, end) of one sequence, as packed queries [first, first + num_queries).
-
-    `blocks` hold positions [0, end), in order.
-    """
+    """Positions [start, end) of one sequence, as packed queries from `first` on. `blocks` hold [0, end), in order."""
 
     first: int
     num_queries: int
@@ -69,7 +66,6 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Return the position after the last query."""
         return self.start + self.num_queries
 
 
@@ -93,7 +89,6 @@ class Batch:
 
     @property
     def num_single(self) -> int:
-        """Return the number of chunks with one query."""
         return int((self.num_queries == 1).sum())
 
     @cached_property
@@ -146,13 +141,10 @@ class AttentionBackend(ABC):
         Raises ValueError for layers or formats that the backend does not support.
         """
         self.layers = tuple(layers)
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.dtype = dtype
-        self.device = device
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.dtype, self.device = dtype, device
         self.kv_dtype = kv_dtype or dtype
         self.put: Put = partial(to_device, device=device)
-        """Brings an array of `start_step` to the device. Its values have to be there when `attend` runs, not before."""
 
     reads_unwritten_cells = True
     """Cells behind the end of a sequence in its last block are read and masked: they have to be finite."""

@@ -57,10 +57,7 @@ class _Step:
 
 
 class NativeAttention(AttentionBackend):
-    """Attention in float32 and bfloat16, with keys and values in the same format or in int8.
-
-    The kernel reads only cells that the owner wrote, so blocks need no zeroing.
-    """
+    """Attention in float32 and bfloat16, with pools of either or int8. Reads only cells that their owner wrote."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -23,8 +23,6 @@ _IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}
 
 
 class FlashAttention(AttentionBackend):
-    """The backend by torch's varlen_attn."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.kv_dtype is not self.dtype or self.dtype is torch.float32:

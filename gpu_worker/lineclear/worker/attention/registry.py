@@ -59,10 +59,7 @@ def choose(
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
 ) -> str:
-    """Resolve `name`, or "auto", to the name of a backend for these layers.
-
-    Raises ValueError for an unknown name, and for "auto" if no backend supports int8 keys and values here.
-    """
+    """Resolve `name`, or "auto", to the name of a backend for these layers. Raises ValueError without one."""
     if not layers:
         if kv_dtype is torch.int8:
             raise ValueError("a model without attention has no keys and values: leave --kv-cache-dtype at auto")

@@ -49,13 +49,6 @@ class _Prefill(NamedTuple):
     bias: Tensor | None  # [num_queries, context], 0 or -inf; None: causal
 
 
-class _Step(NamedTuple):
-    """Gather indices and masks of a step, shared by all layers with one window or chunk."""
-
-    buckets: Sequence[_Bucket]
-    prefills: Sequence[_Prefill]
-
-
 class TorchPagedAttention(AttentionBackend):
     """The default backend where the native kernels do not apply."""
 
@@ -71,7 +64,8 @@ class TorchPagedAttention(AttentionBackend):
 
     @property
     def block_views(self) -> Sequence[Tensor]:
-        return [pool.unflatten(2, (self.block_size, -1)).permute(1, 2, 0, 3) for pool in self._pools]
+        sizes = self.num_blocks + 1, self.block_size, -1
+        return [pool.view(len(pool), *sizes).permute(1, 2, 0, 3) for pool in self._pools]
 
     def start_step(self, batch: Batch) -> None:
         self._cells, self._fresh = self.put(batch.cells), self.put(batch.fresh_blocks)
@@ -80,12 +74,12 @@ class TorchPagedAttention(AttentionBackend):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         spec = self.layers[layer]
         self._write(layer, key, value)
-        step = self._steps[spec.window, spec.chunk]
+        buckets, prefills = self._steps[spec.window, spec.chunk]
         output = torch.empty((*query.shape[:2], value.shape[-1]), dtype=query.dtype, device=query.device)
-        for bucket in step.buckets:
+        for bucket in buckets:
             rows = slice(bucket.first, bucket.first + bucket.num_rows)
             output[rows] = self._attend_bucket(layer, bucket, query[rows])
-        for prefill in step.prefills:
+        for prefill in prefills:
             rows = slice(prefill.first, prefill.first + prefill.num_queries)
             if prefill.blocks is None:
                 context = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
@@ -97,11 +91,12 @@ class TorchPagedAttention(AttentionBackend):
 
     # --- once a step ------------------------------------------------------------------------------------------------
 
-    def _prepare(self, batch: Batch, layer: LayerSpec) -> _Step:
+    def _prepare(self, batch: Batch, layer: LayerSpec) -> tuple[Sequence[_Bucket], Sequence[_Prefill]]:
+        """Return gather indices and masks of a step, shared by all layers with one window or chunk."""
         contexts = [_VisibleContext(chunk, layer, self.block_size) for chunk in batch.chunks]
         single = contexts[: batch.num_single]
         buckets = [self._bucket(single[a:b]) for a, b in _bucket_bounds([v.width for v in single], self.block_size)]
-        return _Step(buckets, [self._prefill(context) for context in contexts[batch.num_single :]])
+        return buckets, [self._prefill(context) for context in contexts[batch.num_single :]]
 
     def _bucket(self, contexts: Sequence[_VisibleContext]) -> _Bucket:
         width = max(context.width for context in contexts)
@@ -172,8 +167,7 @@ class _VisibleContext:
     __slots__ = ("base", "blocks", "chunk", "layer", "low", "width")
 
     def __init__(self, chunk: Chunk, layer: LayerSpec, block_size: int) -> None:
-        self.chunk = chunk
-        self.layer = layer
+        self.chunk, self.layer = chunk, layer
         self.low = max(0, layer.first_visible(chunk.start))  # first position visible to the first query
         first_block = self.low // block_size
         self.base = first_block * block_size
@@ -223,24 +217,17 @@ def _attend_chunk(spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor, bi
 
 
 def _attend_with_softmax(spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """Attend with softcap or sinks, which SDPA lacks, in slices of queries that bound the size of the scores.
-
-    So with latent attention: for values of another width than keys, SDPA holds all scores at once.
-    """
+    """Attend as SDPA cannot (softcap, sinks, values narrower than keys), in slices that bound the scores."""
     heads, group, count, _ = q.shape
     context = k.shape[2]
-    masked = _causal_mask(count, context, q.device) if bias is None else bias != 0
+    # Without a bias the keys begin at the position of the first query.
+    later = torch.ones((count, context), dtype=torch.bool, device=q.device).triu_(1) if bias is None else bias != 0
     sinks = None if spec.sinks is None else spec.sinks.view(heads, group, 1, 1)
     step = max(1, _MAX_SCORES // (spec.num_heads * context))
     outputs = []
     for a in range(0, count, step):
         rows = slice(a, a + step)
         scores = torch.matmul(q[:, :, rows] * spec.scaling, k.transpose(-1, -2))
-        weights = _softmax(spec, scores, masked[rows], sinks)
+        weights = _softmax(spec, scores, later[rows], sinks)
         outputs.append(torch.matmul(weights.to(v.dtype), v))
     return torch.cat(outputs, dim=2)
-
-
-def _causal_mask(count: int, context: int, device: torch.device) -> Tensor:
-    """Return [count, context] bool, true where the key comes after the query; both start at position 0."""
-    return torch.ones((count, context), dtype=torch.bool, device=device).triu_(1)

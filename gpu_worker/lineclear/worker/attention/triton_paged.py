@@ -176,14 +176,13 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, group: int, head_dim: int, dtype: torch.dtype) -> Shape:
         """Return the sizes for `group` query heads of each KV head."""
-        dim_pad, least = max(_LEAST_ROWS, _power_of_2(head_dim)), max(_LEAST_ROWS, _power_of_2(group))
+        dim_pad, least = (max(_LEAST_ROWS, triton.next_power_of_2(x)) for x in (head_dim, group))
         is_wide = dtype.itemsize > 2
         keys = 16 if is_wide else 64 if head_dim in (64, 128) else 32
         rows = max(least, _LEAST_ROWS if is_wide else _TILE_ROWS)
         return cls(dim_pad, keys, least, rows, rows // group)
 
     def num_warps(self, rows: int) -> int:
-        """Return the warps of a tile."""
         return 8 if rows * self.dim_pad >= _LARGE_TILE else 4
 
 
@@ -287,10 +286,6 @@ def _launch_write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, cell
         HEADS_PAD=triton.next_power_of_2(heads),
         DIM_PAD=triton.next_power_of_2(dim),
     )
-
-
-def _power_of_2(least: int) -> int:
-    return int(triton.next_power_of_2(least))
 
 
 def _prefill_tiles(chunks: np.ndarray, queries: int) -> np.ndarray:

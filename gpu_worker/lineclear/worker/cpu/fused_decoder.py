@@ -158,8 +158,6 @@ class FusedDecoder:
         self._samples.value, self._sample_rows.value = len(rows), address(rows)
         return head
 
-    # --- capture -----------------------------------------------------------------------------------------------------
-
     def _grow_tokens(self, tokens: int) -> _Activations:
         if self._activations is None or tokens > self._capacity:
             capacity = self._capacity = max(tokens, 0 if self._activations is None else 2 * self._capacity)

@@ -75,24 +75,18 @@ def pack(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
     weight, bias = fused_weights(layers)
     if weight.device.type != "cpu":
         return TorchLinear(lambda x: F.linear(x, weight, bias))
-    if _fits_gemm(weight, torch.bfloat16) and prefers_bf16_gemm():
+    is_bf16 = weight.dtype is torch.bfloat16
+    if _fits_gemm(weight) and (prefers_bf16_gemm() if is_bf16 else prefers_float32_gemm()):
         return KernelLinear(weight, bias, arena)
-    if _fits_gemm(weight, torch.float32) and prefers_float32_gemm():
-        return KernelLinear(weight, bias, arena)
-    if onednn_packs(weight.dtype):
-        return onednn(weight, bias)
-    return TorchLinear(lambda x: F.linear(x, weight, bias))
+    return onednn(weight, bias) if onednn_packs(weight.dtype) else TorchLinear(lambda x: F.linear(x, weight, bias))
 
 
 def pack_twice(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
-    """Pack bf16 weights for the kernel and for oneDNN, in twice the memory; once if one of the two cannot take them.
-
-    A row's result depends on whether the batch has at most `_MAX_FEW_ROWS` rows.
-    """
+    """Pack bf16 weights for the kernel, for few rows, and for oneDNN; once if one of the two cannot take them."""
     if isinstance(layers[0], ExpertMatrix):
         return pack_by_row(layers, arena)
     weight, bias = fused_weights(layers)
-    if not (_fits_gemm(weight, torch.bfloat16) and onednn_packs(weight.dtype)):
+    if not (weight.dtype is torch.bfloat16 and _fits_gemm(weight) and onednn_packs(weight.dtype)):
         return pack(layers, arena)
     return LinearByRows(KernelLinear(weight, bias, arena), onednn(weight, bias))
 
@@ -121,10 +115,7 @@ def free_after_packing(packer: Packer) -> Packer:
 
 
 class KernelLinear(Linear):
-    """Multiplies float32 or bfloat16 with kernels/gemm.cpp, in fp32 products. Needs a selected library.
-
-    A row's result is bit for bit independent of the other rows.
-    """
+    """Multiplies with kernels/gemm.cpp, in fp32: a row's result is bit for bit independent of the other rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, arena: HugePageArena) -> None:
         native = selected_library()
@@ -190,5 +181,5 @@ def onednn(weight: Tensor, bias: Tensor | None) -> Linear:
     return TorchLinear(lambda x: product(x, packed, bias, "none", none, ""))
 
 
-def _fits_gemm(weight: Tensor, dtype: torch.dtype) -> bool:
-    return weight.dtype is dtype and weight.shape[1] % LANES == 0 and selected_library() is not None
+def _fits_gemm(weight: Tensor) -> bool:
+    return weight.dtype in ELEMENTS and weight.shape[1] % LANES == 0 and selected_library() is not None

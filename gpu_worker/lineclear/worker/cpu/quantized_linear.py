@@ -35,8 +35,9 @@ Form = Callable[[Tensor], GroupedWeight]
 
 
 def pack_quantized(layers: Sequence[Any], arena: HugePageArena, form: Form | None = None) -> Linear:
-    """Pack layers with a common input, whose `weight` is a GroupedWeight, or a matrix that `form` quantizes."""
-    return QuantizedLinear([(_grouped(layer.weight, form), layer.bias) for layer in layers], arena)
+    """Pack layers with a common input, whose `weight` `form` quantizes; None: it is a GroupedWeight."""
+    weights = [layer.weight if form is None else form(layer.weight.detach()) for layer in layers]
+    return QuantizedLinear([(weight, layer.bias) for weight, layer in zip(weights, layers, strict=True)], arena)
 
 
 def by_row(weight: Tensor) -> GroupedWeight:
@@ -100,10 +101,7 @@ class QuantizedLinear(Linear):
     """Multiplies with kernels/grouped_gemm.cpp. Owns the arrays that the kernel reads."""
 
     def __init__(self, parts: Sequence[tuple[GroupedWeight, Tensor | None]], arena: HugePageArena) -> None:
-        """`parts` lie beside each other in the output. Neighbours in the same format become one product.
-
-        Raises ValueError for groups that the kernel cannot multiply. Needs a selected library.
-        """
+        """`parts` lie side by side in the output; like neighbours are one product. Raises ValueError as `_check`."""
         self._kernels: Any = selected_library()
         self._function = Kernel(self._kernels, "lineclear_grouped_gemm")
         products = [list(same) for _, same in groupby(map(_Part.of, *zip(*parts, strict=True)), _Part.format_key)]
@@ -143,10 +141,8 @@ class QuantizedLinear(Linear):
             packed.bias = self._keep(F.pad(torch.cat([part.bias_or_zeros() for part in parts]), (0, padding)))
         blocks = arena.allocate((self._kernels.lineclear_grouped_size(ctypes.byref(packed)),), torch.uint8)
         packed.blocks = self._keep(blocks)
-        scale = torch.cat([part.scale for part in parts])
-        minimum = (
-            torch.cat([part.minimum for part in parts if part.minimum is not None]) if packed.has_minimum else None
-        )
+        scale, minima = torch.cat([x.scale for x in parts]), [x.minimum for x in parts if x.minimum is not None]
+        minimum = torch.cat(minima) if minima else None
         self._kernels.lineclear_pack_grouped(ctypes.byref(packed), *map(pointer, (codes, scale, minimum)))
 
     def _keep(self, array: Tensor | None) -> int | None:
@@ -209,16 +205,13 @@ def _check(weight: GroupedWeight) -> None:
         raise ValueError(
             f"{groups} groups of {inputs} inputs: groups must have a multiple of {LANES} inputs, up to {_MAX_GROUP}"
         )
-    if any(x is not None and (x.shape != (outputs, groups) or not x.isfinite().all()) for x in _scales(weight)):
+    scales = [weight.scale] if weight.minimum is None else [weight.scale, weight.minimum]
+    if any(x.shape != (outputs, groups) or not x.isfinite().all() for x in scales):
         raise ValueError(f"scales and minima are not {outputs} x {groups} finite numbers")
     if weight.table is not None and (weight.table.shape != (16,) or int(weight.table.max()) > _MAX_PLACE):
         raise ValueError(f"a table must have 16 values up to {_MAX_PLACE}")
     if order is not None and not torch.equal(order.sort().values, torch.arange(inputs)):
         raise ValueError(f"the order of {inputs} inputs is no permutation")
-
-
-def _scales(weight: GroupedWeight) -> tuple[Tensor, Tensor | None]:
-    return weight.scale, weight.minimum
 
 
 def _middle(weight: GroupedWeight) -> int:
@@ -228,10 +221,3 @@ def _middle(weight: GroupedWeight) -> int:
     value = (weight.minimum.flatten()[at] / weight.scale.flatten()[at]).nan_to_num().round()
     is_common = 0 <= value <= _MAX_OFFSET and torch.equal(weight.scale * value, weight.minimum)
     return int(value) if is_common else 8 if weight.bits == 4 else 0
-
-
-def _grouped(weight: Tensor | GroupedWeight, form: Form | None) -> GroupedWeight:
-    if isinstance(weight, GroupedWeight):
-        return weight
-    assert form is not None
-    return form(weight.detach())

@@ -24,7 +24,6 @@ class RotaryCaches:
     """The caches of a model's rotary positions, which are filled together, and a step's rows of them."""
 
     def __init__(self, rotaries: Sequence[Rotary], dtype: torch.dtype, max_positions: int) -> None:
-        """See RotaryCache."""
         self._caches = [RotaryCache(rotary, dtype, max_positions) for rotary in rotaries]
         self.num_filled = 0 if self._caches else max_positions
         self.rows: list[tuple[Tensor, Tensor]] = []
@@ -41,7 +40,6 @@ class RotaryCaches:
         return list(zip(tables, chain(*self.rows), strict=False))
 
     def extend(self, end: int) -> None:
-        """Fill the positions before `end`."""
         for cache in self._caches:
             cache.extend(end)
         self.num_filled = min(cache.num_filled for cache in self._caches)
@@ -51,13 +49,8 @@ class RotaryCache:
     """Cosines and sines [positions, width] of the angles of rotary positions, filled as positions are needed."""
 
     def __init__(self, rotary: Rotary, dtype: torch.dtype, max_positions: int) -> None:
-        """`dtype`: the model's, to which `rotary` may round.
-
-        Never calls `rotary` for positions from `max_positions` on: its frequencies may change there.
-        """
-        self._rotary = rotary
-        self._dtype = dtype
-        self._max_positions = max_positions
+        """`dtype`: the model's, to which `rotary` may round. Its frequencies may change from `max_positions` on."""
+        self._rotary, self._dtype, self._max_positions = rotary, dtype, max_positions
         self.num_filled = 0
         """Positions that are computed."""
         self.width = int(self._compute(0, 1)[0].shape[-1])
@@ -65,16 +58,13 @@ class RotaryCache:
         # Unwritten memory takes no pages.
         self.cosine, self.sine = (torch.empty(max_positions, self.width) for _ in range(2))
 
+    @torch.inference_mode()
     def extend(self, end: int) -> None:
         """Fill the positions before `end`."""
         while self.num_filled < end:
-            self._fill_chunk()
-
-    @torch.inference_mode()
-    def _fill_chunk(self) -> None:
-        start, self.num_filled = self.num_filled, min(self._max_positions, self.num_filled + self._chunk)
-        chunk = slice(start, self.num_filled)
-        self.cosine[chunk], self.sine[chunk] = self._compute(start, self.num_filled)
+            start, self.num_filled = self.num_filled, min(self._max_positions, self.num_filled + self._chunk)
+            chunk = slice(start, self.num_filled)
+            self.cosine[chunk], self.sine[chunk] = self._compute(start, self.num_filled)
 
     def _compute(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         return self._rotary.angles(torch.arange(start, end), self._dtype)

@@ -25,22 +25,15 @@ class Heads(NamedTuple):
 
 
 class RowKernels:
-    """Makes calls on the first rows of buffers [num_rows, width] of one number format.
-
-    Calls hold the addresses of their buffers, which the caller keeps alive.
-    """
+    """Makes calls on the first rows of buffers [num_rows, width] of one number format, which the caller keeps alive."""
 
     def __init__(self, model: DecoderModel) -> None:
         self._element = ctypes.c_int64(ELEMENTS[model.dtype])
         self._residual_scale = ctypes.c_float(model.residual_scale)
         self._layout = ctypes.c_int64(model.rotates_pairs), ctypes.c_int64(model.has_grouped_heads)
-        native = selected_library()
-        self._gather = Kernel(native, "lineclear_gather_rows")
-        self._add_norm = Kernel(native, "lineclear_add_norm")
-        self._split_heads = Kernel(native, "lineclear_split_heads")
-        self._activate = Kernel(native, "lineclear_activation")
-        self._argmax = Kernel(native, "lineclear_argmax")
-        self._cap = Kernel(native, "lineclear_cap")
+        names = "gather_rows", "add_norm", "split_heads", "activation", "argmax", "cap"
+        kernels = [Kernel(selected_library(), f"lineclear_{name}") for name in names]
+        self._gather, self._add_norm, self._split_heads, self._activate, self._argmax, self._cap = kernels
 
     def gather(self, count: DynamicInt, table: DynamicPointer, indices: DynamicPointer, out: Tensor) -> Call:
         """Return the call out[i] = table[indices[i]]; the rows of both have the width of `out`."""
@@ -49,24 +42,13 @@ class RowKernels:
 
     def add_norm(self, count: DynamicInt, residual: Tensor, add: Tensor | None, norm: Norm | None, out: Tensor) -> Call:
         """Return the call that adds `add` to the residual, in place, and writes the normed residual to `out`."""
-        return self._add_norm, (
-            self._element,
-            count,
-            ctypes.c_int64(residual.shape[1]),
-            pointer(add),
-            self._residual_scale,
-            pointer(residual),
-            pointer(None if norm is None else norm.weight),
-            pointer(None if norm is None else norm.bias),
-            ctypes.c_float(0.0 if norm is None else norm.eps),
-            pointer(out),
-        )
+        sizes, eps = (self._element, count, ctypes.c_int64(residual.shape[1])), 0.0 if norm is None else norm.eps
+        of_norm = (None, None) if norm is None else (norm.weight, norm.bias)
+        arrays = map(pointer, (residual, *of_norm))
+        return self._add_norm, (*sizes, pointer(add), self._residual_scale, *arrays, ctypes.c_float(eps), pointer(out))
 
     def split_heads(self, count: DynamicInt, q_norm: Norm | None, k_norm: Norm | None, heads: Heads) -> Call:
-        """Return the call that splits, norms and rotates queries and keys.
-
-        A weight as wide as one head norms each head; a wider one norms the whole row.
-        """
+        """Return the call that splits, norms and rotates queries and keys; a wide weight norms the whole row."""
         num_heads, head_dim = heads.query.shape[1:]
         norms_whole_row = q_norm is not None and q_norm.weight.numel() != head_dim
         sizes = num_heads, heads.key.shape[1], head_dim, heads.cosine.shape[1]

@@ -62,7 +62,6 @@ class ThreadTuner:
             log.debug("compute_threads", threads=threads, num_tokens=num_tokens)
 
     def finish_step(self, num_tokens: int) -> None:
-        """Record the duration of the started step."""
         now = self._clock()
         gap = min(self._started_at - self._finished_at, _MAX_GAP_SECONDS)
         self._finished_at = now

@@ -71,39 +71,28 @@ class CudaFusedDecoder:
         self._states: _States | None = None
 
     def attach(self, backend: AttentionBackend) -> None:
-        """Use `backend` for attention from now on."""
         self._backend = backend
 
     def use_adapters(self, adapters: AdapterSet) -> None:
-        """Add the products of `adapters` in steps in which a row has one."""
         self._adapters, adapters.has_groups = adapters, True
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, read_indices: Indices, positions: Indices, sample_rows: Indices) -> Logits:
-        """Return the logits of the packed tokens `sample_rows`; the packed tokens are `tokens[read_indices]`.
-
-        Call `start_step` of the backend first. Token ids and positions are not checked again.
-        """
         states = self._run(tokens, self._tensor(read_indices), self._tensor(positions))
         return self._logits(self._hidden(states, sample_rows))
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, read_indices: Indices, positions: Indices) -> None:
-        """Run the layers over the packed tokens; `head` and `hidden` continue from there for any of them."""
         self._states = self._run(tokens, self._tensor(read_indices), self._tensor(positions))
 
     @torch.inference_mode()
     def head(self, rows: IntArray) -> Logits:
-        """Return the logits of the packed tokens `rows`."""
         return self._logits(self.hidden(rows))
 
     @torch.inference_mode()
     def hidden(self, rows: IntArray) -> Tensor:
-        """Return the hidden states of the packed tokens `rows` behind the last norm."""
         assert self._states is not None
         return self._hidden(self._states, rows)
-
-    # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _tensor(self, indices: Indices) -> Tensor:
         return indices if isinstance(indices, Tensor) else to_device(indices, self._device)
@@ -119,10 +108,9 @@ class CudaFusedDecoder:
         states = _States(residual, None, None)
         for index, layer in enumerate(self._model.layers):
             residual, x = self._next(states, layer.norm_before_attention)
+            before_mlp = x
             if layer.is_parallel and layer.norm_before_mlp is not None:
                 before_mlp = self._next(_States(residual, None, None), layer.norm_before_mlp)[1]
-            else:
-                before_mlp = x
             states = _States(residual, self._attention(index, x, positions), layer.norm_after_attention)
             residual, x = self._next(states, None if layer.is_parallel else layer.norm_before_mlp)
             states = _States(residual, self._mlp(index, before_mlp if layer.is_parallel else x), layer.norm_after_mlp)
@@ -150,10 +138,9 @@ class CudaFusedDecoder:
         return self._product(layer.attention_output, attended.reshape(len(x), -1))
 
     def _mlp(self, index: int, x: Tensor) -> Tensor:
-        layer = self._layers[index]
-        return self._product(
-            layer.down, activate(self._product(layer.gate_up, x), self._model.intermediate_size, self._model.activation)
-        )
+        layer, model = self._layers[index], self._model
+        gated = activate(self._product(layer.gate_up, x), model.intermediate_size, model.activation)
+        return self._product(layer.down, gated)
 
     def _product(self, product: _Product, x: Tensor) -> Tensor:
         out, end = F.linear(x, product.weight, product.bias), 0
@@ -197,10 +184,7 @@ def _shared(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 
 def _rotary_table(rotary: Rotary, dtype: torch.dtype, device: torch.device, max_positions: int) -> Tensor:
-    """Return [max_positions, width]: cosines of each pair of values that rotates, then sines.
-
-    A position never has other values, see cpu/rotary_cache.py.
-    """
+    """Return [max_positions, width]: cosines of each pair of values that rotates, then sines."""
     parts = []
     for start in range(0, max_positions, _POSITIONS_AT_ONCE):
         positions = torch.arange(start, min(start + _POSITIONS_AT_ONCE, max_positions), device=device)

@@ -191,10 +191,7 @@ def rotate(
 
 
 def activate(x: Tensor, width: int, activation: int) -> Tensor:
-    """Return activation(x) [num_rows, width], or activation(gate) * up of x [num_rows, 2 * width].
-
-    `activation`: see `ACTIVATIONS`.
-    """
+    """Return activation(x) [num_rows, width], or activation(gate) * up of rows [gate, up]; see `ACTIVATIONS`."""
     out = x.new_empty(len(x), width)
     activate_kernel[(len(x), triton.cdiv(width, TILE))](x, out, width, TILE, activation, x.shape[1] != width)
     return out

@@ -11,7 +11,7 @@ import ctypes
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 from torch import Tensor
@@ -47,13 +47,11 @@ class CallGraph:
     """A captured sequence of calls."""
 
     def __init__(self, calls: Iterable[Call] = ()) -> None:
-        self._segments: list[_Segment] = []
+        self._segments: list[_NativeCalls | _PythonCalls] = []
         for function_type, group in groupby(calls, lambda call: type(call[0])):
-            segment: type[_Segment] = _NativeCalls if function_type is Kernel else _PythonCalls
-            self._segments.append(segment(list(group)))
+            self._segments.append((_NativeCalls if function_type is Kernel else _PythonCalls)(list(group)))
 
     def replay(self) -> None:
-        """Make the calls in order."""
         for segment in self._segments:
             segment.replay()
 
@@ -73,10 +71,7 @@ def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Return the address of the array's first element. The caller keeps the array alive.
-
-    Raises TypeError for an array that is not contiguous or not writable.
-    """
+    """Return the address of an array, which the caller keeps alive; TypeError if it is not contiguous and writable."""
     return ctypes.addressof(_NO_BYTES.from_buffer(array.data))
 
 
@@ -93,20 +88,10 @@ def pointers(tensors: Sequence[Tensor | None]) -> ctypes.c_void_p:
 _NO_BYTES = ctypes.c_char * 0
 
 
-class _Segment(Protocol):
-    """Consecutive calls of one kind."""
-
-    def __init__(self, calls: Sequence[Call]) -> None: ...
-
-    def replay(self) -> None: ...
-
-    def replay_timed(self) -> Iterable[tuple[str, int]]: ...
-
-
 class _PythonCalls:
-    """Calls made by Python."""
+    """Consecutive calls made by Python."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[Any]) -> None:
         self._calls = calls
 
     def replay(self) -> None:
@@ -132,7 +117,7 @@ class _CapturedCall(ctypes.Structure):
 class _NativeCalls:
     """Consecutive kernel calls, made by one call of `lineclear_replay`."""
 
-    def __init__(self, calls: Sequence[tuple[Kernel, tuple[Any, ...]]]) -> None:
+    def __init__(self, calls: Sequence[Any]) -> None:
         for kernel, arguments in calls:
             # The library reads each argument as the type in its signature; another type would be other bytes.
             assert [type(x) for x in arguments] == kernel.types, f"arguments of {kernel.name}: {arguments}"

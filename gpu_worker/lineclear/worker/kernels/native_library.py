@@ -53,10 +53,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "lineclear_replay": [_POINTER, _INTEGER, _POINTER],
 }
 """Argument types of the exported functions."""
-_RETURN_INTEGERS = (
-    *("lineclear_queries_per_item", "lineclear_bf16_gemm_is_faster", "lineclear_packed_size"),
-    *("lineclear_grouped_channels", "lineclear_grouped_size"),
-)
+_RETURN_INTEGERS = ("queries_per_item", "bf16_gemm_is_faster", "packed_size", "grouped_channels", "grouped_size")
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}
 # Library name and the processor flags that it needs, best first.
 _X86 = (
@@ -150,7 +147,7 @@ def load(name: str) -> Any | None:
         getattr(found, function).restype = None
         getattr(found, function).argtypes = arguments
     for function in _RETURN_INTEGERS:
-        getattr(found, function).restype = _INTEGER
+        getattr(found, f"lineclear_{function}").restype = _INTEGER
     return found
 
 

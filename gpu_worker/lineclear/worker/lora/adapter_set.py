@@ -36,11 +36,6 @@ class Factors(NamedTuple):
     scale: float
 
 
-class _Adapter(NamedTuple):
-    key: bytes
-    factors: dict[str, Factors]
-
-
 class AdapterSet:
     """The loaded adapters of one model, by index from 1."""
 
@@ -50,29 +45,25 @@ class AdapterSet:
         self.rows: npt.NDArray[np.int32] | None = None
         """[num_tokens]: index of the adapter of each packed row of the step, 0 for none. None: no row has one."""
         self.put: Put = partial(to_device, device=device)
-        """Brings an array of `start_step` to the device. Its values have to be there when the model runs."""
         self._dtype, self._device = dtype, device
         self._modules = _adaptable(model, has_hooks=has_hooks)
         self._has_hooks = has_hooks
         self.has_groups = has_hooks
         """`start_step` brings the rows of each adapter to the device, for `add_product`."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._adapters: dict[int, _Adapter] = {}
+        self._adapters: dict[int, dict[str, Factors]] = {}  # each by module
         self._groups: list[tuple[int, Tensor]] = []
 
     def __contains__(self, index: object) -> bool:
-        """Return whether an adapter has this index."""
         return index in self._adapters
 
     @property
     def max_index(self) -> int:
-        """The largest index."""
         return max(self._adapters, default=0)
 
     def factors(self, index: int, module: str) -> Factors | None:
         """Return what the adapter adds to a module, named by its path in the model."""
-        adapter = self._adapters.get(index)
-        return None if adapter is None else adapter.factors.get(module)
+        return self._adapters.get(index, {}).get(module)
 
     def load(self, index: int, key: bytes, directory: Path) -> None:
         """Read an adapter and hold it as `index`. Raises AdapterFilesRefused; an adapter of that index then stays."""
@@ -85,8 +76,7 @@ class AdapterSet:
             raise AdapterFilesRefused("its files have changed since it was loaded")
         self._check_shapes(files)
         tensors = load(data)
-        factors = {module: self._factors(tensors, module, files.scale) for module in files.shapes}
-        self._adapters[index] = _Adapter(key, factors)
+        self._adapters[index] = {module: self._factors(tensors, module, files.scale) for module in files.shapes}
         self._changed()
 
     def unload(self, index: int) -> None:
@@ -95,7 +85,6 @@ class AdapterSet:
             self._changed()
 
     def clear(self) -> None:
-        """Drop all adapters."""
         if self._adapters:
             self._adapters.clear()
             self._changed()
@@ -113,8 +102,6 @@ class AdapterSet:
             if (factors := self.factors(index, module)) is not None:
                 product = (x[rows] @ factors.a.t()) @ factors.b * factors.scale
                 out.index_add_(0, rows, product)
-
-    # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _check_shapes(self, files: AdapterFiles) -> None:
         made_for = f"; it was made for {files.base_model}, which may be another model" if files.base_model else ""
@@ -143,7 +130,7 @@ class AdapterSet:
             hook.remove()
         self._hooks = []
         if self._has_hooks:
-            names = {name for adapter in self._adapters.values() for name in adapter.factors}
+            names = {name for adapter in self._adapters.values() for name in adapter}
             # First: with tensor parallelism, another hook adds the outputs of all ranks.
             self._hooks = [
                 self._modules[name].register_forward_hook(self._hook(name), prepend=True) for name in sorted(names)
