@@ -22,13 +22,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Packed queries, keys and values [num_tokens, heads, width] -> outputs [num_tokens, heads, width]."""
 
 
-def is_latent(module: nn.Module) -> bool:
-    """Return whether a layer makes keys and values from latents as DeepSeek's does."""
-    return callable(getattr(module, "expand_kv", None)) and hasattr(module, "kv_b_proj")
-
-
 def latent_spec(module: Any, spec: LayerSpec) -> LayerSpec:
-    """Return the parameters of attention over the latents of a layer; `spec` is of that over its heads."""
+    """Return the parameters of attention over the latents of a layer; `spec`, that over its heads, if it has none."""
+    if not callable(getattr(module, "expand_kv", None)) or not hasattr(module, "kv_b_proj"):
+        return spec
     rank = int(module.kv_lora_rank)
     return replace(spec, num_kv_heads=1, head_dim=rank + int(module.qk_rope_head_dim), value_dim=rank)
 
@@ -84,9 +81,6 @@ class _Latent:
 def _latents(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     """Stand for `expand_kv`: return keys [1, 1, num_tokens, rank + rope] and values [1, 1, num_tokens, rank]."""
     return torch.cat((latents, rotated), dim=-1), latents
-
-
-# --- positions of packed rows -----------------------------------------------------------------------------------------
 
 
 def _tell_positions(model: nn.Module) -> None:

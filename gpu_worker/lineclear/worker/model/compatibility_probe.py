@@ -8,7 +8,7 @@ blocks are compared with those of the model's own attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import signature
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from lineclear.worker.attention.base import Chunk, LayerSpec, pack_chunks
 from lineclear.worker.attention.reference import ReferenceAttention
 from lineclear.worker.quantization.modules import quantized_bytes
 
-from .attention_layers import adapt, is_latent, latent_spec
+from .attention_layers import adapt, latent_spec
 from .loaded_model import LoadedModel, ModelRefused, forward, use_attention, use_paged_attention
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 0.05, torc
 """Largest relative error of the probe's logits. Wide in bfloat16, where a near tie may route a token to another expert.
 A lost mask, bias or state causes an error of the size of the logits."""
 
+_Call = tuple[nn.Module, LayerSpec]
 _CAPTURING = "lineclear_probe"
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 _RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})
@@ -48,13 +49,11 @@ _HARMLESS_ARGUMENTS = frozenset({"position_ids", "cache_position", "position_emb
 
 
 def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
-    """Describe the model from its configuration and the attention calls of its layers.
-
-    Raises ModelRefused, and the model's own exception if it cannot compute packed tokens.
-    """
+    """Describe a model by its configuration and attention calls. Raises ModelRefused, or what the model raises."""
     config = model.config.get_text_config()
     _check_config(config)
-    _check_modules(model)
+    if any("Indexer" in type(module).__name__ for module in model.modules()):
+        raise ModelRefused("sparse attention (DeepSeek Sparse Attention), whose indexer chooses keys, is not supported")
     kinds, calls = _layer_kinds(config), list[_Call]()
     adapt(model)
     recurrent = _recurrent_layers(model, kinds)
@@ -62,7 +61,7 @@ def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
     if expected := sum(kind not in _WITHOUT_ATTENTION for kind in kinds):
         use_attention(model, _CAPTURING, _capture_calls(calls))
     kept = forward(model, ids, positions, logits_to_keep=torch.tensor([1, 3], device=ids.device))
-    if len({id(call.module) for call in calls}) != len(calls):
+    if len({module for module, _ in calls}) != len(calls):
         raise ModelRefused(
             "an attention module computes more than once, as in layers that share it or in differential attention, so"
             " its keys and values cannot be separated"
@@ -72,14 +71,15 @@ def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
             f"only {len(calls)} of the model's {expected} layers call the attention interface;"
             f" the others would not use the KV cache"
         )
-    _check_windows([kind for kind in kinds if kind not in _WITHOUT_ATTENTION], calls, config)
+    attending = [kind for kind in kinds if kind not in _WITHOUT_ATTENTION]
+    layers = [_with_mask(kind, spec, config) for kind, (_, spec) in zip(attending, calls, strict=True)]
     vocab_size = int(kept.shape[-1])
     if model.get_input_embeddings().weight.shape[0] < vocab_size:
         raise ModelRefused("the model can sample tokens that it has no embedding for")
     return LoadedModel(
         model=model,
-        layers=tuple(call.spec for call in calls),
-        attention_modules=tuple(call.module for call in calls),
+        layers=tuple(layers),
+        attention_modules=tuple(module for module, _ in calls),
         model_id=model_id,
         family=str(config.model_type),
         vocab_size=vocab_size,
@@ -91,11 +91,6 @@ def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
         weight_bytes=weight_bytes(model),
         recurrent=recurrent,
     )
-
-
-def _check_modules(model: nn.Module) -> None:
-    if any("Indexer" in type(module).__name__ for module in model.modules()):
-        raise ModelRefused("sparse attention (DeepSeek Sparse Attention), whose indexer chooses keys, is not supported")
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -162,9 +157,6 @@ def _input(config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     return (positions * 7 + 3) % int(config.vocab_size), positions
 
 
-# --- the model's properties -----------------------------------------------------------------------------------------
-
-
 def _check_config(config: Any) -> None:
     """Refuse configured features that a probe of a few tokens cannot show."""
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # Gemma 4: images only
@@ -209,31 +201,18 @@ def _class_names(model: Any, kinds: Sequence[str], unusual: set[str]) -> set[str
     return {type(child).__name__ for child in has_state}
 
 
-@dataclass(slots=True)
-class _Call:
-    """One attention call of the probe."""
-
-    module: nn.Module
-    spec: LayerSpec
-
-
 def _capture_calls(calls: list[_Call]) -> Callable[..., tuple[Tensor, None]]:
     def capture(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
     ) -> tuple[Tensor, None]:
-        calls.append(_Call(module, _layer_spec(module, query, key, value, attention_mask, arguments)))
+        calls.append((module, _layer_spec(module, query, key, value, attention_mask, arguments)))
         return value.new_zeros(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
 
     return capture
 
 
 def _layer_spec(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    arguments: Mapping[str, Any],
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: Mapping[str, Any]
 ) -> LayerSpec:
     """Return the layer's parameters. Raises ModelRefused for an unsupported argument of the call."""
     known = _HANDLED_ARGUMENTS | _HARMLESS_ARGUMENTS
@@ -259,19 +238,14 @@ def _layer_spec(
         softcap=float(arguments.get("softcap") or 0.0),
         sinks=arguments.get("s_aux"),
     )
-    return latent_spec(module, spec) if is_latent(module) else spec
+    return latent_spec(module, spec)
 
 
-def _check_windows(kinds: Sequence[str], calls: list[_Call], config: Any) -> None:
-    """Refuse layers whose sliding window is only in the mask: it would be lost, and a short probe cannot show it.
-
-    Chunks are always only in the mask, so their length is taken from the configuration.
-    """
-    for kind, call in zip(kinds, calls, strict=True):
-        if kind == "chunked_attention":
-            call.spec = replace(call.spec, chunk=int(config.attention_chunk_size))
-        if kind == "sliding_attention" and not call.spec.window:
-            raise ModelRefused("a layer with a sliding window does not pass it to its attention, so it would be lost")
+def _with_mask(kind: str, spec: LayerSpec, config: Any) -> LayerSpec:
+    """Return the parameters with chunks, which the mask alone has. Refuse a window that is lost with it."""
+    if kind == "sliding_attention" and not spec.window:
+        raise ModelRefused("a layer with a sliding window does not pass it to its attention, so it would be lost")
+    return replace(spec, chunk=int(config.attention_chunk_size)) if kind == "chunked_attention" else spec
 
 
 def _max_model_len(config: Any, requested: int) -> int:
@@ -289,10 +263,7 @@ def _max_model_len(config: Any, requested: int) -> int:
 
 
 def _rope_limit(config: Any) -> int:
-    """Return the length up to which the RoPE frequencies are constant; 0 if they never change.
-
-    "dynamic" RoPE changes only beyond max_position_embeddings, which is the limit already.
-    """
+    """Return the length up to which RoPE frequencies are constant; 0 if always ("dynamic": up to the limit)."""
     parameters = getattr(config, "rope_parameters", None) or {}
     groups = [parameters] if "rope_type" in parameters else [x for x in parameters.values() if isinstance(x, dict)]
     limits = [int(x["original_max_position_embeddings"]) for x in groups if x.get("rope_type") == "longrope"]

@@ -28,6 +28,7 @@ from lineclear.worker.shard import Agree
 log = structlog.get_logger(__name__)
 
 Run = Callable[[], Logits]
+Keep = Callable[[], Callable[[], None]]
 Capture = Callable[[Run], tuple[Logits, Callable[[], object]]]
 """Captures a function; returns its outputs, whose memory stays, and the call that computes them again."""
 
@@ -61,12 +62,7 @@ class DecodeGraphs:
         return self._batch_sizes[place] if place < len(self._batch_sizes) else 0
 
     def logits(
-        self,
-        num_rows: int,
-        num_splits: int | None,
-        inputs: Sequence[Tensor],
-        run: Run,
-        keep: Callable[[], Callable[[], None]] | None = None,
+        self, num_rows: int, num_splits: int | None, inputs: Sequence[Tensor], run: Run, keep: Keep | None = None
     ) -> Logits:
         """Return the logits of the first `num_rows` rows of a padded step, valid until the next call.
 
@@ -84,13 +80,7 @@ class DecodeGraphs:
         values, max_values, max_ids = (tensor[:num_rows] for tensor in padded[:3])
         return Logits(values, max_values, max_ids, bad=None if padded.bad is None else padded.bad[:num_rows])
 
-    def _graph(
-        self,
-        num_splits: int,
-        inputs: Sequence[Tensor],
-        run: Run,
-        keep: Callable[[], Callable[[], None]] | None,
-    ) -> _Graph | None:
+    def _graph(self, num_splits: int, inputs: Sequence[Tensor], run: Run, keep: Keep | None) -> _Graph | None:
         key, addresses = (len(inputs[0]), num_splits), tuple(tensor.data_ptr() for tensor in inputs)
         graph = self._graphs.get(key)
         if graph is None:

@@ -40,10 +40,7 @@ _WHOLE = ("gate", "router", "shared_expert_gate")
 
 
 def load_divided(ranks: Ranks, read: Callable[[], Any], wrap: Callable[[Any], LoadedModel]) -> LoadedModel:
-    """Return this rank's part of the model that `read()` returns, with paged attention by `wrap(model)`.
-
-    The ranks read in turn, so that host memory holds one whole model at a time. Raises ModelRefused.
-    """
+    """Return this rank's part of what `read()` returns, by `wrap`. Ranks read in turn. Raises ModelRefused."""
     with ranks.in_turn():
         model, expected = read().eval(), None
         if not ranks.rank:
@@ -73,7 +70,7 @@ def divide(model: Any, rank: int, count: int) -> None:
         children = {child: x for child, x in module.named_children() if isinstance(x, nn.Linear)}
         own = dict(module.named_parameters(recurse=False))
         if own.keys() & _STATE_PARAMETERS or type(module).__name__.endswith(_CONVOLUTIONS):
-            division.whole(children)
+            division.known.update(children.values())  # whole on each rank
         elif type(module).__name__.endswith("Attention"):
             division.attention(module, children)
         elif children.keys() & _FIRST.keys():
@@ -89,12 +86,12 @@ class _Division:
 
     def __init__(self, config: Any, rank: int, count: int) -> None:
         self._config, self._rank, self._count = config, rank, count
-        self._known = set[nn.Module]()
+        self.known = set[nn.Module]()
         self._num_feed_forward = self._num_whole = 0
 
     def attention(self, module: nn.Module, children: dict[str, nn.Linear]) -> None:
         """Divide an attention layer by heads, or leave it whole on each rank if its heads depend on each other."""
-        self._known.update(children.values())
+        self.known.update(children.values())
         first = next((names for names in _QUERIES if names <= children.keys()), set[str]())
         last = next((child for child in _ATTENTION_OUTPUTS if child in children), "")
         heads = int(self._config.num_attention_heads)
@@ -116,10 +113,6 @@ class _Division:
         if isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):
             module.sinks = _parameter(take(sinks, 0, self._piece(heads)))
 
-    def whole(self, children: dict[str, nn.Linear]) -> None:
-        """Leave a layer whole on each rank."""
-        self._known.update(children.values())
-
     def feed_forward(self, name: str, children: dict[str, nn.Linear]) -> None:
         """Divide a feed-forward network by the features between its layers."""
         last = [children[child] for child in _LAST if child in children]
@@ -128,9 +121,9 @@ class _Division:
         width = last[0].in_features
         self._check(width, f"the {width} features inside {name}")
         for child in children.keys() & _FIRST.keys():
-            self._known.add(children[child])
+            self.known.add(children[child])
             self._outputs(children[child], self._piece(children[child].out_features, _FIRST[child]))
-        self._known.add(last[0])
+        self.known.add(last[0])
         self._inputs(last[0])
         self._num_feed_forward += 1
 
@@ -160,7 +153,7 @@ class _Division:
         """Divide the output layer by token ids. The last part is padded if the ids cannot be divided equally."""
         if not isinstance(module, nn.Linear):
             raise ModelRefused(f"its output layer is no linear layer, so it cannot be divided; {_ADVICE}")
-        self._known.add(module)
+        self.known.add(module)
         size = module.out_features
         part = -(-size // self._count)
         start = min(self._rank * part, size)
@@ -175,15 +168,13 @@ class _Division:
     def check_complete(self, model: nn.Module) -> None:
         """Raise ModelRefused if a linear layer is of no known kind, or nothing but the output layer was divided."""
         for name, module in model.named_modules():
-            is_known = module in self._known or name.rpartition(".")[2] in _WHOLE
+            is_known = module in self.known or name.rpartition(".")[2] in _WHOLE
             if isinstance(module, nn.Linear) and not is_known:
                 raise ModelRefused(f"its linear layer {name} is of no kind that can be divided; {_ADVICE}")
         if not self._num_feed_forward:
             raise ModelRefused(f"{self._config.model_type} models have no layers that can be divided; {_ADVICE}")
         if self._num_whole and not self._rank:
             log.warning("attention_not_divided", layers=self._num_whole, hint="each rank computes and caches all heads")
-
-    # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _check(self, size: int, what: str) -> None:
         if size % self._count:

@@ -84,7 +84,6 @@ class LoadedModel:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the recurrent state of a slot."""
         return sum(part.num_bytes for layer in self.recurrent for part in layer.mixer.state)
 
     def attach(self, backend: AttentionBackend, states: RecurrentStates | None = None) -> None:
@@ -99,20 +98,16 @@ class LoadedModel:
             self.decoder.attach(backend)
 
     def logits(self, tokens: Tensor, read_indices: Indices, positions: Indices, sample_rows: Indices) -> Logits:
-        """Return the logits of the packed tokens `sample_rows`; the packed tokens are `tokens[read_indices]`.
+        """Return the logits of the packed tokens `sample_rows`, of `tokens[read_indices]`. Call `start_step` first.
 
         A fused forward pass on a CPU takes arrays only.
-        Call `start_step` of the backend and of the states first.
         """
         if self.decoder is not None:
             return self.decoder.logits(tokens, read_indices, positions, sample_rows)
         return self._forward(tokens, *map(self._tensor, (read_indices, positions, sample_rows)))
 
     def forward(self, tokens: Tensor, read_indices: Indices, positions: Indices) -> ModelForward:
-        """Run the layers over the packed tokens. The logits of any rows, and their hidden states, are computed later.
-
-        Call `start_step` of the backend and of the states first.
-        """
+        """Run the layers over packed tokens, for logits and hidden states of any rows. Call `start_step` first."""
         if self.decoder is not None:
             self.decoder.forward(tokens, read_indices, positions)
             return ModelForward(self.decoder.head, self.decoder.hidden)

@@ -73,7 +73,6 @@ class _Shard(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all tensors."""
         return max((entry["data_offsets"][1] for entry in self.header.values()), default=0)
 
 
@@ -119,12 +118,8 @@ def _matrices_of(source: Path, bits: int, group: int) -> _Matrices:
     if decoder is None or decoder.experts is not None:
         raise ModelRefused(f"the type {config.model_type} cannot be quantized; docs/supported.md lists fused families")
     names = {module: name for name, module in model.named_modules()}
-    forms = {
-        part.module: _Form(bits, group if bits == 4 else 0)
-        for layer in decoder.layers
-        for product in layer.products
-        for part in product
-    }
+    parts = (part for layer in decoder.layers for product in layer.products for part in product)
+    forms = {part.module: _Form(bits, group if bits == 4 else 0) for part in parts}
     embedding, output_layer = model.get_input_embeddings(), names[decoder.output_layer]
     is_tied = decoder.output_layer.weight is embedding.weight
     return _Matrices(forms | {output_layer: _Form(8, 0)}, output_layer, f"{names[embedding]}.weight" if is_tied else "")
@@ -134,9 +129,6 @@ def _check_complete(matrices: _Matrices, shards: Sequence[_Shard]) -> None:
     written = {name for shard in shards for name in shard.header}
     if absent := [module for module in matrices.forms if f"{module}.weight_packed" not in written]:
         raise ModelRefused(f"its files lack {len(absent)} matrices that its config.json asks for, as {absent[0]}")
-
-
-# --- one file --------------------------------------------------------------------------------------------------------
 
 
 def _shard(path: Path, matrices: _Matrices) -> _Shard:
@@ -204,9 +196,6 @@ def _read(file: BinaryIO, tensor: files.Tensor, data_start: int) -> Tensor:
     stored = torch.empty(tensor.end - tensor.start, dtype=torch.uint8)
     file.readinto(stored.numpy().data)  # type: ignore[attr-defined]
     return stored.view(_FLOATS[tensor.dtype]).view(tensor.shape).bfloat16()
-
-
-# --- config.json -----------------------------------------------------------------------------------------------------
 
 
 def _config(source: Path, matrices: _Matrices, shards: Sequence[_Shard]) -> dict[str, Any]:
