@@ -33,8 +33,6 @@ from .scores_and_vectors import ReportedRows, RowOutputsByRow
 
 log = structlog.get_logger(__name__)
 
-_NATIVE = "native"
-
 
 class DeterministicRunner(ModelRunner):
     """A runner for the fused forward pass, whose rows are independent of each other and of the threads."""
@@ -42,7 +40,7 @@ class DeterministicRunner(ModelRunner):
     def __init__(self, loaded: LoadedModel, *args: Any, **kwargs: Any) -> None:
         """As ModelRunner. Raises ConfigurationError for another attention backend."""
         super().__init__(loaded, *args, **kwargs)
-        if loaded.decoder is not None and self.backend_name != _NATIVE:
+        if loaded.decoder is not None and self.backend_name != "native":
             raise ConfigurationError(
                 f"--deterministic: the sums of {self.backend_name} attention depend on the batch; set"
                 " --attention-backend native and a --block-size that is a multiple of 16, or --no-fused-forward"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,18 +33,8 @@ _STAGED_PASSES, _STAGED_BYTES = 64, 1 << 18
 """Passes whose arrays may be on their way to the device, and the bytes of one. Longer block tables are copied alone."""
 
 
-class _Drafted(NamedTuple):
-    """Drafts whose keys and values were computed, from position `first` on."""
-
-    first: int
-    tokens: Sequence[int]
-
-
 class DraftModelDrafter(Drafter):
-    """Drafts by a draft model, for the slots of `batch`.
-
-    A step computes at most `max_catch_up` positions that earlier steps have known: a longer prompt takes several.
-    """
+    """Drafts by a draft model for the slots of `batch`; a step catches up on `max_catch_up` positions at most."""
 
     def __init__(self, loaded: LoadedModel, batch: InputBatch, max_catch_up: int) -> None:
         """Allocate the KV pool of the draft model: as many blocks as the served model has."""
@@ -58,7 +48,7 @@ class DraftModelDrafter(Drafter):
         loaded.attach(self._backend)
         self._max_catch_up = max_catch_up
         self._computed: dict[int, int] = {}  # slot -> leading positions whose keys and values are computed
-        self._drafted: dict[int, _Drafted] = {}
+        self._drafted: dict[int, tuple[int, Sequence[int]]] = {}  # slot -> first position and drafts with such values
 
     def reset(self) -> None:
         self._computed.clear()
@@ -71,7 +61,8 @@ class DraftModelDrafter(Drafter):
     def propose(self, rows: Iterable[Row], read_tokens: ReadTokens) -> Drafts:
         # Its positional embeddings may end before those of the served model.
         rows = [row for row in rows if row.start + row.num_drafts <= self._loaded.max_model_len]
-        tables = {row.slot: self._blocks(row) for row in rows}
+        blocks_of = self._batch.slots.blocks_of
+        tables = {x.slot: np.concatenate((blocks_of(x.slot), np.array(x.new_blocks, np.int64))) for x in rows}
         for row in rows:
             self._drop_rejected(row, read_tokens)
         left, ready = self._max_catch_up, list[Row]()
@@ -81,23 +72,19 @@ class DraftModelDrafter(Drafter):
                 ready.append(row)
         drafts = self._draft(ready, tables)
         for row in ready:
-            self._drafted[row.slot] = _Drafted(row.start + 1, drafts[row.slot])
+            self._drafted[row.slot] = row.start + 1, drafts[row.slot]
             self._computed[row.slot] = row.start + row.num_drafts
         return drafts
 
-    def _blocks(self, row: Row) -> IntArray:
-        return np.concatenate((self._batch.slots.blocks_of(row.slot), np.array(row.new_blocks, np.int64)))
-
     def _drop_rejected(self, row: Row, read_tokens: ReadTokens) -> None:
         """Count only positions as computed whose tokens were accepted."""
-        drafted = self._drafted.pop(row.slot, None)
-        if drafted is None:
+        if row.slot not in self._drafted:
             return
-        known = read_tokens(row.slot, drafted.first, min(drafted.first + len(drafted.tokens), row.start + 1))
-        count = 0
-        while count < len(known) and known[count] == drafted.tokens[count]:
+        first, drafts = self._drafted.pop(row.slot)
+        known, count = read_tokens(row.slot, first, min(first + len(drafts), row.start + 1)), 0
+        while count < len(known) and known[count] == drafts[count]:
             count += 1
-        self._computed[row.slot] = min(self._computed[row.slot], drafted.first + count, row.start)
+        self._computed[row.slot] = min(self._computed[row.slot], first + count, row.start)
 
     def _catch_up(self, row: Row, blocks: IntArray, most: int) -> int:
         """Compute up to `most` positions before that of the row, if it lags far behind. Returns how many.
@@ -141,10 +128,7 @@ class DraftModelDrafter(Drafter):
     def _forward(
         self, spans: Sequence[tuple[int, int, int]], tables: dict[int, IntArray], *, is_draft: bool = True
     ) -> Tensor:
-        """Compute positions [start, end) of slots, given as (slot, start, end), and the likeliest token behind each.
-
-        Drafts are written to the token table, where the next pass reads them. The returned tensor is a copy.
-        """
+        """Compute (slot, start, end), and the likeliest token behind each; a draft is written where passes read it."""
         size, stride = self._batch.capacity.block_size, self._batch.stride
         chunks, positions, read, num_tokens = list[Chunk](), list[IntArray](), list[IntArray](), 0
         for slot, start, end in spans:
@@ -164,11 +148,6 @@ class DraftModelDrafter(Drafter):
         if is_draft:
             self._batch.flat_tokens.index_copy_(0, places, found)
         return found
-
-
-def max_catch_up(served: LoadedModel, draft: LoadedModel, max_step_tokens: int) -> int:
-    """Return how many positions the draft model computes in about the time of a full step of the served one."""
-    return max_step_tokens * max(1, served.weight_bytes // max(1, draft.weight_bytes))
 
 
 def check_vocabulary(served: LoadedModel, draft: LoadedModel) -> None:

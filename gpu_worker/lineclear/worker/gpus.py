@@ -49,21 +49,15 @@ def keep_instance(place: str, share: MachineShare) -> tuple[str, MachineShare]:
 
 
 def choose_gpu(place: str, share: MachineShare) -> tuple[torch.device, MachineShare]:
-    """Return the GPU with this number or UUID, else that of the share, and which part of it this worker takes.
-
-    Raises ConfigurationError if this process sees no such GPU.
-    """
+    """Return the GPU of this number or UUID, else the share's, and its part of it. Raises ConfigurationError."""
     num_gpus = torch.cuda.device_count()
     if place.startswith("GPU-"):
         uuids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(num_gpus)]
-        found = [
-            index for index, uuid in enumerate(uuids) if uuid.startswith(place)
-        ]  # as CUDA, by any unique beginning
+        # As CUDA, by any unique beginning.
+        found = [index for index, uuid in enumerate(uuids) if uuid.startswith(place)]
         if len(found) != 1:
-            known = ", ".join(uuids)
-            raise ConfigurationError(
-                f"--device cuda:{place}: that is {len(found)} of the GPUs of this process, {known}"
-            )
+            problem = f"that is {len(found)} of the GPUs of this process, {', '.join(uuids)}"
+            raise ConfigurationError(f"--device cuda:{place}: {problem}")
         return torch.device("cuda", found[0]), share
     if place.isdecimal():
         if int(place) >= num_gpus:
@@ -92,10 +86,7 @@ def device_name(device: torch.device) -> str:
 
 
 def claim_gpu(directory: Path, device: torch.device, share: MachineShare) -> None:
-    """Take a part of a GPU for this process once no worker of the same scheduler has any of it.
-
-    Raises ConfigurationError if one still has it after a minute.
-    """
+    """Take a part of a GPU once no worker of this scheduler has it. Raises ConfigurationError after a minute."""
     uuid, ends_at = uuid_of(device), 0.0
     while uuid and claim(directory, gpu=uuid, share=share):
         if not ends_at:

@@ -49,7 +49,6 @@ class GrammarCompiler:
         self._future(grammar).add_done_callback(lambda future: done())
 
     def matcher(self, grammar: str) -> Future[Matcher]:
-        """Return a new matcher at the start of the grammar."""
         copy: Future[Matcher] = Future()
 
         def on_compiled(compiled: Future[LLMatcher]) -> None:
@@ -67,7 +66,6 @@ class GrammarCompiler:
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token, of a special one those of its name."""
         return self._tokens().decode_bytes([token])
 
     def _future(self, grammar: str) -> Future[LLMatcher]:

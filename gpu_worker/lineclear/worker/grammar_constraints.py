@@ -178,7 +178,6 @@ class ConstraintTable:
         self._threads = threads or MaskThreads()
 
     def reset(self) -> None:
-        """Free every slot."""
         self.slots.clear()
 
     def set_slot(self, init: SlotInit) -> None:

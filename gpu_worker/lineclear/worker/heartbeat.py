@@ -25,8 +25,7 @@ class StepProgress:
 
     def __init__(self) -> None:
         self.epoch = 0  # 0: no epoch
-        self._launched = 0
-        self._finished = 0
+        self._launched = self._finished = 0
         self._started_at = 0.0  # of the running step
         self._prepared: deque[tuple[int, int]] = deque()  # epoch and number of grammars to report
         self.changed = threading.Event()
@@ -38,11 +37,9 @@ class StepProgress:
         self.epoch = epoch
 
     def end_epoch(self) -> None:
-        """End the epoch, and with it the heartbeats."""
         self.epoch = 0
 
     def on_launch(self, step: int) -> None:
-        """Record that `step` is about to be launched."""
         if self._launched == self._finished:
             self._started_at = time.monotonic()
         self._launched = step
@@ -72,9 +69,7 @@ class HeartbeatThread:
     """Sends a heartbeat every `interval_seconds` during an epoch. Owns its socket."""
 
     def __init__(self, socket: ResultSocket, progress: StepProgress, interval_seconds: float) -> None:
-        self._socket = socket
-        self._progress = progress
-        self._interval_seconds = interval_seconds
+        self._socket, self._progress, self._interval_seconds = socket, progress, interval_seconds
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()

@@ -24,10 +24,7 @@ _MEASURED_BLOCKS, _NUM_TRIALS = 8, 3
 
 
 class HostBlocks:
-    """`count` host blocks, numbered from `first` on. All copies are queued on the device's stream.
-
-    Raises RuntimeError if the system has too little memory.
-    """
+    """`count` host blocks from number `first` on. Copies are queued on the device's stream. Raises RuntimeError."""
 
     def __init__(self, backend: AttentionBackend, first: int, count: int) -> None:
         self._backend, self._first = backend, first

@@ -33,7 +33,8 @@ def usable_cores(root: Path = Path("/")) -> int:
     them, and each operation waits for its last thread.
     """
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota(root)
+    groups = control_groups("cpu", root / GROUPS, root / OWN_GROUPS)
+    quota = min((cores for cores in map(_quota_of, groups) if cores is not None), default=None)
     return bound if quota is None else max(1, min(bound, math.ceil(quota / _Quota.num_workers)))
 
 
@@ -47,12 +48,6 @@ def huge_pages(root: Path = Path("/")) -> str:
     """Return the kernel's mode of transparent huge pages: always, madvise, never, or unknown."""
     modes = _read(root / _HUGE_PAGES)
     return modes.partition("[")[2].partition("]")[0] or "unknown"
-
-
-def _quota(root: Path) -> float | None:
-    """Return the smallest quota, in cores, of the process's control group and those above it; None for no limit."""
-    quotas = [_quota_of(folder) for folder in control_groups("cpu", root / GROUPS, root / OWN_GROUPS)]
-    return min((cores for cores in quotas if cores is not None), default=None)
 
 
 def control_groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
@@ -73,10 +68,9 @@ def control_groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
 
 
 def _quota_of(folder: Path) -> float | None:
-    """Return the quota of one group, in cores."""
-    limit, _, period = (
-        _read(folder / "cpu.max") or f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
-    ).partition(" ")
+    """Return the quota of one group, in cores; None for no limit."""
+    version_1 = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
+    limit, _, period = (_read(folder / "cpu.max") or version_1).partition(" ")
     try:
         cores = float(limit) / float(period)
     except (ValueError, ZeroDivisionError):  # "max", or no such file

@@ -38,10 +38,7 @@ class OutputRow(NamedTuple):
 
 
 class PackedTensors(NamedTuple):
-    """The arrays of `PackedInputs` of these names on the device. Their values arrive with `InputBatch.send`.
-
-    `sample_rows` is padded behind its end as well.
-    """
+    """These arrays of `PackedInputs` on the device, `sample_rows` padded. Values arrive with `InputBatch.send`."""
 
     read_indices: Tensor
     positions: Tensor
@@ -78,15 +75,9 @@ class InputBatch:
     """The slots and their tokens."""
 
     def __init__(
-        self,
-        capacity: Capacity,
-        device: torch.device,
-        adapters: Container[int] = (),
-        staging: Staging | None = None,
+        self, capacity: Capacity, device: torch.device, adapters: Container[int] = (), staging: Staging | None = None
     ) -> None:
-        """`adapters` are the indices that slots may name."""
-        self.capacity = capacity
-        self.device = device
+        self.capacity, self.device = capacity, device
         self.stride = capacity.max_model_len + 1  # includes the token sampled after the last position
         # The last row belongs to the slot of padding rows.
         self.tokens = torch.zeros((capacity.num_slots + 1, self.stride), dtype=torch.int64, device=device)

@@ -39,8 +39,7 @@ class KvPrefaulter:
         ahead_tokens: int,
         free_memory: Callable[[torch.device], int] = free_bytes,
     ) -> None:
-        self._backend = backend
-        self._block_bytes = block_bytes
+        self._backend, self._block_bytes = backend, block_bytes
         self._ahead_blocks = ahead_tokens // backend.block_size
         self._slice_blocks = max(1, _SLICE_BYTES // block_bytes)
         self._free_bytes = free_memory

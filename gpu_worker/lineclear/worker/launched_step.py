@@ -78,11 +78,10 @@ class LaunchedStep:
 
     def __init__(self, plan: StepPlan, outputs: StepOutputs, draft_seconds: float, timer: StepTimer) -> None:
         """`draft_seconds`: time to make the drafts. Stops `timer`."""
-        sampled, reported = outputs.sampled, outputs.reported
+        sampled = outputs.sampled
         self._plan, self._drafts, self._draft_seconds = plan, outputs.drafts, draft_seconds
-        self._learn = outputs.learn
-        self._reported: ReportedRows | None = to_host(reported)
-        self._metadata = outputs.metadata
+        self._metadata, self._learn = outputs.metadata, outputs.learn
+        self._reported: ReportedRows | None = to_host(outputs.reported)
         is_on_host = sampled is None or sampled.host_tokens is not None
         self._outputs: Sampled | None = sampled if is_on_host else to_host(sampled)
         self._timer = timer
@@ -95,7 +94,6 @@ class LaunchedStep:
         return self.is_complete or self._timer.is_over()
 
     def result(self) -> StepResult:
-        """Wait for the device and return the tokens in the plan's order. Raises StepFailed."""
         return self._result or self._finish()
 
     def _finish(self) -> StepResult:
@@ -110,17 +108,16 @@ class LaunchedStep:
         epoch, step = self._plan.epoch, self._plan.step
         if self._outputs is None:
             return StepResult(epoch, step, (), step_seconds=seconds)
+        outputs = self._outputs
         result = StepResult(
             epoch=epoch,
             step=step,
-            tokens=tuple(
-                self._outputs.tokens.tolist() if self._outputs.host_tokens is None else self._outputs.host_tokens
-            ),
-            logprobs=self._logprobs(self._outputs),
-            bad_rows=rows_where(self._outputs.bad).difference(self._outputs.void),
+            tokens=tuple(outputs.tokens.tolist() if outputs.host_tokens is None else outputs.host_tokens),
+            logprobs=self._logprobs(outputs),
+            bad_rows=rows_where(outputs.bad).difference(outputs.void),
             step_seconds=seconds,
-            stuck_rows=rows_where(self._outputs.stuck).difference(self._outputs.deferred),
-            deferred_rows=frozenset(self._outputs.deferred),
+            stuck_rows=rows_where(outputs.stuck).difference(outputs.deferred),
+            deferred_rows=frozenset(outputs.deferred),
             draft_seconds=min(self._draft_seconds, seconds),
         )
         if self._learn is not None:
@@ -151,17 +148,11 @@ def _with_reported(result: StepResult, plan: StepPlan, reported: ReportedRows) -
     outputs = [row.sample for row in plan.chunks if row.output]
     sampling = [*range(len(plan.decodes.slots)), *(i for i, x in enumerate(outputs, len(plan.decodes.slots)) if x)]
     others = [i for i, x in enumerate(outputs, len(plan.decodes.slots)) if not x]
-    bad_rows = frozenset([*(sampling[i] for i in result.bad_rows), *(others[i] for i in bad)])
-    stuck_rows = frozenset(sampling[i] for i in result.stuck_rows)
-    deferred_rows = frozenset(sampling[i] for i in result.deferred_rows)
-    return replace(
-        result,
-        bad_rows=bad_rows,
-        stuck_rows=stuck_rows,
-        deferred_rows=deferred_rows,
-        scores=scores,
-        vectors=vectors,
-    )
+    parts = result.bad_rows, result.stuck_rows, result.deferred_rows
+    bad_rows, stuck, deferred = (frozenset(sampling[i] for i in rows) for rows in parts)
+    bad_rows = bad_rows.union(others[i] for i in bad)
+    result = replace(result, bad_rows=bad_rows, stuck_rows=stuck, deferred_rows=deferred)
+    return replace(result, scores=scores, vectors=vectors)
 
 
 def rows_where(bad: Tensor | None) -> frozenset[int]:

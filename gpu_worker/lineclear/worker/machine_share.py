@@ -53,10 +53,7 @@ def named_cores(device: str) -> frozenset[int]:
 
 
 def cores_of(share: MachineShare, usable: Iterable[int], root: Path = Path("/")) -> frozenset[int]:
-    """Return the cores of a share of the `usable` ones.
-
-    With at least as many NUMA nodes as shares, a share has whole nodes. Otherwise it has part of one node.
-    """
+    """Return the cores of a share of the `usable` ones: whole NUMA nodes if there are enough, else part of a node."""
     cores = frozenset(usable)
     nodes = [node for node in (cores & node for node in _nodes(root)) if node] or [cores]
     index, count = share.index, share.count
@@ -67,10 +64,7 @@ def cores_of(share: MachineShare, usable: Iterable[int], root: Path = Path("/"))
 
 
 def bind(cores: frozenset[int]) -> None:
-    """Let all threads of this process, and those it starts later, run on `cores` only.
-
-    Raises ConfigurationError if none of them can be used.
-    """
+    """Let all threads of this process run on `cores` only. Raises ConfigurationError for one that it may not use."""
     lacking = cores - os.sched_getaffinity(0)
     if lacking:
         raise ConfigurationError(
@@ -82,12 +76,7 @@ def bind(cores: frozenset[int]) -> None:
             os.sched_setaffinity(int(thread), cores)
 
 
-def claim(
-    directory: Path,
-    cores: Iterable[int] = (),
-    gpu: str = "",
-    share: MachineShare = MachineShare(),
-) -> list[str]:
+def claim(directory: Path, cores: Iterable[int] = (), gpu: str = "", share: MachineShare = MachineShare()) -> list[str]:
     """Mark cores, or a share of a GPU, as used by this process until its end; return those that another one has marked.
 
     The marks are locks on bytes of a file in the directory of the sockets: workers of one scheduler see each other's.

@@ -139,10 +139,7 @@ class MaskThreads:
                 self._changed.notify_all()
 
     def wait(self, masks: Sequence[Mask], *, is_alone: bool) -> None:
-        """Wait until the masks of the step are ready, or its time for them is over.
-
-        `is_alone`: the step has no other rows that sample. Then late masks are waited for, too.
-        """
+        """Wait until the masks are ready or time is over; if no other row samples (`is_alone`), for late ones too."""
         with self._changed:
             while not self._has_tokens:  # the step before still runs on the device
                 self._changed.wait()

@@ -45,7 +45,6 @@ class PeakMemory:
         self._device, self._before = device, torch.cuda.memory_reserved(device)
 
     def bytes(self) -> int:
-        """Return how much it was so far."""
         return torch.cuda.max_memory_reserved(self._device) - self._before
 
 

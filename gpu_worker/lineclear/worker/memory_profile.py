@@ -36,10 +36,7 @@ def largest_step_bytes(
     graphs: DecodeGraphs | None = None,
     peak_memory: Callable[[torch.device], PeakMemory] = PeakMemory,
 ) -> int:
-    """Return the bytes that the runner's tables, its largest steps and the largest of `graphs` take, without states.
-
-    Raises ConfigurationError if the device has too little memory for them.
-    """
+    """Return the bytes of the runner's tables, largest steps and largest graph. Raises ConfigurationError."""
     peak = peak_memory(loaded.device)
     try:
         smallest = replace(options, num_blocks=1, swap_memory_bytes=0, num_state_snapshots=1)

@@ -23,7 +23,7 @@ from lineclear.wire.messages import BlockCopy, Hello, Row, SlotInit, StepPlan
 from .attention.base import AttentionBackend, block_bytes
 from .attention.registry import BACKENDS, choose
 from .cpu.thread_tuner import ThreadTuner
-from .draft_model import DraftModelDrafter, max_catch_up
+from .draft_model import DraftModelDrafter
 from .drafts.prompt_lookup import PromptLookupDrafter
 from .drafts.verification import NO_DRAFTS, Drafter, Drafts
 from .gpus import device_name
@@ -44,7 +44,7 @@ from .runner_interface import InflightStep
 from .sampler import Sampled, sample
 from .sampling_metadata import SamplingTable
 from .scores_and_vectors import ReportedRows, RowOutputs
-from .slot_table import Capacity
+from .slot_table import Capacity, SlotTable
 from .staging import Put, Staging
 
 if TYPE_CHECKING:
@@ -108,17 +108,11 @@ class ModelRunner:
         """Sets the number of compute threads of each step, on CPUs."""
 
     def hello(self, epoch: int) -> Hello:
-        """Return the capacities and versions of this worker."""
-        c, loaded = self.capacity, self._loaded
+        loaded = self._loaded
         return Hello(
             epoch=epoch,
-            num_blocks=c.num_blocks,
-            block_size=c.block_size,
-            num_slots=c.num_slots,
-            max_model_len=c.max_model_len,
-            vocab_size=c.vocab_size,
+            **(self.capacity._asdict() | self._memory),
             eos_token_ids=loaded.eos_token_ids,
-            max_step_tokens=c.max_step_tokens,
             model_id=loaded.model_id,
             family=loaded.family,
             dtype=loaded.weights or str(loaded.dtype).removeprefix("torch."),
@@ -129,21 +123,14 @@ class ModelRunner:
             model_fingerprint=_fingerprint(loaded, self._kv_dtype),
             text_fingerprint=loaded.text_fingerprint,
             draft_model=self._draft_model_id,
-            num_swap_blocks=c.num_swap_blocks,
             swap_seconds=self._swap_seconds,
-            has_recurrent_state=c.has_recurrent_state,
-            num_state_snapshots=c.num_state_snapshots,
             forward_pass=_forward_pass(loaded, self._graphs),
             forward_pass_reason=loaded.modules_reason,
             load_seconds=self.load_seconds,
-            **self._memory,
         )
 
     def reset(self) -> None:
-        """Free every slot and drop all adapters.
-
-        The pools keep their contents: no cell is read before its next owner writes it.
-        """
+        """Free every slot and drop all adapters. Pools stay: no cell is read before its next owner writes it."""
         self._batch.reset()
         self._row_outputs.reset()
         self._constraints.reset()
@@ -152,11 +139,9 @@ class ModelRunner:
         self._drafting.clear()
 
     def prepare(self, grammar: str, done: Callable[[], None]) -> None:
-        """Compile a grammar on another thread, which then calls `done()`."""
         self._grammars.prepare(grammar, done)
 
     def load_adapter(self, index: int, key: bytes, path: str) -> None:
-        """Hold the adapter in directory `path` as `index`. Raises AdapterFilesRefused, or StepFailed by the device."""
         try:
             with torch.inference_mode():
                 self._adapters.load(index, key, Path(path))
@@ -166,7 +151,6 @@ class ModelRunner:
             raise step_failed(error) from error
 
     def unload_adapter(self, index: int) -> None:
-        """Drop an adapter."""
         self._adapters.unload(index)
 
     def preallocate(self) -> None:
@@ -234,7 +218,7 @@ class ModelRunner:
             return outputs
         self._batch.write_sampled(packed, sampled.tokens, sampled.host_tokens)
         if sampled.deferred:
-            self._defer(packed, sampled)
+            _defer(self._batch.slots, self._backend, packed, sampled)
         learn = self._batch.learner(packed)
         return outputs if learn is None else outputs._replace(learn=learn)
 
@@ -282,18 +266,6 @@ class ModelRunner:
                     restore({packed.sample_slots[row] for row in masks.deferred})
         return StepOutputs(metadata, sampled, reported, drafts)
 
-    def _defer(self, packed: PackedInputs, sampled: Sampled) -> None:
-        """Let rows that sampled nothing be planned again; zero what is not finite behind them.
-
-        The input of a void row is not the token of its sequence, and some backends read its values for tokens before.
-        """
-        slots, positions = packed.sample_slots, packed.sample_positions
-        for row in sampled.deferred:
-            self._batch.slots.defer(slots[row], positions[row])
-        if sampled.void:
-            bad = rows_where(sampled.bad).intersection(sampled.void)
-            _zero_from(self._backend, [self._batch.slots.cell(slots[row], positions[row] - 1) for row in sorted(bad)])
-
     def _logits(self, packed: PackedInputs) -> tuple[Logits | None, ReportedRows | None]:
         """Return the logits of the sampling rows, if any, and the outputs of the other rows."""
         arrays = packed.on_device or packed
@@ -311,6 +283,19 @@ class ModelRunner:
         forward = self._loaded.forward(*inputs)
         reported = self._row_outputs.compute(packed.output_rows, forward)
         return forward.logits(packed.sample_rows) if packed.sample_slots else None, reported
+
+
+def _defer(table: SlotTable, backend: AttentionBackend, packed: PackedInputs, sampled: Sampled) -> None:
+    """Let rows that sampled nothing be planned again; zero what is not finite behind them.
+
+    The input of a void row is not the token of its sequence, and some backends read its values for tokens before.
+    """
+    slots, positions = packed.sample_slots, packed.sample_positions
+    for row in sampled.deferred:
+        table.defer(slots[row], positions[row])
+    if sampled.void:
+        bad = rows_where(sampled.bad).intersection(sampled.void)
+        _zero_from(backend, [table.cell(slots[row], positions[row] - 1) for row in sorted(bad)])
 
 
 def _zero_from(backend: AttentionBackend, cells: Iterable[tuple[int, int]]) -> None:
@@ -344,7 +329,9 @@ def _make_drafter(loaded: LoadedModel, draft: LoadedModel | None, options: Runne
         return Drafter()
     if draft is None:
         return PromptLookupDrafter(*options.prompt_lookup_ngrams)
-    return DraftModelDrafter(draft, batch, max_catch_up(loaded, draft, options.max_step_tokens))
+    # As many as it computes in about the time of a full step of the served model.
+    max_catch_up = options.max_step_tokens * max(1, loaded.weight_bytes // max(1, draft.weight_bytes))
+    return DraftModelDrafter(draft, batch, max_catch_up)
 
 
 def _make_backend(

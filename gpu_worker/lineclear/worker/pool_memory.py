@@ -60,10 +60,7 @@ def capacity_of(loaded: LoadedModel, options: RunnerOptions, draft: LoadedModel 
 
 
 def fitting_blocks(loaded: LoadedModel, options: RunnerOptions, draft: LoadedModel | None) -> int:
-    """Return how many blocks fit in the free memory, at most twice as many as all slots can fill.
-
-    Raises ConfigurationError if none fits.
-    """
+    """Return how many blocks fit in free memory, at most two for each that slots fill. Raises ConfigurationError."""
     states = states_bytes(loaded, options)
     size, reserved = max(1, _block_bytes(loaded, options, draft)), options.step_memory_bytes + states
     max_blocks = 2 * options.num_slots * -(-loaded.max_model_len // options.block_size)
@@ -80,10 +77,7 @@ def fitting_blocks(loaded: LoadedModel, options: RunnerOptions, draft: LoadedMod
 
 
 def fitting_snapshots(loaded: LoadedModel, options: RunnerOptions) -> int:
-    """Return how many snapshots of recurrent states to keep: as given, or as fit in a share of the memory for blocks.
-
-    0 for a model without recurrent state.
-    """
+    """Return how many recurrent states to keep beside the slots': as given, or as fit in a share of memory."""
     if not loaded.recurrent or options.num_state_snapshots is not None:
         return (options.num_state_snapshots or 0) if loaded.recurrent else 0
     rest = options.step_memory_bytes + states_bytes(loaded, replace(options, num_state_snapshots=0))

@@ -67,7 +67,6 @@ class LeadingRunner(ModelRunner):
         draft_model: LoadedModel | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
-        """Allocate the KV pools. Raises as ModelRunner."""
         super().__init__(loaded, options, draft_model=draft_model, graphs=graphs)
         self._ranks = ranks
         self._draws = _Draws()
@@ -154,7 +153,6 @@ class FollowingRunner(ModelRunner):
     def __init__(
         self, ranks: Ranks, loaded: LoadedModel, options: RunnerOptions, graphs: DecodeGraphs | None = None
     ) -> None:
-        """Allocate the KV pools. Raises as ModelRunner."""
         super().__init__(loaded, options, drafter=Drafter(), graphs=graphs)
         self._ranks = ranks
         self._constraints = _FollowingConstraints(ranks, self._grammars, loaded.vocab_size)

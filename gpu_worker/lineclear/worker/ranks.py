@@ -200,10 +200,7 @@ class Ranks:
                 line.send(kind, self._num_calls, message)
 
     def answers(self) -> list[bytes]:
-        """Return the answer of each other rank to the last call.
-
-        Ends this process if one does not answer in time, or answers another call.
-        """
+        """Return each other rank's answer to the last call. Ends this process if one is late or to another call."""
         found = list[bytes]()
         for rank, line in enumerate(self._lines, 1):
             try:

@@ -17,7 +17,6 @@ from lineclear.worker.scheduler_link import ResultSocket, Waker
 
 log = structlog.get_logger()
 
-
 _POLL_SECONDS = 0.5
 
 
@@ -56,13 +55,9 @@ class ResultCollector:
     ) -> None:
         self.failure: StepErrorKind | None = None
         """Why the epoch cannot continue. Setting it wakes the launch thread."""
-        self._socket = socket
-        self._progress = progress
-        self._waker = waker
-        self._linger_seconds = linger_seconds
-        self._is_overdue = is_overdue
-        self._epoch = 0
-        self._discards = False
+        self._socket, self._progress, self._waker = socket, progress, waker
+        self._linger_seconds, self._is_overdue = linger_seconds, is_overdue
+        self._epoch, self._discards = 0, False
         self._items: queue.Queue[_Item] = queue.Queue(max_inflight_steps)
         self._thread = threading.Thread(target=self._run, name="collector", daemon=True)
         self._thread.start()
@@ -73,10 +68,7 @@ class ResultCollector:
         self._put(hello)
 
     def collect(self, step: int, inflight: InflightStep) -> None:
-        """Send the result of a step behind those before it: at once if it is complete and nothing is queued.
-
-        Otherwise queue it; blocks while the queue is full.
-        """
+        """Send the result of a step behind those before it: at once if it is complete and none is queued."""
         launched = _Launched(step, inflight)
         if inflight.is_complete and not self._items.unfinished_tasks:
             self._finish(launched)
@@ -84,7 +76,6 @@ class ResultCollector:
             self._put(launched)
 
     def send(self, message: Goodbye | Stopping | AdapterLoaded) -> None:
-        """Send a message behind everything queued before."""
         self._put(message)
 
     def discard(self) -> None:

@@ -202,10 +202,7 @@ def _runner_type(settings: WorkerSettings, loaded: LoadedModel) -> type[ModelRun
 
 
 def _may_tune_threads(settings: WorkerSettings, loaded: LoadedModel) -> bool:
-    """Return whether results do not depend on the number of threads, and no setting fixes it.
-
-    True for the kernels of the fused forward pass on CPUs.
-    """
+    """Return whether no setting fixes the threads, and results do not depend on them: those of kernels do not."""
     if settings.threads or loaded.decoder is None or loaded.device.type != "cpu":
         return False
     has_kernels = settings.deterministic or loaded.dtype is not torch.float32 or bool(loaded.weights)
@@ -280,10 +277,7 @@ def choose_device(
     name: str,
     share: MachineShare = MachineShare(),  # noqa: B008 (it is frozen)
 ) -> tuple[torch.device, MachineShare]:
-    """Return the device for a setting, of several GPUs that of the share, and which part of it this worker takes.
-
-    Raises ConfigurationError if this machine lacks it.
-    """
+    """Return the device for a setting, and which part of it this worker takes. Raises ConfigurationError."""
     kind, _, place = name.partition(":")
     of_gpu = keep_instance(place, share) if kind in ("auto", "cuda") else (place, share)
     devices = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}

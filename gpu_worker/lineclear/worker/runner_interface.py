@@ -17,8 +17,7 @@ class StepFailed(Exception):
 
     def __init__(self, kind: StepErrorKind, summary: str) -> None:
         super().__init__(summary)
-        self.kind = kind
-        self.summary = summary
+        self.kind, self.summary = kind, summary
 
 
 class InflightStep(Protocol):
@@ -27,11 +26,9 @@ class InflightStep(Protocol):
     @property
     def is_complete(self) -> bool:
         """The device has finished, so `result` returns at once."""
-        ...
 
     def result(self) -> StepResult:
         """Wait for the device and return the step's result. Raises StepFailed. Call it once, from any thread."""
-        ...
 
 
 class Runner(Protocol):
@@ -39,15 +36,12 @@ class Runner(Protocol):
 
     def hello(self, epoch: int) -> Hello:
         """Return the capacities and versions of this worker, for `epoch`."""
-        ...
 
     def reset(self) -> None:
         """Free every slot and block for a new epoch. Weights stay."""
-        ...
 
     def prepare(self, grammar: str, done: Callable[[], None]) -> None:
         """Compile a grammar for later plans without delaying them, and call `done()` from any thread."""
-        ...
 
     def launch(self, plan: StepPlan) -> InflightStep:
         """Queue `plan` on the device behind all launched plans; may return before it has run.
@@ -55,7 +49,6 @@ class Runner(Protocol):
         Raises StepFailed, here or from the result, for a plan that contradicts the slots or that the device refuses.
         The slots are then undefined: the caller ends the epoch and calls reset.
         """
-        ...
 
     def load_adapter(self, index: int, key: bytes, path: str) -> None:
         """Hold the adapter in directory `path` as `index`, in place of another one, for later plans.
@@ -63,15 +56,12 @@ class Runner(Protocol):
         Raises AdapterFilesRefused if its files cannot be used, or have another digest than `key`, and StepFailed if the
         device has failed, in a step before as a rule.
         """
-        ...
 
     def unload_adapter(self, index: int) -> None:
         """Drop an adapter, which no later plan uses. Nothing happens without one of this index."""
-        ...
 
     def idle_work(self) -> bool:
         """Do some milliseconds of preparation for later steps, while no plan is queued.
 
         Returns whether work is left. Once it returns False, none is left until the next launch.
         """
-        ...

@@ -147,7 +147,8 @@ def _sample_rows(
 
     tokens, *others = zip(*(x[:6] for x in sampled), strict=True)
     stuck = [torch.zeros_like(x.tokens, dtype=torch.bool) if x.stuck is None else x.stuck for x in sampled]
-    return Sampled(torch.cat(tokens), *map(joined, others), stuck=torch.cat(stuck))
+    bad, logprobs, top_ids, top, ids = map(joined, others)
+    return Sampled(torch.cat(tokens), bad, logprobs, top_ids, top, ids, stuck=torch.cat(stuck))
 
 
 def _row(logits: Logits, index: int) -> Logits:

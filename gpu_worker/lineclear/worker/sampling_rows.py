@@ -73,12 +73,10 @@ class SamplingRows(NamedTuple):
         return self.lengths - self.prompt_lens
 
     def take(self, chosen: Sequence[int] | IntArray) -> SamplingRows:
-        """Return the rows with these places."""
         columns = self.indices[chosen], self.slots[chosen], self.lengths[chosen], self.prompt_lens[chosen]
         return SamplingRows(*columns, self.scalars[chosen], self.put)
 
     def context(self) -> Context:
-        """Return where the tokens of the rows are."""
         lengths, prompt_lens = self.column(self.lengths), self.column(self.prompt_lens)
         return Context(self.put(self.indices), self.put(self.slots), lengths, prompt_lens, int(self.lengths.max()))
 

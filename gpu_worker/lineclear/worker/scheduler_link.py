@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 
 import structlog
 import zmq
@@ -23,10 +22,7 @@ _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 500
 
 
 class Waker:
-    """A self-pipe that wakes the thread waiting for plans. Any thread may call wake().
-
-    A pipe instead of an eventfd, so that `signal.set_wakeup_fd` can write to it.
-    """
+    """A pipe that wakes the thread waiting for plans; any thread, and `signal.set_wakeup_fd`, may write to it."""
 
     def __init__(self) -> None:
         self.fileno, self.wake_fileno = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -35,12 +31,6 @@ class Waker:
         """Wake the waiting thread, now or at its next wait."""
         with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
             os.write(self.wake_fileno, b"\0")
-
-    def wait(self, timeout_seconds: float) -> None:
-        """Wait for a wake-up, at most `timeout_seconds`, without clearing it."""
-        poll = select.poll()
-        poll.register(self.fileno, select.POLLIN)
-        poll.poll(timeout_seconds * 1000)
 
     def clear(self) -> None:
         """Clear all wake-ups so far."""
@@ -60,9 +50,7 @@ class PlanSocket:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], sockets: SocketDir, epoch: int, waker: Waker, max_plan_bytes: int
     ) -> None:
-        self.epoch = epoch
-        self.num_bad_frames = 0
-        self._waker = waker
+        self.epoch, self.num_bad_frames, self._waker = epoch, 0, waker
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.IDENTITY, epoch.to_bytes(8, "little"))
         self._socket.set(zmq.MAXMSGSIZE, max_plan_bytes)
@@ -74,10 +62,7 @@ class PlanSocket:
         self._poller.register(waker.fileno, zmq.POLLIN)
 
     def receive(self, timeout_seconds: float | None = None) -> StepPlan | ControlMessage | None:
-        """Wait for the next message of this epoch. Returns None after a wake-up and after `timeout_seconds`.
-
-        Counts and drops invalid frames. Raises ProtocolMismatch.
-        """
+        """Wait for the next message of this epoch; None after a wake-up or the timeout. Raises ProtocolMismatch."""
         while True:
             timeout_ms = None if timeout_seconds is None else round(timeout_seconds * 1000)
             ready = [source for source, _ in self._poller.poll(timeout_ms)]
@@ -88,7 +73,10 @@ class PlanSocket:
             if self._socket not in ready:
                 return None
             try:
-                message = self._decode(self._socket.recv_multipart(zmq.NOBLOCK))
+                first, *others = self._socket.recv_multipart(zmq.NOBLOCK)
+                if others:
+                    raise DecodeError("a message in several frames")
+                message = decode(first)
             except ProtocolMismatch:
                 raise
             except DecodeError as error:
@@ -101,11 +89,6 @@ class PlanSocket:
                 return message
             if not isinstance(message, Heartbeat):  # the scheduler sends it to probe the connection
                 log.warning("stray_message", kind=type(message).__name__)
-
-    def _decode(self, parts: list[bytes]) -> Message:
-        if len(parts) != 1:
-            raise DecodeError("a message in several frames")
-        return decode(parts[0])
 
     def is_connected(self) -> bool:
         """Return whether the scheduler of this epoch has sent a message and its connection is open.

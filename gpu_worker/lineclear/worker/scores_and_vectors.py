@@ -50,14 +50,12 @@ class RowOutputs:
     """What the slots ask for, and the sums of the vectors that are not complete."""
 
     def __init__(self, flat_tokens: Tensor, device: torch.device) -> None:
-        self._flat_tokens = flat_tokens
-        self._device = device
+        self._flat_tokens, self._device = flat_tokens, device
         self._num_top: dict[int, int] = {}
         self._pooling: dict[int, Pooling] = {}
         self._sums: dict[int, tuple[Tensor, int]] = {}
 
     def reset(self) -> None:
-        """Free every slot."""
         for table in (self._num_top, self._pooling, self._sums):
             table.clear()
 
@@ -144,10 +142,7 @@ def _finished(vector: Tensor, pooling: Pooling) -> Tensor:
 
 
 def to_result(reported: ReportedRows) -> tuple[tuple[Scores, ...], tuple[bytes, ...], frozenset[int]]:
-    """Return the scores, the vectors and the indices in `reported.rows` of rows that are not finite.
-
-    The tensors are on the host.
-    """
+    """Return the scores, the vectors and the indices in `reported.rows` of rows that are not finite, from the host."""
     scores, num_top, vectors = list[Scores](), iter(reported.num_top), iter(reported.vectors)
     bad, start, columns = set[int](), 0, reported.scores
     packed_vectors = list[bytes]()

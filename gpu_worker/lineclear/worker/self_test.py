@@ -49,7 +49,6 @@ class ExpectedAnswer:
 
     @property
     def tokens(self) -> list[int]:
-        """Return the answer's tokens."""
         return self.logits.argmax(-1).tolist()
 
 
@@ -68,10 +67,7 @@ def expected_answers(loaded: LoadedModel, kv_dtype: torch.dtype | None = None) -
 
 
 def _greedy(
-    loaded: LoadedModel,
-    backend: ReferenceAttention,
-    states: RecurrentStates | None,
-    prompts: Sequence[tuple[int, ...]],
+    loaded: LoadedModel, backend: ReferenceAttention, states: RecurrentStates | None, prompts: Sequence[tuple[int, ...]]
 ) -> Iterator[ExpectedAnswer]:
     """Compute all prompts in each pass, each in one block: reading the weights dominates the cost of a pass."""
     sequences = [list(prompt) for prompt in prompts]

@@ -17,9 +17,6 @@ from lineclear.process.device_names import check_device
 from lineclear.process.setting_fields import Group
 from lineclear.worker.machine_share import MachineShare
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "int8", "int4"]
-KvCacheDtype = Literal["auto", "int8"]
 AttentionBackendName = Literal["auto", "torch_paged", "triton_paged", "flash", "reference", "native"]
 
 MODEL = Group("Model")
@@ -42,7 +39,6 @@ class WorkerSettings(settings_base.ProcessSettings):
     socket_directory: str = SOCKETS.field(min_length=1)
     """Private directory of the sockets to the scheduler. It has mode 0700 and belongs to the user of both processes."""
 
-    # --- computation ---
     device: str = COMPUTATION.field("auto")
     """Device of the model: auto, cpu, cuda or mps. auto: cuda if available, else mps, else cpu. cuda:1 is the second
     GPU or MIG instance of CUDA_VISIBLE_DEVICES; cuda:GPU-... and cuda:MIG-... are UUIDs of nvidia-smi -L. cpu:0-3 runs
@@ -54,10 +50,10 @@ class WorkerSettings(settings_base.ProcessSettings):
     tensor_parallel_size: int = COMPUTATION.field(1, ge=1, le=64)
     """Devices that a model is divided over. Each has a process and a part of every layer, on consecutive GPUs, or on
     equal parts of the cores; the exit of one is the exit of the worker."""
-    dtype: Dtype = COMPUTATION.field("auto")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = COMPUTATION.field("auto")
     """Number format of weights, activations and KV cache. auto: that of the checkpoint; on a CPU,
     bfloat16 for float16."""
-    quantization: Quantization = COMPUTATION.field("none")
+    quantization: Literal["none", "int8", "int4"] = COMPUTATION.field("none")
     """Quantization of the weight matrices while loading. int8: with a scale for each output channel. int4: for each 64
     inputs of a channel, and int8 in the output layer. Activations become int8 too. On a CPU only, for the fused
     families of docs/supported.md. It is faster and less exact."""
@@ -69,7 +65,7 @@ class WorkerSettings(settings_base.ProcessSettings):
     cuda_graph_batch_sizes: str = COMPUTATION.field("auto")
     """Batch sizes of CUDA graphs, as 1,2,8, or auto or none. Decode steps run as the next larger graph.
     auto: 1, 2, 4 and multiples of 8 up to max_batch_size, at most 256."""
-    kv_cache_dtype: KvCacheDtype = COMPUTATION.field("auto")
+    kv_cache_dtype: Literal["auto", "int8"] = COMPUTATION.field("auto")
     """Number format of the KV cache. auto: dtype. int8: with a scale for each token and head, almost twice the blocks
     in the same memory. On a CPU with the native attention backend only."""
     fused_forward: bool = COMPUTATION.field(True)
@@ -89,7 +85,6 @@ class WorkerSettings(settings_base.ProcessSettings):
     """Compute threads on the CPU; 0: chosen while serving. Chosen: the fastest count of recent steps, at most one
     thread for each usable core."""
 
-    # --- memory and limits ---
     block_size: int = MEMORY.field(16, ge=1, le=1024)
     """Token positions in a KV block. Blocks are the unit of allocation and of prefix sharing."""
     num_blocks: int = MEMORY.field(0, ge=0, le=2**31 - 2)
@@ -111,12 +106,10 @@ class WorkerSettings(settings_base.ProcessSettings):
     target_batch_tokens: int = MEMORY.field(0, ge=0, le=2**20)
     """Most tokens in one step; 0: 256 on a CPU, 2048 on a GPU."""
 
-    # --- stopping ---
     drain_timeout_seconds: float = STOPPING.field(30.0, ge=0, le=7 * 86_400)
     """Running requests may finish for this long after SIGTERM. A value above the scheduler's drain_timeout_seconds lets
     both processes be stopped in any order."""
 
-    # --- logs ---
     log_level: Literal["debug", "info", "warning", "error"] = LOGS.field("info")
     """Least severe level logged."""
     log_format: Literal["auto", "json", "console"] = LOGS.field("auto")

@@ -63,7 +63,6 @@ class SlotTable:
         """Where `blocks` has changed since this was emptied, as (flat index, block). None: nobody asks."""
 
     def reset(self) -> None:
-        """Free every slot."""
         self.num_tokens = [0] * self.capacity.num_slots
         self._adapters, self.has_adapters = [0] * (self.capacity.num_slots + 1), False
         self._num_drafted.clear()
@@ -152,8 +151,6 @@ class SlotTable:
         adapters = [self._adapters[slot] for slot in slots]
         return np.repeat(np.array(adapters, np.int32), counts) if any(adapters) else None
 
-    # --- checks -----------------------------------------------------------------------------------------------------
-
     def _check_decodes(self, decodes: Decodes, inits: Mapping[int, SlotInit]) -> None:
         """Check the common case, a decode that needs no new block, inline; check other decodes as rows."""
         c = self.capacity
@@ -208,8 +205,6 @@ class SlotTable:
         _check_blocks(row.new_blocks, c)
         if row.num_drafts:
             _check_drafts(row, total, c, is_new=init is not None)
-
-    # --- updates ----------------------------------------------------------------------------------------------------
 
     def _init_slot(self, init: SlotInit) -> None:
         slot = init.slot

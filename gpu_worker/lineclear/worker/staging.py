@@ -65,7 +65,7 @@ class Staging:
         start, end = self._end, self._end + array.nbytes
         self._end = -(-end // _ALIGNMENT) * _ALIGNMENT
         self._bytes[self._current][start:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        found: Tensor = self._on_device[start:end].view(_torch_dtype(array.dtype))
+        found: Tensor = self._on_device[start:end].view(torch.from_numpy(np.empty(0, array.dtype)).dtype)
         return found.view(array.shape)
 
     def send(self) -> None:
@@ -92,10 +92,7 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def to_host(value: Any) -> Any:
-    """Copy the tensors in `value`, a tensor or a (named) tuple of values, to the host: complete when the step is.
-
-    On a CPU the tensors themselves are returned.
-    """
+    """Copy the tensors in a (named) tuple or alone to the host, complete when the step is; on a CPU they stay."""
     if isinstance(value, tuple):
         copied = [to_host(part) for part in value]
         return type(value)(*copied) if hasattr(value, "_fields") else tuple(copied)
@@ -118,7 +115,3 @@ def fetch(tensor: Tensor) -> Callable[[], list[int]]:
         return [int(value) for value in host.tolist()]
 
     return wait
-
-
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype

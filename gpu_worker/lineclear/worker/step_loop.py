@@ -112,9 +112,7 @@ class _Loop:
     """State of the launch thread."""
 
     def __init__(self, runner: Runner, sockets: SocketDir, limits: LoopLimits) -> None:
-        self._runner = runner
-        self._sockets = sockets
-        self._limits = limits
+        self._runner, self._sockets, self._limits = runner, sockets, limits
         self._stopping = False
         self._stop_requested_at = 0.0
         self._was_refused = False  # in the last epoch
@@ -181,10 +179,7 @@ class _Loop:
         return self._stopping and time.monotonic() > self._stop_requested_at + timeout
 
     def _serve_epoch(self, supervised: bool) -> _EpochEnd:
-        """Join with a new epoch and run its plans until it ends. No step is in flight when this returns.
-
-        A refused worker waits here until it may join again.
-        """
+        """Join with a new epoch and run its plans until it and its steps end. If refused, wait for Rejoin."""
         # Odd: ZeroMQ reserves identities whose first byte is zero.
         epoch = secrets.randbits(62) << 1 | 1
         self._runner.reset()
@@ -318,5 +313,4 @@ class _FailedStep:
         self._error = error
 
     def result(self) -> StepResult:
-        """Raise the error of the launch."""
         raise self._error

@@ -12,8 +12,6 @@ import numpy.typing as npt
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _UNIT = 2.0**-52
 _DRAW_STREAM = np.uint64(0)
-
-
 XTC_STREAM = np.uint64(0x585443)
 """Of the numbers that decide whether XTC acts."""
 

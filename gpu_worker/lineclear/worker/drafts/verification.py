@@ -38,10 +38,7 @@ ReadTokens = Callable[[int, int, int], list[int]]
 
 
 class Drafter:
-    """Makes drafts; the runner calls it before the step that verifies them. This one makes none.
-
-    So for models whose recurrent state cannot be taken back behind a wrong draft.
-    """
+    """Makes drafts before the step that verifies them. This one makes none: recurrent states cannot take them back."""
 
     def reset(self) -> None:
         """Forget every slot."""

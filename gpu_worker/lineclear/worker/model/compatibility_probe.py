@@ -51,9 +51,7 @@ _HARMLESS_ARGUMENTS = frozenset({"position_ids", "cache_position", "position_emb
 def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
     """Describe a model by its configuration and attention calls. Raises ModelRefused, or what the model raises."""
     config = model.config.get_text_config()
-    _check_config(config)
-    if any("Indexer" in type(module).__name__ for module in model.modules()):
-        raise ModelRefused("sparse attention (DeepSeek Sparse Attention), whose indexer chooses keys, is not supported")
+    _check_features(model, config)
     kinds, calls = _layer_kinds(config), list[_Call]()
     adapt(model)
     recurrent = _recurrent_layers(model, kinds)
@@ -157,8 +155,10 @@ def _input(config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     return (positions * 7 + 3) % int(config.vocab_size), positions
 
 
-def _check_config(config: Any) -> None:
-    """Refuse configured features that a probe of a few tokens cannot show."""
+def _check_features(model: nn.Module, config: Any) -> None:
+    """Refuse features that a probe of a few tokens cannot show."""
+    if any("Indexer" in type(module).__name__ for module in model.modules()):
+        raise ModelRefused("sparse attention (DeepSeek Sparse Attention), whose indexer chooses keys, is not supported")
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # Gemma 4: images only
         raise ModelRefused("the model attends to later tokens too, and a decoder cannot")
     if getattr(config, "is_encoder_decoder", False):

@@ -53,10 +53,8 @@ def _read_gemv(group_size: int, parts: Parts, inputs: int) -> GroupedWeight:
     outputs, groups = width(parts, "qweight", 0), num_groups(inputs, group_size)
     qweight = part(parts, "qweight", (outputs, inputs // 8), torch.int32)
     qzeros = part(parts, "qzeros", (outputs, width(parts, "qzeros", 1)), torch.int32)
-    zeros, scales = (
-        unpacked(packed_bytes(qzeros), _AWQ_BITS),
-        part(parts, "scales", (outputs, width(parts, "scales", 1))),
-    )
+    scales = part(parts, "scales", (outputs, width(parts, "scales", 1)))
+    zeros = unpacked(packed_bytes(qzeros), _AWQ_BITS)
     if min(zeros.shape[1], scales.shape[1]) < groups:
         raise MatrixBroken(f"has fewer than {groups} scales or zero points for an output")
     return affine(packed_bytes(qweight), _AWQ_BITS, scales[:, :groups], zeros[:, :groups])
