@@ -8,7 +8,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from support.events import TokensReady, flat
-from support.toy import ToyRunner, expected
+from support.toy import expected
+from support.toy_runner import ToyRunner
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core import invariants

@@ -7,7 +7,7 @@ import tracemalloc
 from dataclasses import replace
 
 from core.harness import make_request
-from support.toy import ToyRunner
+from support.toy_runner import ToyRunner
 
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.scheduler import Scheduler

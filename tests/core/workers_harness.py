@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from core.harness import VOCABULARY, Recorded
-from support.toy import ToyRunner
+from support.toy_runner import ToyRunner
 
 from lineclear.scheduler.core.events import Event, Started
 from lineclear.scheduler.core.limits import CoreLimits

@@ -29,19 +29,7 @@ from support.serving import (
 )
 from support.session_driver import Caller, cancel, submit
 
-from lineclear.errors import (
-    AdapterNotFound,
-    DeadlineExceeded,
-    KvCapacityExceeded,
-    LineclearError,
-    ModelChanged,
-    NonFiniteLogits,
-    PoisonRequest,
-    PromptTooLong,
-    QueueFull,
-    ServerDraining,
-    ShutdownInterrupted,
-)
+from lineclear import errors
 from lineclear.scheduler import metrics_export
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.requests.request_manager import shutdown_interrupted
@@ -70,7 +58,7 @@ async def next_key(s: Serving, call: Callable[[], Any]) -> tuple[Any, str]:
     return call(), await s.engine.next_request(number)
 
 
-def engine_fails(error: LineclearError) -> Way:
+def engine_fails(error: errors.LineclearError) -> Way:
     async def run(s: Serving) -> None:
         call, key = await next_key(s, s.generate)
         s.engine.start(key)
@@ -80,7 +68,7 @@ def engine_fails(error: LineclearError) -> Way:
     return run
 
 
-def engine_refuses(error: LineclearError, call: Callable[[Serving], Any] = Serving.generate) -> Way:
+def engine_refuses(error: errors.LineclearError, call: Callable[[Serving], Any] = Serving.generate) -> Way:
     async def run(s: Serving) -> None:
         s.engine.refusal = error
         assert (await error_of(call(s))).reason == error.reason
@@ -96,9 +84,13 @@ def refused(reason: str, call: Callable[[Serving], Any]) -> Way:
     return run
 
 
-def hang_up(request: pb.GenerateRequest) -> Way:
+def hang_up(request: pb.GenerateRequest, *, is_running: bool = False) -> Way:
     async def run(s: Serving) -> None:
-        call, _ = await next_key(s, lambda: s.generate(request))
+        call, key = await next_key(s, lambda: s.generate(request))
+        if is_running:
+            s.engine.start(key)
+            s.engine.tokens(key, HELLO_IDS[:1])
+            await call.read()
         call.cancel()
         await s.idle()
 
@@ -118,28 +110,23 @@ async def read_to_the_end(call: Any) -> None:
         pass
 
 
-FAILURES = (
-    PoisonRequest("x"),
-    NonFiniteLogits("x"),
-    DeadlineExceeded("x"),
-    ModelChanged("x"),
-    ShutdownInterrupted("x"),
-)
-REFUSALS = (
-    *(QueueFull("x"), PromptTooLong("x"), KvCapacityExceeded("x"), ModelChanged("x"), AdapterNotFound("x")),
-    *(ServerDraining("x"), DeadlineExceeded("x")),
-)
-for found in FAILURES:
-    WAYS[f"engine_fails_{found.reason}"] = (engine_fails(found), {found.reason.lower(): 1}, {})
-for found in REFUSALS:
-    WAYS[f"engine_refuses_{found.reason}"] = (engine_refuses(found), {}, {found.reason.lower(): 1})
+for failure in (
+    *(errors.PoisonRequest("x"), errors.NonFiniteLogits("x"), errors.DeadlineExceeded("x"), errors.ModelChanged("x")),
+    errors.ShutdownInterrupted("x"),
+):
+    WAYS[f"engine_fails_{failure.reason}"] = (engine_fails(failure), {failure.reason.lower(): 1}, {})
+for refusal in (
+    *(errors.QueueFull("x"), errors.PromptTooLong("x"), errors.KvCapacityExceeded("x"), errors.ModelChanged("x")),
+    *(errors.AdapterNotFound("x"), errors.ServerDraining("x"), errors.DeadlineExceeded("x")),
+):
+    WAYS[f"engine_refuses_{refusal.reason}"] = (engine_refuses(refusal), {}, {refusal.reason.lower(): 1})
 FULL = {
     "best_of_refused": lambda s: s.generate(text_request(sampling={"best_of": 3})),
     "beams_refused": lambda s: s.generate(text_request(sampling={"num_beams": 2})),
     "submitted_and_refused": lambda s: s.stub.Submit(pb.SubmitRequest(request=text_request())),
 }
 for title, attempt in FULL.items():
-    WAYS[title] = (engine_refuses(QueueFull("x"), attempt), {}, {"queue_full": 1})
+    WAYS[title] = (engine_refuses(errors.QueueFull("x"), attempt), {}, {"queue_full": 1})
 FAILING_CHAT = pb.GenerateRequest(chat={"messages": [{"role": "fails", "content": "x"}]})
 REFUSED = {
     "invalid": ("INVALID_REQUEST", lambda s: s.generate(text_request(sampling={"top_p": 7.0}))),
@@ -158,43 +145,25 @@ REFUSED = {
 }
 for title, (reason, attempt) in REFUSED.items():
     WAYS[title] = (refused(reason, attempt), {}, {reason.lower(): 1})
-for title, request in {
-    "hang_up_while_waiting": text_request(),
-    "beams_cancelled": text_request(sampling={"num_beams": 2}),
+for title, hanging_up in {
+    "hang_up_while_waiting": hang_up(text_request()),
+    "hang_up_while_running": hang_up(text_request(), is_running=True),
+    "beams_cancelled": hang_up(text_request(sampling={"num_beams": 2})),
 }.items():
-    WAYS[title] = (hang_up(request), {"cancelled": 1}, {})
+    WAYS[title] = (hanging_up, {"cancelled": 1}, {})
+COMPLETE = text_request(
+    resume={"token_ids": HELLO_IDS, "model_fingerprint": HELLO.model_fingerprint},
+    sampling={"max_tokens": len(HELLO_IDS), "seed": 1},
+)
 for title, tokens, request, outcome in (
     ("complete", HELLO_IDS, text_request(), "length"),
     ("end_of_sequence", [*HELLO_IDS, EOS], text_request(), "stop_eos"),
     ("several_outputs", HELLO_IDS, text_request(sampling={"n": 3}), "length"),
     ("best_of", HELLO_IDS, text_request(sampling={"best_of": 3}), "length"),
+    ("stop_string", HELLO_IDS, text_request(stop={"strings": ["ell"]}), "stop_string"),
+    ("complete_when_resumed", [], COMPLETE, "length"),
 ):
     WAYS[title] = (answered(tokens, request), {outcome: 1}, {})
-
-
-@way("stop_string")
-async def stop_string(s: Serving) -> None:
-    call, key = await next_key(s, lambda: s.generate(text_request(stop={"strings": ["ell"]})))
-    s.engine.start(key)
-    s.engine.tokens(key, HELLO_IDS)
-    await read_all(call)
-
-
-@way("cancelled")
-async def hang_up_while_running(s: Serving) -> None:
-    call, key = await next_key(s, s.generate)
-    s.engine.start(key)
-    s.engine.tokens(key, HELLO_IDS[:1])
-    await call.read()
-    call.cancel()
-    await s.idle()
-
-
-@way("cancelled")
-async def cancel_by_name(s: Serving) -> None:
-    call, _ = await next_key(s, lambda: s.generate(text_request(request_id="a-name")))
-    assert (await s.stub.Cancel(pb.CancelRequest(request_id="a-name"))).found
-    assert (await error_of(call)).reason == "CANCELLED"
 
 
 def move_to_the_end(s: Serving, left: float) -> None:
@@ -204,12 +173,18 @@ def move_to_the_end(s: Serving, left: float) -> None:
     live.call = live.call._replace(arrival=live.deadline - 100.0)
 
 
-@way("cancelled")
-async def cancel_by_name_before_the_deadline(s: Serving) -> None:
-    call, _ = await next_key(s, lambda: s.generate(text_request(request_id="late")))
-    move_to_the_end(s, 0.9)
-    assert (await s.stub.Cancel(pb.CancelRequest(request_id="late"))).found
-    assert (await error_of(call)).reason == "CANCELLED"
+def cancel_by_name(left: float) -> Way:
+    async def run(s: Serving) -> None:
+        call, _ = await next_key(s, lambda: s.generate(text_request(request_id="a-name")))
+        move_to_the_end(s, left)
+        assert (await s.stub.Cancel(pb.CancelRequest(request_id="a-name"))).found
+        assert (await error_of(call)).reason == "CANCELLED"
+
+    return run
+
+
+WAYS["cancel_by_name"] = (cancel_by_name(99.0), {"cancelled": 1}, {})
+WAYS["cancel_by_name_before_the_deadline"] = (cancel_by_name(0.9), {"cancelled": 1}, {})
 
 
 @way("deadline_exceeded")
@@ -237,13 +212,6 @@ async def slow_consumer(s: Serving) -> None:
     s.engine.start(key)
     s.engine.tokens(key, HELLO_IDS[:1] * 20_000)
     assert (await error_of(call)).reason == "SLOW_CONSUMER"
-
-
-@way("length")
-async def complete_when_resumed(s: Serving) -> None:
-    resume = {"token_ids": HELLO_IDS, "model_fingerprint": HELLO.model_fingerprint}
-    request = text_request(resume=resume, sampling={"max_tokens": len(HELLO_IDS), "seed": 1})
-    await read_all(s.generate(request), len(HELLO_IDS))
 
 
 @way("length")
@@ -286,14 +254,7 @@ async def duplicate(s: Serving) -> None:
 
 @way("cancelled", "cancelled", rejected="queue_full")
 async def quota_full(s: Serving) -> None:
-    calls = []
-    for _ in range(2):
-        call, _ = await next_key(s, s.generate)
-        calls.append(call)
-    assert (await error_of(s.generate())).reason == "QUEUE_FULL"
-    for call in calls:
-        call.cancel()
-    await s.idle()
+    await beyond_the_quota(s, s.generate)
 
 
 @way(rejected="cancelled")
@@ -312,31 +273,29 @@ async def deadline_while_tokenizing(s: Serving) -> None:
         await s.idle()
 
 
-@way(rejected="cancelled")
-async def hang_up_while_paced(s: Serving) -> None:
-    await paced(s, "cancelled")
-
-
-@way(rejected="deadline_exceeded")
-async def deadline_while_paced(s: Serving) -> None:
-    await paced(s, "deadline_exceeded", 0.2)
-
-
-async def paced(s: Serving, reason: str, seconds: float | None = None) -> None:
+def paced(reason: str, seconds: float | None = None) -> Way:
     """End a call before its request is admitted: at its deadline, or by a hang-up."""
-    is_waiting = asyncio.Event()
 
-    async def wait() -> None:
-        is_waiting.set()
-        await asyncio.Event().wait()
+    async def run(s: Serving) -> None:
+        is_waiting = asyncio.Event()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(s.service.pacer, "wait", wait)
-        call = s.generate(text_request("a " * 50_000), timeout=seconds)
-        await is_waiting.wait()
-        if seconds is None:
-            call.cancel()
-        await until(lambda: s.service.stats.rejected[reason])
+        async def wait() -> None:
+            is_waiting.set()
+            await asyncio.Event().wait()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(s.service.pacer, "wait", wait)
+            call = s.generate(text_request("a " * 50_000), timeout=seconds)
+            await is_waiting.wait()
+            if seconds is None:
+                call.cancel()
+            await until(lambda: s.service.stats.rejected[reason])
+
+    return run
+
+
+WAYS["hang_up_while_paced"] = (paced("cancelled"), {}, {"cancelled": 1})
+WAYS["deadline_while_paced"] = (paced("deadline_exceeded", 0.2), {}, {"deadline_exceeded": 1})
 
 
 @contextlib.asynccontextmanager
@@ -411,7 +370,7 @@ async def attached_to_a_failed_answer(s: Serving) -> None:
     reply, key = await next_key(s, lambda: asyncio.ensure_future(awaited(s.stub.Submit(request))))
     request_id = (await reply).request_id
     s.engine.start(key)
-    s.engine.fail(key, PoisonRequest("x"))
+    s.engine.fail(key, errors.PoisonRequest("x"))
     call = s.stub.Attach(pb.AttachRequest(request_id=request_id))
     assert (await error_of(call)).reason == "POISON_REQUEST"
 
@@ -431,12 +390,16 @@ async def score(s: Serving) -> None:
 @way("cancelled", "cancelled", rejected="queue_full")
 async def embed_beyond_the_quota(s: Serving) -> None:
     """The first two inputs have places; the third has none, and ends the call before any is in the queue."""
-    call, _ = await next_key(s, s.generate)
-    other, _ = await next_key(s, s.generate)
     request = pb.EmbedRequest(inputs=[{"token_ids": {"ids": [5]}}] * 3)
-    assert (await error_of(s.stub.Embed(request))).reason == "QUEUE_FULL"
-    for each in (call, other):
-        each.cancel()
+    await beyond_the_quota(s, lambda: s.stub.Embed(request))
+
+
+async def beyond_the_quota(s: Serving, ask: Callable[[], Any]) -> None:
+    """Two requests wait, as many as may; `ask` is refused."""
+    waiting = [(await next_key(s, s.generate))[0] for _ in range(2)]
+    assert (await error_of(ask())).reason == "QUEUE_FULL"
+    for call in waiting:
+        call.cancel()
     await s.idle()
 
 

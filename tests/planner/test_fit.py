@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from core.harness import make_request
-from support.toy import ToyRunner
+from support.toy_runner import ToyRunner
 
 from lineclear.planner import fit
 from lineclear.planner.fit import MeasuredStep, NoFit

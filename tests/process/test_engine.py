@@ -12,17 +12,11 @@ import pytest
 import structlog
 from support.engine_harness import EngineHarness, Stream, eventually, request
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
-from support.toy import ToyRunner
+from support.toy_runner import ToyRunner
 from support.toy_worker import ToyOptions
 from support.worker_peer import hello, peers
 
-from lineclear.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    LineclearError,
-    QueueFull,
-    WorkerUnavailable,
-)
+from lineclear import errors
 from lineclear.scheduler.app import _engine_limits
 from lineclear.scheduler.core.events import Event, Failed, Finished, FinishReason
 from lineclear.scheduler.core.limits import CoreLimits
@@ -37,7 +31,7 @@ from lineclear.wire.messages import Heartbeat, LogLevel, Message, SetLogLevel
 SLOW = ToyOptions(min_step_seconds=0.02, max_step_seconds=0.02)
 
 
-def error_of(stream: Stream) -> LineclearError:
+def error_of(stream: Stream) -> errors.LineclearError:
     assert isinstance(stream.end, Failed)
     return stream.end.error
 
@@ -67,12 +61,12 @@ def test_cancel_and_finish_end_one_request_only() -> None:
         streams = [harness.submit(request(i, max_tokens=30)) for i in range(4)]
         harness.wait(lambda: len(streams[0].tokens) > 5 and len(streams[2].tokens) > 5)
         harness.engine.cancel("r0")
-        harness.engine.cancel("r1", WorkerUnavailable("given up"))
+        harness.engine.cancel("r1", errors.WorkerUnavailable("given up"))
         harness.engine.finish("r2", 5)
         harness.engine.cancel("nobody")
         harness.wait_ended(streams)
-        assert isinstance(error_of(streams[0]), Cancelled)
-        assert isinstance(error_of(streams[1]), WorkerUnavailable)
+        assert isinstance(error_of(streams[0]), errors.Cancelled)
+        assert isinstance(error_of(streams[1]), errors.WorkerUnavailable)
         assert isinstance(streams[2].end, Finished)
         assert streams[2].end.reason is FinishReason.STOP_STRING
         assert streams[2].end.stats.completion_tokens == 5
@@ -86,7 +80,7 @@ def test_deadline_years_ahead_without_a_worker() -> None:
         far = harness.submit(Request("far", (1, 2, 3), request(1).sampling, 5, deadline=begin + 1e9))
         near = harness.submit(Request("near", (1, 2), request(1).sampling, 5, deadline=begin + 0.1))
         harness.wait_ended([near])
-        assert isinstance(error_of(near), DeadlineExceeded)
+        assert isinstance(error_of(near), errors.DeadlineExceeded)
         assert 0.1 <= time.monotonic() - begin < SOON_SECONDS
         harness.start_worker()
         harness.check([far])
@@ -99,7 +93,7 @@ def test_full_inbox_refuses_requests() -> None:
         harness.wait_ended(streams)
         harness.check(streams[:10])
         for stream in streams[10:]:
-            assert isinstance(error_of(stream), QueueFull)
+            assert isinstance(error_of(stream), errors.QueueFull)
             assert error_of(stream).retry_after_seconds is not None
 
 
@@ -114,7 +108,7 @@ def test_inbox_holds_a_submit_and_a_cancel_of_each_request() -> None:
                 streams.append(harness.submit(request(i)))
                 harness.engine.cancel(streams[-1].request.request_id)
         harness.wait_ended(streams)
-        assert {type(error_of(stream)) for stream in streams} == {Cancelled}
+        assert {type(error_of(stream)) for stream in streams} == {errors.Cancelled}
 
 
 def test_error_on_the_engine_thread_is_fatal() -> None:

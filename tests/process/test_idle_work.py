@@ -10,7 +10,7 @@ import zmq
 from support.engine_harness import eventually, short_directory
 from support.sockets import bare_context
 from support.time_limits import PATIENCE_SECONDS
-from support.toy import ToyRunner, ToyStep
+from support.toy_runner import ToyRunner, ToyStep
 
 from lineclear.process.private_dir import SocketDir, private_socket_dir
 from lineclear.wire.codec import encode

@@ -8,6 +8,8 @@ from simulation.invariant_error import require
 from simulation.model_sequence import ModelSequence
 from simulation.model_states import ModelStates
 
+from lineclear.wire.messages import BlockCopy
+
 Key = tuple[bytes, tuple[int, ...]]
 """Cache salt and all tokens up to the end of the block, or of its positions that are filled."""
 
@@ -96,6 +98,22 @@ class ModelBlocks:
                 if common - start >= max(1, self.size // 4):
                     found[block] = common - start
         return found
+
+    def check_copy(self, sequence: ModelSequence, copy: BlockCopy | None) -> Write | None:
+        """Check that a request that starts copies as many positions as any block of an earlier plan has.
+
+        Return the row in flight that writes them.
+        """
+        num_copied = copy.num_positions if copy else 0
+        found = self.num_common(sequence, sequence.num_shared)
+        longest = max(found.values(), default=0)
+        require(
+            num_copied == longest, "I4", f"{num_copied} positions are copied, the longest common part has {longest}"
+        )
+        if copy is None:
+            return None
+        require(found.get(copy.source) == longest, "I4", "the source has the copied positions since an earlier plan")
+        return self.writes_to(copy.source)
 
     def users(self, block: int) -> set[ModelSequence]:
         return self._users[block]

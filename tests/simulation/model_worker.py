@@ -6,7 +6,7 @@ from collections import deque
 
 from simulation.invariant_error import require
 from simulation.scenario import Capacity, Scenario, is_bad
-from support.toy import ToyRunner, ToyStep
+from support.toy_runner import ToyRunner, ToyStep
 
 from lineclear.wire.messages import LoadAdapter, RowOutput, StepError, StepPlan, StepResult
 

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from simulation.invariant_error import require
 from simulation.model_batching import ModelBatching
 from simulation.model_blocks import ModelBlocks, scope
 from simulation.model_cadence import ModelCadence
@@ -148,3 +149,19 @@ class ModelWorker:
         """Return how many tokens of a waiting sequence it would compute."""
         num_shared = len(self.blocks.cached_prefix(sequence))
         return len(sequence.tokens) - (num_shared + len(self.swap.find(sequence, num_shared))) * self.blocks.size
+
+    def check_sharing(self, sequence: ModelSequence) -> None:
+        """Check a request that starts beside a sibling whose prompt is planned: it computes at most a block of it.
+
+        So n outputs that fit together compute at most the prompt and n blocks. Blocks that were evicted, cleared or
+        proved to be bad since then may be missing. A request that reports scores of its prompt computes them.
+        """
+        num_dropped, sequence.num_dropped = self.blocks.num_dropped, self.blocks.num_dropped
+        prompt_len = len(sequence.request.prompt)
+        if not self.limits.prefix_cache or sequence.num_cacheable < prompt_len - 1 or self.states.is_recurrent:
+            return  # with recurrent state, I34
+        for other in sequence.siblings:
+            is_beside = other is not sequence and other.is_running and other.epoch == self.epoch
+            if is_beside and other.num_planned >= prompt_len - 1 and other.num_dropped == num_dropped:
+                is_short = prompt_len - sequence.num_planned <= self.blocks.size
+                require(is_short, "I27", "a sibling computes at most a block of the prompt")

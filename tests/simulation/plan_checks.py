@@ -10,7 +10,6 @@ from collections.abc import Collection
 from itertools import takewhile
 
 from simulation.invariant_error import require
-from simulation.model_blocks import Write
 from simulation.model_placement import ModelPlacement
 from simulation.model_sequence import ModelSequence
 from simulation.model_state import ModelState, must_isolate
@@ -270,10 +269,8 @@ class PlanChecks:
         require(init.tokens == sequence.tokens, "I7", "the worker gets exactly the confirmed tokens")
         require(init.prompt_len == len(sequence.request.prompt), "I7", "the prompt's length")
         require(init.sampling == sequence.request.sampling, "I7", "the sampling parameters of the request")
-        require(
-            init.adapter == self.state.adapters.index(sequence.request.adapter), "I25", "the adapter of the request"
-        )
-        scoring = sequence.request.scoring
+        adapter, scoring = self.state.adapters.index(sequence.request.adapter), sequence.request.scoring
+        require(init.adapter == adapter, "I25", "the adapter of the request")
         require(init.num_top_scores == (scoring.num_top if scoring else 0), "I7", "the top scores of the request")
         require(init.pooling == sequence.request.pooling, "I7", "the pooling of the request")
         hits = self.worker.blocks.cached_prefix(sequence)
@@ -316,7 +313,7 @@ class PlanChecks:
             require(is_whole, "I31", "whole blocks are swapped in")
         else:
             require(len(copies) < 2, "I4", "one block is copied")
-        copied = None if swapped else self._check_copy(sequence, copies[0] if copies else None)
+        copied = None if swapped else self.worker.blocks.check_copy(sequence, copies[0] if copies else None)
         self.state.drop_swapped(sequence)
         sequence.epoch = self.worker.epoch
         self.worker.blocks.share(init.blocks, sequence, copied)
@@ -327,7 +324,7 @@ class PlanChecks:
         self.state.counters.prefix_cache_queries += own_prompt * len(init.tokens)
         self.state.counters.prefix_cache_hits += own_prompt * (sequence.num_planned - num_swapped)
         self.state.counters.swapped_in_tokens += num_swapped
-        _check_sharing(sequence, self.worker)
+        self.worker.check_sharing(sequence)
         if sequence.started_at is None:
             sequence.started_at, sequence.cached_tokens = now, sequence.num_planned
             self.state.counters.prompt_tokens += own_prompt * init.prompt_len
@@ -335,22 +332,6 @@ class PlanChecks:
             where = (init.slot, step.step, sequence.num_planned, sequence.started_on, self.worker.hello.epoch)
             event = Started(sequence.request.request_id, *where)
             require(started.pop(sequence.request.request_id, None) == event, "I11", "the first start has an event")
-
-    def _check_copy(self, sequence: ModelSequence, copy: BlockCopy | None) -> Write | None:
-        """Check that a request that starts copies as many positions as any block of an earlier plan has.
-
-        Return the row in flight that writes them.
-        """
-        blocks, num_copied = self.worker.blocks, copy.num_positions if copy else 0
-        found = blocks.num_common(sequence, sequence.num_shared)
-        longest = max(found.values(), default=0)
-        require(
-            num_copied == longest, "I4", f"{num_copied} positions are copied, the longest common part has {longest}"
-        )
-        if copy is None:
-            return None
-        require(found.get(copy.source) == longest, "I4", "the source has the copied positions since an earlier plan")
-        return blocks.writes_to(copy.source)
 
     def _apply_row(
         self, sequence: ModelSequence, row: Row, step: ModelStep, zeroed: set[int], *, num_copied: int
@@ -444,9 +425,8 @@ class PlanChecks:
         if isolated is not None:
             require(isolated.in_flight > 0, "I13", "a suspect runs if the worker is idle")
         else:
-            require(
-                not self.worker.running and not self.worker.finishing, "I13", "an idle worker has no running requests"
-            )
+            is_empty = not self.worker.running and not self.worker.finishing
+            require(is_empty, "I13", "an idle worker has no running requests")
 
     def _check_head(self, plan: StepPlan | None, isolated: ModelSequence | None, now: float) -> None:
         """Check that the plan has the head of the queue if it fits, unless another worker is better for it."""
@@ -466,20 +446,3 @@ class PlanChecks:
         if plan is not None and worker.may_have_awaited(head):
             return
         require(self.placement.may_leave(head, worker, now), "I13", "a worker with room takes the head of the queue")
-
-
-def _check_sharing(sequence: ModelSequence, worker: ModelWorker) -> None:
-    """Check a request that takes a slot beside a sibling whose prompt is planned: it computes at most a block of it.
-
-    So n outputs that fit together compute at most the prompt and n blocks. Blocks that were evicted, cleared or proved
-    to be bad since then may be missing. A request that reports scores of its prompt computes them.
-    """
-    num_dropped, sequence.num_dropped = worker.blocks.num_dropped, worker.blocks.num_dropped
-    prompt_len = len(sequence.request.prompt)
-    if not worker.limits.prefix_cache or sequence.num_cacheable < prompt_len - 1 or worker.states.is_recurrent:
-        return  # with recurrent state, I34
-    for other in sequence.siblings:
-        is_beside = other is not sequence and other.is_running and other.epoch == worker.epoch
-        if is_beside and other.num_planned >= prompt_len - 1 and other.num_dropped == num_dropped:
-            is_short = prompt_len - sequence.num_planned <= worker.blocks.size
-            require(is_short, "I27", "a sibling computes at most a block of the prompt")

@@ -19,8 +19,6 @@ MODELS = ("", "b")
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The capacity of a worker."""
-
     num_blocks: int
     block_size: int
     num_slots: int
@@ -118,7 +116,6 @@ def poison(seed: int, per_mille: int) -> str:
 
 
 def draw_capacity(rng: random.Random) -> Capacity:
-    """Return a worker capacity from tiny to large."""
     block_size = rng.choice((1, 2, 3, 4, 4, 8, 16))
     positions = rng.choice((rng.randint(4, 40), rng.randint(20, 80), rng.randint(40, 120), rng.randint(100, 600)))
     return Capacity(
@@ -131,7 +128,6 @@ def draw_capacity(rng: random.Random) -> Capacity:
 
 
 def draw_limits(rng: random.Random) -> CoreLimits:
-    """Return limits and policies of all kinds."""
     return CoreLimits(
         max_batch_size=rng.choice((rng.randint(1, 8), 8)),
         target_batch_tokens=rng.choice((rng.randint(1, 4), rng.randint(4, 16), rng.randint(16, 64), 64)),
@@ -305,3 +301,45 @@ def _with_scores(rng: random.Random, request: Request) -> Request:
 def _pooled(rng: random.Random, request: Request) -> Request:
     pooling = Pooling(rng.choice(tuple(PoolingKind)), rng.choice((0, 8)), rng.random() < 0.5)
     return replace(request, pooling=pooling, max_tokens=0, output=(), expected_tokens=0)
+
+
+FAULTS = (
+    *("cancel", "finish", "crash", "replace", "step_error", "bad_token"),
+    *("malformed", "stale", "clear_cache", "drain"),
+)
+
+
+def draw_mixed(rng: random.Random, seed: int) -> Scenario:
+    """Draw the scenario of a seed without its variants."""
+    vocab_size = rng.choice((3, 17, 97, 97))
+    weights = {"submit": rng.choice((0.5, 1.0, 2.0)), "burst": rng.choice((0.0, 0.1, 0.4)), "idle": 0.3}
+    weights["launch"] = rng.choice((2.0, 5.0))
+    weights["deliver"] = rng.choice((2.0, 5.0))
+    for fault in FAULTS:
+        if rng.random() < 0.3:
+            weights[fault] = rng.choice((0.05, 0.2, 0.8)) * (0.15 if fault in ("drain", "replace", "oom") else 1.0)
+    return Scenario(
+        seed=seed,
+        liveness=seed % 2 == 1,
+        ticks=rng.choice((30, 60, 90, 120)),
+        limits=draw_limits(rng),
+        capacity=draw_capacity(rng),
+        vocab_size=vocab_size,
+        weights=weights,
+        longest_prompt=200,
+        shortest_answer=1,
+        change=0.3,
+        pace=rng.choice((0, 1, 2)),
+        cancel_after_preemption=0.0,
+        late=rng.choice((0.0, 0.0, 0.3)),
+        bad_per_mille=rng.choice((0, 0, 0, 10, 50)),
+        poison_per_mille=rng.choice((0, 0, 0, 0, 50)),
+        step_seconds=(rng.choice((0.0, 0.01)), rng.choice((0.0, 0.0005, 0.01)), rng.choice((0.0, 1e-5))),
+        codec=rng.random() < 0.25,
+        templates=tuple(
+            tuple(rng.randrange(vocab_size) for _ in range(rng.choice((4, 20, 60)))) for _ in range(rng.randrange(3))
+        ),
+        salts=(b"", b"a", b"b")[: rng.randint(1, 3)],
+        deadlines=rng.choice((0.0, 0.0, 0.2, 0.7)),
+        num_ids=rng.choice((6, 1000, 1000, 1000)),
+    )

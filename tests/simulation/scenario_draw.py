@@ -10,18 +10,13 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from simulation.scenario import Capacity, Scenario, draw_capacity, draw_limits
-
-_FAULTS = (
-    *("cancel", "finish", "crash", "replace", "step_error", "bad_token"),
-    *("malformed", "stale", "clear_cache", "drain"),
-)
+from simulation.scenario import FAULTS, Capacity, Scenario, draw_mixed
 
 
 def draw(seed: int) -> Scenario:
     """Return the scenario of a seed; even seeds run under faults to the end, odd seeds do not."""
     rng = random.Random(seed)
-    scenario = _mixed(rng, seed)
+    scenario = draw_mixed(rng, seed)
     theme = rng.choice((_unchanged, _unchanged, _preempting, _cancelling, _fragile, _poisoned))
     scenario = theme(rng, scenario)
     # Drawn last, so that a new variant leaves the rest of a seed's scenario as it was.
@@ -61,41 +56,6 @@ def draw(seed: int) -> Scenario:
         if own.random() < share:
             scenario = variant(own, scenario)
     return scenario
-
-
-def _mixed(rng: random.Random, seed: int) -> Scenario:
-    vocab_size = rng.choice((3, 17, 97, 97))
-    weights = {"submit": rng.choice((0.5, 1.0, 2.0)), "burst": rng.choice((0.0, 0.1, 0.4)), "idle": 0.3}
-    weights["launch"] = rng.choice((2.0, 5.0))
-    weights["deliver"] = rng.choice((2.0, 5.0))
-    for fault in _FAULTS:
-        if rng.random() < 0.3:
-            weights[fault] = rng.choice((0.05, 0.2, 0.8)) * (0.15 if fault in ("drain", "replace", "oom") else 1.0)
-    return Scenario(
-        seed=seed,
-        liveness=seed % 2 == 1,
-        ticks=rng.choice((30, 60, 90, 120)),
-        limits=draw_limits(rng),
-        capacity=draw_capacity(rng),
-        vocab_size=vocab_size,
-        weights=weights,
-        longest_prompt=200,
-        shortest_answer=1,
-        change=0.3,
-        pace=rng.choice((0, 1, 2)),
-        cancel_after_preemption=0.0,
-        late=rng.choice((0.0, 0.0, 0.3)),
-        bad_per_mille=rng.choice((0, 0, 0, 10, 50)),
-        poison_per_mille=rng.choice((0, 0, 0, 0, 50)),
-        step_seconds=(rng.choice((0.0, 0.01)), rng.choice((0.0, 0.0005, 0.01)), rng.choice((0.0, 1e-5))),
-        codec=rng.random() < 0.25,
-        templates=tuple(
-            tuple(rng.randrange(vocab_size) for _ in range(rng.choice((4, 20, 60)))) for _ in range(rng.randrange(3))
-        ),
-        salts=(b"", b"a", b"b")[: rng.randint(1, 3)],
-        deadlines=rng.choice((0.0, 0.0, 0.2, 0.7)),
-        num_ids=rng.choice((6, 1000, 1000, 1000)),
-    )
 
 
 def _changed(
@@ -155,7 +115,7 @@ def _poisoned(rng: random.Random, scenario: Scenario) -> Scenario:
     """Only poison requests cause faults."""
     return replace(
         scenario,
-        weights={name: weight for name, weight in scenario.weights.items() if name not in _FAULTS or name == "cancel"},
+        weights={name: weight for name, weight in scenario.weights.items() if name not in FAULTS or name == "cancel"},
         poison_per_mille=rng.choice((50, 150)),
         bad_per_mille=0,
         late=0.0,
@@ -316,12 +276,10 @@ def _rejecting(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _scoring(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Requests ask for scores of their prompts."""
     return replace(scenario, scored=rng.choice((0.2, 0.8)))
 
 
 def _pooling(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Requests ask for vectors of their prompts."""
     return replace(scenario, pooled=rng.choice((0.2, 0.8)))
 
 

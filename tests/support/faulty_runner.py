@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from support.toy import ToyRunner, ToyStep
+from support.toy_runner import ToyRunner, ToyStep
 from support.toy_worker import ToyOptions
 
 from lineclear.wire.messages import Hello, StepErrorKind, StepPlan, StepResult
