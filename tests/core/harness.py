@@ -42,14 +42,23 @@ def answer(request: Request) -> list[int]:
     return expected(request.prompt, request.sampling, request.max_tokens, VOCABULARY)
 
 
-class Recorded:
-    """The requests and events of a core, which is checked after each call."""
+class CoreHarness:
+    """A core, which is checked after each call, and a joined worker. Keywords are fields of CoreLimits and
+    PolicySettings, and sizes of the worker after `worker_`.
+    """
 
-    core: Scheduler
-
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, *, is_bad: Callable[[Sequence[int]], bool] = lambda context: False, **sizes: Any) -> None:
+        worker = {k.removeprefix("worker_"): sizes.pop(k) for k in list(sizes) if k.startswith("worker_")}
+        worker = {"num_blocks": 64, "block_size": 4, "num_slots": 8, "vocab_size": VOCABULARY} | worker
+        policy = PolicySettings(**{k: sizes.pop(k) for k in _POLICY if k in sizes})
+        self.core = Scheduler(CoreLimits(policy=policy, **{"pipeline_depth": 1} | sizes))
+        self.worker, self.is_bad = worker, is_bad
+        self.now, self.epoch = 0.0, 0
         self.events: list[Event] = []
+        self.seconds_per_step, self.seconds_per_token = 0.0, 0.0
+        self.plans: list[StepPlan] = []
+        self.flights: deque[StepPlan] = deque()
+        self.join()
 
     def submit(self, request_id: str, prompt: int | Sequence[int], max_tokens: int = 4, **more: Any) -> Request:
         """Submit `make_request(...)` and return it."""
@@ -88,25 +97,6 @@ class Recorded:
         flattened = list(flat(events))
         self.events += flattened
         return flattened
-
-
-class CoreHarness(Recorded):
-    """A core and a joined worker. Keywords are fields of CoreLimits and PolicySettings, and sizes of the worker after
-    `worker_`.
-    """
-
-    def __init__(self, *, is_bad: Callable[[Sequence[int]], bool] = lambda context: False, **sizes: Any) -> None:
-        worker = {k.removeprefix("worker_"): sizes.pop(k) for k in list(sizes) if k.startswith("worker_")}
-        worker = {"num_blocks": 64, "block_size": 4, "num_slots": 8, "vocab_size": VOCABULARY} | worker
-        policy = PolicySettings(**{k: sizes.pop(k) for k in _POLICY if k in sizes})
-        self.core = Scheduler(CoreLimits(policy=policy, **{"pipeline_depth": 1} | sizes))
-        self.worker, self.is_bad = worker, is_bad
-        super().__init__()
-        self.epoch = 0
-        self.seconds_per_step, self.seconds_per_token = 0.0, 0.0
-        self.plans: list[StepPlan] = []
-        self.flights: deque[StepPlan] = deque()
-        self.join()
 
     def join(self, **worker: Any) -> None:
         """Join a new worker in place of the last one."""

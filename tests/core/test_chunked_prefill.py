@@ -5,22 +5,11 @@ from __future__ import annotations
 import pytest
 from core.harness import CoreHarness
 from core.test_cadence import Cadence
+from support.toy import expected_vector
 
+from lineclear.scheduler.core.events import Pooled
 from lineclear.scheduler.core.step_time_model import StepTimeModel
-
-
-def test_prefill_first_plans_prompts_before_decodes() -> None:
-    harness = CoreHarness(target_batch_tokens=8, scheduling_policy="prefill_first")
-    harness.submit("short", 3, max_tokens=9)
-    harness.step()
-    harness.submit("long", 20, max_tokens=2)
-    assert [harness.rows(harness.step()) for _ in range(3)] == [[(1, 0, 8)], [(1, 8, 16)], [(0, 3, 4), (1, 16, 20)]]
-
-
-def test_next_step_is_planned_before_token_is_known() -> None:
-    harness = CoreHarness(pipeline_depth=3)
-    harness.submit("a", 4, max_tokens=5)
-    assert [harness.rows(harness.plan()) for _ in range(4)] == [[(0, 0, 4)], [(0, 4, 5)], [(0, 5, 6)], []]
+from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, Scores
 
 
 @pytest.mark.parametrize(("target", "prompt_tokens"), [(0.05, pytest.approx(49, abs=6)), (1e-9, 8)])
@@ -94,3 +83,27 @@ def test_prompt_too_deep_for_this_step_joins_the_next(monkeypatch: pytest.Monkey
     harness.submit("later", 1, max_tokens=1)
     assert [(start, end) for _, start, end in harness.rows(harness.step())] == [(5, 6), (0, 8)]
     assert [(start, end) for _, start, end in harness.rows(harness.step())] == [(6, 7), (800, 803), (0, 1)]
+
+
+def test_vector_of_last_token() -> None:
+    last, none, pool = Pooling(PoolingKind.LAST), RowOutput.NONE, RowOutput.POOL
+
+    def outputs() -> list[tuple[int, int, RowOutput]]:
+        return [(row.start, row.start + row.num_tokens, row.output) for plan in harness.plans for row in plan.rows]
+
+    harness = CoreHarness(target_batch_tokens=8)
+    request = harness.submit("a", 20, max_tokens=0, pooling=last)
+    harness.run()
+    assert outputs() == [(0, 8, none), (8, 16, none), (16, 20, pool)]
+    assert [e for e in harness.events if isinstance(e, Pooled)] == [Pooled("a", expected_vector(request.prompt, last))]
+    again = harness.submit("b", request.prompt, max_tokens=0, pooling=last)
+    harness.run()
+    assert outputs()[3:] == [(19, 20, pool)], "all but the last position come from the cache"
+    assert Pooled("b", expected_vector(again.prompt, last)) in harness.events
+
+
+def test_scores_behind_reported_positions() -> None:
+    whole = Scores((-1.0, -2.0, -3.0), (1, 2, 3, 4, 5, 6), (-0.1, -0.2, -0.3, -0.4, -0.5, -0.6))
+    assert whole.behind(1) == Scores((-2.0, -3.0), (3, 4, 5, 6), (-0.3, -0.4, -0.5, -0.6))
+    assert whole.behind(0) == whole
+    assert Scores((-1.0, -2.0)).behind(1) == Scores((-2.0,))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from statistics import mean
-from typing import Any
 
 import pytest
 from core.harness import CoreHarness, answer, make_request
-from support.events import TokensReady
 
 from lineclear.scheduler.core.drafts import DraftCosts
-from lineclear.scheduler.core.events import FinishReason
-from lineclear.scheduler.core.inflight_step import BadResult, kv_of_drafts
+from lineclear.scheduler.core.inflight_step import kv_of_drafts
 from lineclear.scheduler.core.sequence import Sequence
 from lineclear.scheduler.core.step_time_model import StepTimeModel
 from lineclear.wire.messages import StepPlan, StepResult
@@ -24,111 +21,8 @@ def drafts_of(plan: StepPlan | None) -> list[int]:
     return [] if plan is None else [row.num_drafts for row in plan.chunks]
 
 
-def always(**sizes: Any) -> CoreHarness:
-    return CoreHarness(adaptive_drafts=False, **sizes)
-
-
-def test_accepted_drafts_take_fewer_steps() -> None:
-    plain, drafting = CoreHarness(), always()
-    for h, max_drafts in ((plain, 0), (drafting, 4)):
-        request = h.submit("a", 5, max_tokens=40, seed=RIGHT, max_drafts=max_drafts)
-        h.run()
-        assert h.outputs("a") == answer(request)
-        assert [event.first_index for event in h.events if isinstance(event, TokensReady)] == list(range(40))
-    assert len(plain.plans) == 40
-    assert len(drafting.plans) <= 20
-    stats = drafting.end("a").stats
-    assert stats.drafted_tokens == stats.accepted_tokens == 40 - len(drafting.plans)
-
-
-def test_rejected_drafts_change_nothing() -> None:
-    h = always()
-    request = h.submit("a", 5, max_tokens=20, seed=WRONG, max_drafts=4)
-    h.run()
-    assert h.outputs("a") == answer(request)
-    assert h.end("a").stats.drafted_tokens > h.end("a").stats.accepted_tokens == 0
-
-
-def test_answer_ends_inside_accepted_drafts() -> None:
-    """The worker returns the tokens behind the end as well. They are no accepted drafts: a recording lacks them."""
-    ended_inside = False
-    for seed in range(RIGHT, 400, 4):
-        h = always()
-        request = h.submit("a", 3, max_tokens=30, eos=0, seed=seed, max_drafts=8)
-        h.run()
-        end = h.finished("a")
-        assert h.outputs("a") == answer(request)
-        assert end.stats.accepted_tokens + len(h.plans) == len(h.outputs("a"))
-        ended_inside |= end.reason is FinishReason.STOP_EOS and end.stats.drafted_tokens > end.stats.accepted_tokens
-    assert ended_inside
-
-
-def test_drafts_stop_before_max_tokens() -> None:
-    h = always()
-    h.submit("a", 5, max_tokens=3, seed=RIGHT, max_drafts=8)
-    h.step()
-    assert drafts_of(h.step()) == [1], "one draft and one token more"
-
-
-def test_one_row_in_flight_beside_others_that_decode_ahead() -> None:
-    h = always(pipeline_depth=2)
-    h.submit("a", 5, max_tokens=30, seed=WRONG, max_drafts=4)
-    h.submit("b", 5, max_tokens=30, seed=1)
-    h.step()
-    for _ in range(12):
-        while h.plan():
-            pass
-        rows = [row for plan in h.flights for row in plan.chunks if row.num_drafts]
-        assert len(rows) <= 1
-        assert len(h.flights) == 2, "the other request is planned ahead"
-        h.apply()
-
-
 def test_drafts_attend_to_all_positions_up_to_their_own() -> None:
     assert kv_of_drafts(5, 3) == 6 + 7 + 8
-
-
-def test_drafts_preempt_nobody() -> None:
-    h = always(worker_num_blocks=12, worker_block_size=4)
-    requests = [h.submit(name, 8, max_tokens=16, seed=RIGHT, max_drafts=8) for name in "ab"]
-    h.run()
-    assert [h.outputs(request.request_id) for request in requests] == [answer(request) for request in requests]
-    assert h.core.snapshot().counters.preemptions == 0
-
-
-def test_drafts_take_no_block_that_another_row_needs() -> None:
-    """Three blocks are free: one for each row, and the reserve of running sequences."""
-    h = always(worker_num_blocks=7, worker_block_size=4, max_batch_size=2)
-    for name in "ab":
-        h.submit(name, 8, max_tokens=20, seed=RIGHT, max_drafts=8)
-    h.step()
-    plan = h.plan()
-    assert plan is not None
-    assert [(row.num_drafts, len(row.new_blocks)) for row in plan.chunks] == [(3, 1), (3, 1)]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"counts": (2,), "tokens": (1, 2)},
-        {"counts": (0,), "tokens": ()},
-        {"num_drafted": (5,)},
-        {"num_drafted": (0, 0)},
-    ],
-    ids=["more-tokens-than-drafts", "no-token", "more-drafts-than-allowed", "a-row-too-many"],
-)
-def test_result_that_does_not_fit_its_drafts_is_refused(changes: dict[str, Any]) -> None:
-    h = always()
-    h.submit("a", 5, max_tokens=30, seed=0, max_drafts=4)
-    h.step()
-    h.plan()
-    result = h.compute()
-    without_drafts = {"tokens": result.tokens[:1], "counts": (), "num_drafted": ()}
-    with pytest.raises(BadResult):
-        h.core.apply(replace(result, **without_drafts | changes), h.now)
-
-
-# --- drafts that pay ------------------------------------------------------------------------------------------------
 
 
 def serve(seed: int, *, others: int = 0, per_token: float = 1e-5, max_tokens: int = 120) -> CoreHarness:
@@ -249,15 +143,6 @@ def test_time_to_make_drafts_is_no_time_of_the_step() -> None:
     assert base + 5 * per_token + 100 * per_kv == pytest.approx(0.01, rel=0.1)
 
 
-@pytest.mark.parametrize("seconds", [-0.1, 0.2, float("nan")])
-def test_result_with_impossible_draft_seconds_is_refused(seconds: float) -> None:
-    h = always()
-    h.submit("a", 5, max_tokens=30, seed=0, max_drafts=4)
-    h.plan()
-    with pytest.raises(BadResult):
-        h.core.apply(replace(h.compute(), step_seconds=0.1, draft_seconds=seconds), h.now)
-
-
 def test_trials_of_many_requests_begin_one_after_the_other() -> None:
     h = serve_wrong(24)
     drafting = [len(drafts_of(plan)) - drafts_of(plan).count(0) for plan in h.plans]
@@ -291,8 +176,13 @@ def test_credit_has_a_share_of_the_rows_and_a_bound() -> None:
 
 def test_drafts_beside_more_streams_than_ever_measured() -> None:
     """A burst of short requests joins while a stream waits for its drafts; no step of their number was measured."""
-    h = always(
-        pipeline_depth=2, max_batch_size=128, worker_num_slots=128, worker_num_blocks=1024, target_batch_tokens=512
+    h = CoreHarness(
+        adaptive_drafts=False,
+        pipeline_depth=2,
+        max_batch_size=128,
+        worker_num_slots=128,
+        worker_num_blocks=1024,
+        target_batch_tokens=512,
     )
     h.seconds_per_step, h.seconds_per_token = 0.01, 0.001
     for length in (2, 4, 1, 3, 2, 1, 4, 3, 2, 1):

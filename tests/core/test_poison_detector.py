@@ -65,19 +65,6 @@ def test_fourth_kill_is_proof() -> None:
     assert run_with_poison(harness, "a", WorkerLoss.KILLED) == 4
 
 
-def test_suspects_run_one_at_a_time() -> None:
-    harness = CoreHarness()
-    for i in range(3):
-        harness.submit(f"r{i}", 4, max_tokens=30)
-    for _ in range(2):
-        harness.plan()
-        crash(harness)
-    # Each computes its prompt and two positions more than were planned at the loss.
-    sizes = [len(harness.rows(harness.step())) for _ in range(10)]
-    assert sizes == [1] * 9 + [3]
-    assert harness.counters.preemptions == 0
-
-
 def test_out_of_memory_request_is_found_and_budget_recovers() -> None:
     harness = CoreHarness(target_batch_tokens=64)
     innocents = [harness.submit(f"r{i}", 6, max_tokens=20) for i in range(5)]

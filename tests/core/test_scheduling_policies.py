@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from core.harness import CoreHarness
 
@@ -75,4 +77,15 @@ def test_adaptive_keeps_target_and_admits_more_with_longer_queue() -> None:
     assert harness.core.snapshot().num_requests_running == 8
 
 
-# --- timers ----------------------------------------------------------------------------------------------------------
+def test_waiting_requests_get_the_keys_of_their_arrival() -> None:
+    """With `priority`, each second of waiting counts as a class, also the seconds before the switch."""
+    harness = CoreHarness(max_batch_size=1, priority_aging_seconds=1.0)
+    harness.submit("running", 4, 4)
+    harness.step()
+    for name, priority, second in (("a", 9, 0), ("b", 5, 1), ("c", 5, 2), ("d", 0, 20)):
+        harness.now = float(second)
+        harness.submit(name, 4, 2, priority=priority)
+    harness.core.switch(replace(harness.core.limits, scheduling_policy="priority"), harness.now)
+    harness.record([])  # checks the invariants
+    harness.run()
+    assert harness.started() == ["running", "b", "c", "a", "d"]
