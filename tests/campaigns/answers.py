@@ -292,8 +292,6 @@ class ReceivedOutputs:
 
 @dataclass
 class ReceivedAnswer:
-    """The messages of one output, joined."""
-
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     lost: int = 0

@@ -68,7 +68,6 @@ def frames_of_empty_data(target: Target) -> int:
 
 @kind
 def frames_of_continuations(target: Target) -> int:
-    """Send a header block that never ends."""
     field = b"\x00\x03x-a\x7f\x80\x01" + b"a" * 255
     return _flood(target, _endless(frame(_CONTINUATION, field, stream=1), frame(HEADERS, _REQUEST, stream=1)))
 

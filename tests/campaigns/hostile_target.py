@@ -36,8 +36,6 @@ def counted() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Target:
-    """The ports of a local server, and the end of the run."""
-
     data: int
     health: int
     metrics: int

@@ -129,7 +129,6 @@ def _prompt(rng: random.Random, texts: Sequence[tuple[int, ...]]) -> tuple[int, 
 
 
 def _question(rng: random.Random, texts: Sequence[tuple[int, ...]], number: int) -> Question:
-    """Return a question without its answer."""
     features, prompt = [], _prompt(rng, texts)
     fields: dict[str, Any] = {"max_tokens": rng.randrange(24, 96), "ignore_eos": True, "temperature": 0.0}
     more: dict[str, Any] = {}

@@ -201,8 +201,6 @@ def drawn(count: int, seed: int, only: str) -> list[tuple[Area, Mutant]]:
 
 
 class Copy:
-    """A copy of the sources in which changes are planted."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._roots = [*(root.relative_to(REPOSITORY) for root in ROOTS), Path("tests")]

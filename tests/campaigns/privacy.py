@@ -51,7 +51,6 @@ def separability(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def campaign(folder: Path, *, trials: int, seed: int, model: str = "") -> dict[str, Any]:
-    """Run the trials. Return the figures."""
     rng, target = random.Random(seed), f"unix:{folder}/api.sock"
     path, tokens = write_tokens(folder, ("alice", "bob"))
     server = _server(folder, target, path, model)

@@ -38,8 +38,6 @@ def write_tokens(folder: Path, tenants: Sequence[str] = TENANTS) -> tuple[Path, 
 
 
 class Server(Process):
-    """A running server."""
-
     def __init__(
         self,
         target: str,
@@ -146,7 +144,6 @@ class Reader(threading.Thread, ABC):
         self.last_at = time.monotonic()
 
     def stop(self) -> None:
-        """Stop after the answer in progress."""
         self._stopped.set()
 
 

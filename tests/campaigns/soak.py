@@ -53,8 +53,6 @@ CODE = "import sys; from campaigns.memory_probe import main; sys.exit(main(sys.a
 
 
 class _Soak:
-    """One run: the server, its clients, and their results."""
-
     def __init__(self, server: Server, tokens: dict[str, str], seed: int, memory: Path) -> None:
         self.server, self.tokens, self.seed, self.memory = server, tokens, seed, memory
         self.target = server.wait_for("listening")["address"]
@@ -265,7 +263,6 @@ def soak(
     samples_file: Path | None = None,
     flags: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Run a server and its clients. Return the figures."""
     path, tokens = write_tokens(folder)
     flags = ["--model", str(save(folder, byte_level())), "--token-file", str(path), *flags]
     memory = folder / "memory"
@@ -277,7 +274,6 @@ def soak(
 
 
 def faults(found: dict[str, Any], bounds: Bounds, *, certain: bool = False) -> list[str]:
-    """Return the names of the figures that are a failure."""
     wrong = ("lost", "duplicated", "altered", "wrong", "failed", "problems", "missing")
     wrong += ("canary_stood_still", "held_at_end", "exit_code")
     grown = [f"{of} {name}" for of in ("scheduler", "worker") for name in too_much(found[of], bounds, certain=certain)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from campaigns import chaos, growth, pauses, privacy, questions, server, soak
+from campaigns import chaos, growth, hostile, pauses, privacy, questions, rolling, soak
 from campaigns.answers import CheckingReader, Tally, differences
+from campaigns.pauses import Death, Pauses, Timeline
 from campaigns.questions import Answer
 from campaigns.server import is_orphan
 from support.service import DEMO_MODEL
@@ -75,34 +77,6 @@ def test_clients_with_mixed_features_notice_no_kill_of_a_rank(folder: Path) -> N
     assert done.how["rank"] >= 1
     assert done.tally.recovered.keys() >= recovers
     assert done.tally.accepted_tokens
-
-
-_LOSING = """
-import sys
-from dataclasses import replace
-from lineclear.scheduler.main import main
-from lineclear.wire import codec
-
-whole = codec._init_to
-penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "top_k": 0, "logit_bias": ()}
-
-def without(init):
-    lost = {"logprobs": -1} if init.sampling.seed % 2 else penalties
-    is_recovered = len(init.tokens) > init.prompt_len
-    return whole(replace(init, sampling=replace(init.sampling, **lost)) if is_recovered else init)
-
-codec._init_to = without
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_parameters_lost_in_recovery_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests with an even seed lose penalties, so their tokens change, the others lose only log probabilities."""
-    monkeypatch.setattr(server, "CODE", _LOSING)
-    done = chaos.campaign(folder, of="worker", kills=2, streams=18, seed=3, deaths={"kill": 1.0})
-    assert not done.is_clean
-    assert done.tally.altered
-    assert any(line.endswith("{'logprobs': 1}") for line in done.tally.bad), done.figures()
 
 
 class _Scripted:
@@ -315,3 +289,79 @@ def test_orphan_is_a_worker_without_scheduler() -> None:
     finally:
         for pid in (worker, other):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_canary_reads_beside_hostile_callers(folder: Path) -> None:
+    campaign = hostile.Campaign(folder)
+    try:
+        for kind in ("calm", "detokenize_flood", "cancel_storm", "frames_of_resets"):
+            found = campaign.run(kind, 0.5)
+            assert hostile.faults(found) == [], json.dumps(found)
+    finally:
+        exit_code = campaign.end()
+    assert exit_code == 0
+
+
+def test_idle_callers_are_a_fault() -> None:
+    found = {"kind": "detokenize_flood", "times": 9, "outcomes": {"OK": 1}, "callers_failed": 0, "answers": 1}
+    found |= {"wrong": "", "stood_still": False}
+    assert hostile.faults(found) == []
+    for field, value, fault in (
+        ("times", 0, "times"),
+        ("outcomes", {"INVALID_ARGUMENT": 9}, "served"),
+        ("callers_failed", 1, "callers_failed"),
+        ("answers", 0, "answers"),
+        ("stood_still", True, "stood_still"),
+        ("wrong", "the canary's answer failed or differed", "wrong"),
+    ):
+        assert hostile.faults({**found, field: value}) == [fault]
+    assert hostile.faults({**found, "kind": "cancel_storm", "outcomes": {}}) == []
+
+
+def test_answers_are_of_one_model(folder: Path) -> None:
+    done = rolling.campaign(folder, updates=2, streams=6, seed=3)
+    assert done.is_clean, done.figures()
+    assert len(done.tally.models) >= 2
+    assert done.tally.changed > 0
+    assert done.tally.restarts > 0
+
+
+def test_answer_of_two_models_is_found() -> None:
+    prompt, sampling = (5, 6), rolling.Sampling(seed=1)
+    one, other = (rolling.expected(prompt, sampling, 20, 512, model) for model in ("m0", "m1"))
+    mixed = [*one[:10], *other[10:]]
+    assert rolling.is_prefix(rolling.Part("toym0", one[:10], rolling.text_of(one[:9]).rstrip("\ufffd")), one)
+    assert not rolling.is_prefix(rolling.Part("toym0", mixed, ""), one)
+    assert not rolling.is_prefix(rolling.Part("toym0", one, rolling.text_of(mixed)), one)
+
+
+DEATH = Death(at=10.0, lost_at=10.2, is_kill=True)
+
+
+def test_streams_are_told_apart_by_their_recoveries() -> None:
+    killed = Timeline((9.0, 9.9, 10.5, 10.6), recoveries=1)
+    living = Timeline((9.0, 9.95, 10.05, 10.15, 10.25, 12.0), recoveries=0)
+    before = Timeline((7.0, 7.4, 7.6, 8.0), recoveries=0)
+    found = Pauses.of([killed, living, before], [DEATH])
+    assert [round(gap, 6) for gap in found.killed] == [0.6]
+    assert [round(gap, 6) for gap in found.living] == [0.1]  # the gap to 12.0 is after the loss
+    assert [round(gap, 6) for gap in found.control] == [0.4]  # those that overlap 7.5 to 7.7
+
+
+def test_answers_that_span_two_deaths_are_not_counted() -> None:
+    later = DEATH._replace(at=11.0, lost_at=11.1)
+    found = Pauses.of([Timeline((9.0, 12.0), recoveries=1)], [DEATH, later])
+    assert (found.killed, found.living, found.control) == ([], [], [])
+
+
+def test_pauses_without_another_worker_are_told_apart() -> None:
+    found = Pauses.of([Timeline((9.0, 9.9, 14.5), recoveries=1)], [DEATH._replace(was_only=True)])
+    assert found.killed == []
+    assert [round(gap, 6) for gap in found.killed_alone] == [4.6]
+
+
+def test_only_kills_count_as_pauses_of_the_dead_worker() -> None:
+    hung = DEATH._replace(is_kill=False)
+    found = Pauses.of([Timeline((9.0, 12.0), 1), Timeline((9.0, 10.1, 10.3), 0)], [hung])
+    assert found.killed == []
+    assert len(found.living) == 1

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.demo import PROMPTS, all_at_once, greedy, model, reference
@@ -28,24 +27,6 @@ def test_concurrent_streams_equal_generate(service: Service) -> None:
     answers = all_at_once(service.client, **greedy(LENGTH))
     assert [a.token_ids for a in answers] == [reference(p, LENGTH) for p in PROMPTS]
     assert {a.started.slot for a in answers} == {0, 1, 2}
-
-
-def test_deltas_concatenate_to_the_answer(service: Service) -> None:
-    with service.client.stream(PROMPTS[2], temperature=0.0, max_tokens=LENGTH, ignore_eos=True) as stream:
-        deltas = list(stream)
-    assert "".join(d.text for d in deltas) == stream.result.text
-    assert stream.result.text == model()[1].decode(stream.result.token_ids, skip_special_tokens=True)
-    assert len(deltas) > 5, "the answer came in one piece"
-
-
-def test_stop_string_ends_the_answer(service: Service) -> None:
-    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True}
-    answer = service.client.generate(PROMPTS[0], **params)
-    stop = answer.text[len(answer.text) // 2 :][:4]
-    stopped = service.client.generate(PROMPTS[0], stop=stop, **params)
-    assert stopped.text == answer.text[: answer.text.index(stop)]
-    assert stopped.matched_stop == stop
-    assert stopped.token_ids == answer.token_ids[: len(stopped.token_ids)]
 
 
 def test_own_end_of_sequence_equals_generate(service: Service) -> None:

@@ -72,16 +72,6 @@ async def test_hanging_up_cancels(s: Serving, phase: str) -> None:
     assert s.engine.cancelled == [key]
 
 
-async def test_vanished_client_cancels(s: Serving) -> None:
-    channel = grpc.aio.insecure_channel(s.server.address)
-    call = s.stub_of(channel).Generate(text_request())
-    key = await s.engine.next_request()
-    await channel.close()
-    await s.idle()
-    assert s.engine.cancelled == [key]
-    assert call.done()
-
-
 class LostClient:
     """A client to which gRPC can send nothing any more."""
 

@@ -61,14 +61,6 @@ def test_worker_started_by_a_dead_scheduler_exits() -> None:
     assert (done.returncode, done.stdout) == (ExitCode.ORPHANED, b"")
 
 
-def test_a_stopped_scheduler_stops_its_worker_and_cleans_up(folder: Path) -> None:
-    with ToyScheduler(folder, 4, STEPPING) as scheduler:
-        pid = scheduler.read_pid("joined")
-        assert scheduler.end(signal.SIGTERM) == 0
-        assert not is_running(pid)
-        assert not (folder / "plan.sock").exists()
-
-
 def test_unsupervised_worker_joins_the_next_scheduler(folder: Path) -> None:
     """Answers of a used worker are exact."""
     worker = subprocess.Popen(STEPPING.arguments(folder), env=ENVIRONMENT)  # before any scheduler

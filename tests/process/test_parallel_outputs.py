@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,20 +95,6 @@ def test_commands_show_each_output_of_a_submitted_request(service: ToyService) -
         assert json.loads(shown("result", submitted.request_id, "--no-wait", "--json"))["texts"] == texts
 
 
-def test_submitted_outputs_are_read_again_and_from_another_client(service: ToyService) -> None:
-    with Client(service.target) as client, Client(service.target) as other:
-        submitted = client.submit(PROMPT, n=3, **PARAMS)
-        with submitted.attach() as cut:
-            while next(cut).first_index < 5:
-                pass
-        check(submitted.result(), SEEDS[:3])
-        again = other.submitted(submitted.request_id)
-        result = again.result()
-        check(result, SEEDS[:3])
-        assert again.poll().texts == tuple(output.text for output in result.outputs)
-        assert again.cancel()
-
-
 def test_batch_and_more_outputs_than_slots(service: ToyService) -> None:
     with Client(service.target) as client:
         for result in client.generate_batch([PROMPT] * 3, n=2, **PARAMS):
@@ -192,17 +177,3 @@ def test_a_full_queue_rejects_all_outputs_or_none(tmp_path: Path) -> None:
         eventually(lambda: client.stats().counters.requests_finished == 2)
         counters = client.stats().counters
         assert (counters.requests_admitted, counters.requests_cancelled) == (3, 1)
-
-
-def test_clients_that_leave_do_not_keep_outputs(service: ToyService) -> None:
-    def leave(client: Client) -> None:
-        with client.stream(PROMPT, n=4, max_tokens=400, ignore_eos=True) as stream:
-            next(iter(stream))
-
-    with Client(service.target, sessions=False) as client:
-        threads = [threading.Thread(target=leave, args=(client,)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        eventually(lambda: is_idle(client.stats()))

@@ -16,14 +16,16 @@ from lineclear.process.private_dir import PathError, private_socket_dir
 from lineclear.scheduler.engine.worker_link import WorkerLink
 
 
-def test_a_missing_directory_is_made_private(folder: Path) -> None:
+@pytest.mark.parametrize("mode", [0o700, 0o777, 0o1777, 0o2777], ids=["compose", "emptyDir", "/tmp", "with fsGroup"])
+def test_a_missing_directory_is_made_private_in_any_volume(folder: Path, mode: int) -> None:
+    folder.chmod(mode)
     sockets = private_socket_dir(folder / "run")
-    assert (folder / "run").stat().st_mode & 0o7777 == 0o700
+    assert (folder / "run").stat().st_mode & 0o7777 == 0o700 | mode & 0o2000
     assert sockets.plan.parent == sockets.result.parent == folder / "run"
-    assert private_socket_dir(folder / "run") == sockets
+    assert private_socket_dir(folder / "run") == sockets  # as the process in the second container does
 
 
-@pytest.mark.parametrize("mode", [0o701, 0o770])
+@pytest.mark.parametrize("mode", [0o701, 0o770, 0o777])
 def test_a_directory_open_to_others_is_refused(folder: Path, mode: int) -> None:
     folder.chmod(mode)
     with pytest.raises(PathError, match=f"mode {mode:04o}.*chmod 700 {folder}"):

@@ -51,8 +51,10 @@ SCRIPTS = {
         7.1 asks         | joined 7
         silence          | lost 7: it was silent for 5.0 s, kill
         7.1 spared       | Rejoin 7
+        7.1 hello        |
         7.1 heartbeat    | Rejoin 7
         9.1 asks         | joined 9
+        9.1 hello        |
     """,
     "a condemned process never joins again": """
         7.1 asks         | joined 7

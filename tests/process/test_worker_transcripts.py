@@ -40,17 +40,6 @@ SCRIPTS = {
         > 7 connects its plan socket
         < worker_joined 7
     """,
-    "a Hello that is received twice is stale": """
-        > 7 asks as 1
-        < worker_joined 7
-        > 7 sends hello 1
-        > 7 sends goodbye
-        < worker_lost 7: it left: done
-        < 7 gets Rejoin
-        > 7 sends hello 1
-        > 7 sends heartbeat
-        < 7 gets Rejoin
-    """,
     "a second worker waits for the place": """
         > 7 asks as 1
         < worker_joined 7
@@ -163,7 +152,6 @@ MESSAGES: dict[str, Callable[[int], Message]] = {
 
 
 def received(epoch: int, message: Message) -> str:
-    """The line of a message that a worker has received."""
     detail = {
         Goodbye: lambda m: f": {m.reason}",
         StepPlan: lambda m: f" {m.step}",

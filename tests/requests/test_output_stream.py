@@ -40,8 +40,6 @@ CLOSED = Cancelled("closed")
 
 
 class Engine:
-    """Records calls."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
@@ -182,32 +180,6 @@ async def test_stop_string_wakes_the_reader_at_once() -> None:
     chunk = await waiting
     assert chunk.token_ids
     assert chunk.end is None
-
-
-async def test_too_many_unread_tokens_are_discarded() -> None:
-    router, engine, _ = new_router(max_unread_tokens=4)
-    stream = open_stream(router)
-    router.dispatch([step_tokens(stream.engine_id, 0, (1, 2, 3, 4))], 0.0)
-    assert engine.calls == []
-    router.dispatch([step_tokens(stream.engine_id, 4, (5,))], 0.0)
-    assert engine.calls == [("cancel", stream.engine_id)]
-    router.dispatch([step_tokens(stream.engine_id, 5, (6,))], 0.0)  # computed before the cancellation
-    chunk = await read(stream)
-    assert (chunk.token_ids, str(chunk.error)[:18]) == ([], "5 tokens are unrea")
-    assert chunk.error is not None
-    assert chunk.error.reason == "SLOW_CONSUMER"
-
-
-async def test_events_of_an_earlier_request_do_not_reach_a_new_stream() -> None:
-    router, engine, _ = new_router()
-    first = open_stream(router)
-    router.close(first, CLOSED)
-    assert engine.calls == [("cancel", first.engine_id)]
-    second = open_stream(router)
-    assert second.engine_id != first.engine_id
-    router.dispatch([Failed(first.engine_id, Cancelled("first"), RECORD)], 0.0)
-    router.dispatch([Started(second.engine_id, 0, 1, 0)], 0.0)
-    assert (await read(second)).started is not None
 
 
 async def test_cancel_stops_the_engine_once_and_keeps_unread_tokens() -> None:

@@ -122,15 +122,6 @@ async def test_error_ends_one_request_only(s: Serving) -> None:
     await caller.until(lambda: 1 in caller.started)
 
 
-async def test_full_queue_has_a_retry_hint(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_queue_size=2) as s:
-        caller = Caller(s)
-        await caller.send(*(submit(n) for n in range(3)))
-        await caller.until(lambda: caller.failed)
-        assert caller.failed.keys() == {2}
-        assert (caller.failed[2].reason, caller.failed[2].retry_after_seconds is None) == ("QUEUE_FULL", False)
-
-
 async def test_requests_of_a_session_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lineclear.scheduler.requests.session.MAX_REQUESTS", 3)
     async with serving(tmp_path) as s:
@@ -221,9 +212,6 @@ async def test_slow_reader_gets_larger_messages(tmp_path: Path) -> None:
         assert slow.tokens[1] == [5] * 50_000
         assert len(slow.messages) < len(fast.messages)
         await channel.close()
-
-
-# --- commands ---------------------------------------------------------------------------------------------------------
 
 
 def new_session(s: Serving) -> Session:

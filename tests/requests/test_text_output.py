@@ -145,16 +145,3 @@ async def test_stop_string_wins_over_a_later_engine_end(s: Serving, reason: Fini
     assert finished.finish_reason == pb.FINISH_REASON_STOP_STRING
     assert not finished.HasField("matched_token_id")
     assert finished.usage.completion_tokens == len(tokens_of(responses)) < len(HELLO_IDS)
-
-
-async def test_a_stop_token_ends_without_text(s: Serving) -> None:
-    stop = HELLO_IDS[-1]
-    call, key = await s.start_call(text_request(stop={"token_ids": [stop]}))
-    assert s.engine.requests[key].stop_ids == {stop}
-    assert s.engine.requests[key].sampling.stop_ids == tuple(sorted((stop, EOS)))
-    s.engine.tokens(key, HELLO_IDS)
-    s.engine.finish_by(key, FinishReason.STOP_TOKEN, stop)
-    responses = await read_all(call)
-    assert tokens_of(responses) == HELLO_IDS
-    assert text_of(responses) == decode(TOKENIZER, HELLO_IDS[:-1], keep_special=False)
-    assert responses[-1].finished.matched_token_id == stop

@@ -104,7 +104,6 @@ def test_exit_70_when_shutdown_hangs(start: Callable[..., Running]) -> None:
 
 @pytest.fixture
 def occupied() -> Iterator[str]:
-    """Yield an address that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 

@@ -16,7 +16,6 @@ from lineclear.scheduler.addresses import check_bindable
 
 @pytest.fixture
 def used_port() -> Iterator[int]:
-    """Yield a port of 127.0.0.1 that is in use."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -43,7 +43,6 @@ def service(tmp_path: Path, model: Path) -> Iterator[ToyService]:
 
 
 def worker_of(scheduler: int) -> int:
-    """Return the pid of a scheduler's worker."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # processes of other tests exit in between
             if int(stat.read_text().rpartition(") ")[2].split()[1]) == scheduler:
@@ -61,7 +60,6 @@ def restart(service: ToyService) -> None:
 
 
 def read(stream: Stream) -> list[Any]:
-    """Return the deltas of an answer."""
     with stream:
         return list(stream)
 

@@ -14,39 +14,13 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 from support.engine_harness import ENVIRONMENT
-from support.processes import BOUND_SECONDS, EOS, TOKENIZER, VOCABULARY, Process, Running, endless, error_of, until
+from support.processes import BOUND_SECONDS, EOS, VOCABULARY, Process, Running, endless, error_of, until
 from support.toy import expected
 from support.toy_worker import ToyOptions
 
-from lineclear.scheduler.text.detokenizer import decode
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc
 from lineclear.wire.messages import Sampling
-
-
-def test_answers_are_exact_and_figures_add_up(start: Callable[..., Running]) -> None:
-    server = start("--max-batch-size", "4")
-    prompt = TOKENIZER.encode("The quick brown fox")
-    calls = [
-        server.stub.Generate(pb.GenerateRequest(text="The quick brown fox", sampling={"seed": n, "max_tokens": 20}))
-        for n in range(6)
-    ]
-    total = 0
-    for seed, call in enumerate(calls):
-        responses = list(call)
-        tokens = [t for r in responses for t in r.token_ids]
-        assert tokens == expected(prompt, Sampling(seed=seed, stop_ids=(EOS,)), 20, VOCABULARY)
-        assert "".join(r.text for r in responses) == decode(TOKENIZER, tokens, keep_special=False)
-        assert responses[-1].finished.usage.completion_tokens == len(tokens)
-        total += len(tokens)
-    until(lambda: server.stub.GetStats(pb.GetStatsRequest()).counters.requests_finished == 6)
-    stats = server.stub.GetStats(pb.GetStatsRequest())
-    assert stats.counters.generation_tokens == total
-    assert stats.counters.prompt_tokens == 6 * len(prompt)
-    assert (stats.gauges.num_requests_running, stats.gauges.num_requests_waiting, stats.gauges.blocks_used) == (0, 0, 0)
-    assert stats.step_seconds.count > 0
-    model = server.stub.GetModel(pb.GetModelRequest())
-    assert (model.limits.max_batch_size, model.vocab_size) == (4, VOCABULARY)
 
 
 def test_metrics_are_served_during_the_drain(start: Callable[..., Running]) -> None:

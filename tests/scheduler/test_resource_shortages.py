@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,11 +32,6 @@ def barred(name):
     setattr(name[0], name[1], call)
 barred((threading.Thread, "start", RuntimeError("can't start new thread")))
 barred((subprocess, "Popen", BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")))
-"""
-# While the file exists the worker rejects its configuration, as with a missing model directory.
-WITHOUT_MODEL = """#!/bin/sh
-test -e {path} && exit 78
-exec {python} -m support.toy_worker_command "$@"
 """
 
 
@@ -74,21 +68,6 @@ def test_temporary_lack_of_threads_and_processes(start: Callable[..., Running], 
     server.wait_for("worker_start_failed", count=2)
     text = "a long text " * 1000  # long enough to be tokenized in a thread
     assert server.stub.Tokenize(pb.TokenizeRequest(text=text)).token_ids
-    flag.unlink()
-    check_answer(first, call)
-    assert server.popen.poll() is None
-
-
-def test_model_missing_during_a_worker_restart(start: Callable[..., Running], tmp_path: Path) -> None:
-    flag = tmp_path / "away"
-    script = tmp_path / "worker.sh"
-    script.write_text(WITHOUT_MODEL.format(path=flag, python=sys.executable))
-    server = start(worker_command=("/bin/sh", str(script)), min_step_seconds=0.003, max_step_seconds=0.003)
-    call = server.stub.Generate(endless())
-    first = next(call)
-    flag.touch()
-    kill_worker(server)
-    server.wait_for("worker_crashed", count=2, exit_code=78)
     flag.unlink()
     check_answer(first, call)
     assert server.popen.poll() is None

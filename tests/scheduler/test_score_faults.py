@@ -54,7 +54,6 @@ def embed(client: Client, number: int, **params: Any) -> Any:
 
 
 def right(run: Run, number: int) -> Any:
-    """Return what `run` must return."""
     if run is embed:
         vectors = (struct.unpack("<2f", expected_vector(x, POOLING)) for x in embed_arguments(number)[0])
         return str(tuple(vectors))

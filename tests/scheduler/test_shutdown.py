@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ def short(seed: int) -> pb.GenerateRequest:
 
 
 def right(seed: int) -> list[int]:
-    """Return the answer to `short(seed)`."""
     return expected([6], Sampling(seed=seed, stop_ids=(EOS,)), 20, VOCABULARY)
 
 
@@ -85,38 +83,6 @@ def test_first_signal_during_an_admin_drain_keeps_streams(
     assert server.wait_for("shutdown_forced")["reason"] == "SIGTERM"
     if drain is drain_by_operator:
         os.close(writing)
-
-
-def test_sigterm_lets_answers_finish(start: Callable[..., Running]) -> None:
-    server = start("--drain-timeout-seconds", "600", min_step_seconds=0.02, max_step_seconds=0.02)
-    watch = server.health.Watch(health_pb2.HealthCheckRequest(service="readiness"))
-    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-    calls = [server.stub.Generate(short(seed)) for seed in range(8)]
-    long = server.stub.Generate(endless())
-    started = [next(call) for call in (*calls, long)]
-    assert all(response.HasField("started") for response in started)
-    server.popen.send_signal(signal.SIGTERM)
-    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    assert error_of(server.stub.Generate(endless())).reason == "SERVER_DRAINING"
-    for seed, call in enumerate(calls):
-        assert [*started[seed].token_ids, *(t for r in call for t in r.token_ids)] == right(seed)
-    long.cancel()
-    assert server.exit_code() == 0
-
-
-def test_drain_timeout_error_has_resume_metadata(start: Callable[..., Running]) -> None:
-    server = start("--drain-timeout-seconds", "0.5", min_step_seconds=0.05, max_step_seconds=0.05)
-    calls = [server.stub.Generate(endless(n)) for n in range(2)]
-    started = [list(next(call).token_ids) for call in calls]
-    started_at = time.monotonic()
-    server.popen.send_signal(signal.SIGTERM)
-    for number, (call, tokens) in enumerate(zip(calls, started, strict=True)):
-        error = error_of(tokens.extend(response.token_ids) for response in call)
-        assert time.monotonic() - started_at >= 0.5
-        assert error.reason == "SHUTDOWN_INTERRUPTED"
-        assert int(error.metadata["next_index"]) == len(tokens)
-        assert tokens == expected([5], Sampling(seed=number), 500, VOCABULARY)[: len(tokens)]
-    assert server.exit_code() == 0
 
 
 def test_new_calls_during_shutdown_get_the_reason(start: Callable[..., Running]) -> None:

@@ -37,7 +37,6 @@ class Split:
         self.address = self.scheduler.wait_for("serving")["address"]
 
     def stop_scheduler(self) -> None:
-        """Send SIGTERM, and return when the scheduler drains."""
         self.scheduler.popen.send_signal(signal.SIGTERM)
         self.scheduler.wait_for("shutdown_started")
 
@@ -47,7 +46,6 @@ class Split:
         self.scheduler.wait_for("worker_stopping")
 
     def stop_both(self) -> None:
-        """Send SIGTERM to both."""
         self.worker.send_signal(signal.SIGTERM)
         self.scheduler.popen.send_signal(signal.SIGTERM)
 
@@ -98,7 +96,6 @@ def test_streams_complete_when_both_processes_stop(start: Callable[..., Running]
 
 
 def stream(stub: inference_pb2_grpc.InferenceServiceStub, stop: Callable[[], None]) -> list[list[int]]:
-    """Call `stop` when every stream has started, and return their answers."""
     calls = [
         stub.Generate(
             pb.GenerateRequest(

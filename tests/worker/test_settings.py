@@ -94,71 +94,53 @@ def test_num_blocks_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks_that_fit(10**9, max_blocks=30, fraction=0.9, device=cpu) == 0
 
 
-def cgroup(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / f"memory.{name}").write_text(f"{text}\n")
+NO_LIMIT = 2**60
+NO_LIMIT_V1 = {"limit_in_bytes": str(2**63 - 4096), "usage_in_bytes": "5000", "stat": "total_inactive_file 10"}
+LIMIT_V1 = {"limit_in_bytes": "1000", "usage_in_bytes": "700", "stat": "inactive_file 1\ntotal_inactive_file 250"}
+SLICE, BOTH = "system.slice/lineclear.service", "4:memory:/a\n0::/b\n"
+SERVICE = f"4:memory:/elsewhere\n0::/{SLICE}\n"
+CONTAINER = "9:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n"
+CGROUPS: dict[str, list[tuple[str, str, dict[str, str], int]]] = {
+    "the file cache is left out": [
+        ("", "", {}, NO_LIMIT),
+        ("", "", {"max": "1000", "current": "700", "stat": "anon 400\ninactive_file 250\nactive_file 1"}, 550),
+        ("", "", {"max": "max"}, NO_LIMIT),
+    ],
+    "limits of parents count": [
+        (SERVICE, "system.slice", {"max": "900", "current": "400", "stat": "inactive_file 0"}, 500),
+        (SERVICE, SLICE, {"max": "800", "current": "200", "stat": "inactive_file 0"}, 500),
+        (SERVICE, SLICE, {"current": "700"}, 100),
+        ("0::/\n", SLICE, {}, NO_LIMIT),
+    ],
+    "version 1 on the host": [
+        (CONTAINER, "memory", NO_LIMIT_V1, NO_LIMIT),
+        (CONTAINER, "memory/docker/abc", LIMIT_V1, 550),
+    ],
+    "version 1 in a container": [
+        (CONTAINER, "memory", NO_LIMIT_V1, NO_LIMIT),
+        (CONTAINER, "memory", LIMIT_V1, 550),
+    ],
+    "parents of version 1": [
+        ("4:memory:/pods/pod/us\n", "memory/pods/pod/us", NO_LIMIT_V1, NO_LIMIT),
+        ("4:memory:/pods/pod/us\n", "memory/pods/pod", {**LIMIT_V1, "stat": ""}, 300),
+    ],
+    "both versions": [
+        (BOTH, "memory/a", {"limit_in_bytes": "800", "usage_in_bytes": "300", "stat": ""}, 500),
+        (BOTH, "unified/b", {"max": "400", "current": "100", "stat": ""}, 300),
+    ],
+    "above memory.high a process is not killed, and stands still": [
+        ("0::/a/b\n", "a", {"max": "900", "high": "600", "current": "200", "stat": ""}, 400),
+        ("0::/a/b\n", "a/b", {"max": "max", "high": "max", "current": "100", "stat": ""}, 400),
+        ("0::/a/b\n", "a/b", {"high": "350"}, 250),
+    ],
+}
 
 
-def test_cgroup_limit_ignores_the_file_cache(tmp_path: Path) -> None:
-    assert _cgroup_bytes(tmp_path) > 2**60
-    stat = "anon 400000\ninactive_file 250000\nactive_file 1"
-    cgroup(tmp_path, max="1000000", current="700000", stat=stat)
-    assert _cgroup_bytes(tmp_path) == 550_000
-    cgroup(tmp_path, max="max")
-    assert _cgroup_bytes(tmp_path) > 2**60
-
-
-def test_limits_of_parent_cgroups_count(tmp_path: Path) -> None:
-    own, group = tmp_path / "cgroup", "system.slice/lineclear.service"
-    own.write_text(f"4:memory:/elsewhere\n0::/{group}\n")
-    cgroup(tmp_path / "system.slice", max="900", current="400", stat="inactive_file 0")
-    cgroup(tmp_path / group, max="800", current="200", stat="inactive_file 0")
-    assert _cgroup_bytes(tmp_path, own) == 500
-    cgroup(tmp_path / group, current="700")
-    assert _cgroup_bytes(tmp_path, own) == 100
-    own.write_text("0::/\n")
-    assert _cgroup_bytes(tmp_path, own) > 2**60
-
-
-NO_LIMIT_V1 = str(2**63 - 4096)
-
-
-@pytest.mark.parametrize("named", [True, False], ids=["as on the host", "as in a container"])
-def test_cgroup_v1_limits_count(tmp_path: Path, named: bool) -> None:
-    own, inner = tmp_path / "own", "docker/abc"
-    own.write_text(f"9:cpu,cpuacct:/{inner}\n4:memory:/{inner}\n0::/\n")
-    cgroup(tmp_path / "memory", limit_in_bytes=NO_LIMIT_V1, usage_in_bytes="5000", stat="total_inactive_file 10")
-    assert _cgroup_bytes(tmp_path, own) > 2**60
-    group = tmp_path / "memory" / (inner if named else "")
-    stat = "inactive_file 1\ntotal_inactive_file 250"
-    cgroup(group, limit_in_bytes="1000", usage_in_bytes="700", stat=stat)
-    assert _cgroup_bytes(tmp_path, own) == 550
-
-
-def test_cgroup_v1_parent_limits_count(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("4:memory:/kubepods/pod/us\n")
-    cgroup(tmp_path / "memory/kubepods/pod/us", limit_in_bytes=NO_LIMIT_V1, usage_in_bytes="100", stat="")
-    cgroup(tmp_path / "memory/kubepods/pod", limit_in_bytes="800", usage_in_bytes="300", stat="")
-    assert _cgroup_bytes(tmp_path, own) == 500
-
-
-def test_both_cgroup_versions_count(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("4:memory:/a\n0::/b\n")
-    cgroup(tmp_path / "memory/a", limit_in_bytes="800", usage_in_bytes="300", stat="")
-    assert _cgroup_bytes(tmp_path, own) == 500
-    cgroup(tmp_path / "unified/b", max="400", current="100", stat="")
-    assert _cgroup_bytes(tmp_path, own) == 300
-
-
-def test_memory_high_counts(tmp_path: Path) -> None:
-    """memory.high: a process above it is not killed, and stands still."""
-    own = tmp_path / "own"
-    own.write_text("0::/a/b\n")
-    cgroup(tmp_path / "a", max="900", high="600", current="200", stat="")
-    cgroup(tmp_path / "a/b", max="max", high="max", current="100", stat="")
-    assert _cgroup_bytes(tmp_path, own) == 400
-    cgroup(tmp_path / "a/b", high="350")
-    assert _cgroup_bytes(tmp_path, own) == 250
+@pytest.mark.parametrize("name", CGROUPS)
+def test_cgroup_limits_count(tmp_path: Path, name: str) -> None:
+    for own, folder, files, expected in CGROUPS[name]:
+        (tmp_path / "own").write_text(own)
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            (tmp_path / folder / f"memory.{file}").write_text(f"{text}\n")
+        assert min(_cgroup_bytes(tmp_path, tmp_path / "own"), NO_LIMIT) == expected
