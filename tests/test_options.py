@@ -146,9 +146,6 @@ def test_variable_beats_file_in_sentences(tmp_path: Path, monkeypatch: pytest.Mo
     assert said == "LINECLEAR_MAX_BATCH_SIZE=0 is not a whole number from 1 to 4096"
 
 
-# --- aliases ---
-
-
 @pytest.mark.parametrize("program", [SCHEDULER, WORKER], ids=["scheduler", "worker"])
 def test_every_alias_is_a_flag_of_its_setting(program: Program) -> None:
     aliases = {alias: name for name in program.kind.model_fields for alias in names_of(name)[1:]}
@@ -170,7 +167,6 @@ def test_an_alias_has_one_meaning() -> None:
 
 
 def flags_of(program: Program) -> set[str]:
-    """Return the flags of all settings."""
     fields = program.kind.model_fields.items()
     names = {name: field.annotation is bool for setting, field in fields for name in names_of(setting)}
     return {flag_of(name) for name in names} | {flag_of(f"no_{name}") for name, is_switch in names.items() if is_switch}
@@ -247,9 +243,6 @@ def test_wrong_alias_is_named_as_given(tmp_path: Path, monkeypatch: pytest.Monke
     assert problem(SCHEDULER, ["--max-num-seq=0"]) == "there is no flag --max-num-seq; is it --max-num-seqs?"
 
 
-# --- help ---
-
-
 def help_of(program: Program, words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
     with pytest.raises(SystemExit) as caught:
         program.load(words)
@@ -304,9 +297,6 @@ def test_help_suggests_the_nearest_setting(capsys: pytest.CaptureFixture[str]) -
     assert help_of(SCHEDULER, ["--help=--max-batch-sise"], capsys) == [
         "there is no setting --max-batch-sise; is it --max-batch-size?"
     ]
-
-
-# --- sentences of a running server ---
 
 
 def sentences(source: str) -> Iterator[str]:

@@ -38,8 +38,6 @@ def listed() -> list[Path]:
     return [path for name in names.split(b"\0") if name and (path := REPOSITORY / os.fsdecode(name)).is_file()]
 
 
-# --- nothing about one machine -------------------------------------------------------------------------------------
-
 FOREIGN = [
     *(r"pypi\.org", r"pythonhosted\.org", r"registry\.npmjs", r"download\.pytorch\.org"),
     *(r"\bdocker\.io/", r"\bghcr\.io/", r"\bquay\.io/", r"\bnvcr\.io/"),
@@ -76,9 +74,6 @@ def test_no_large_files() -> None:
     assert [str(p) for p in large if p.relative_to(REPOSITORY).parts[0] != "demo"] == []
 
 
-# --- written once --------------------------------------------------------------------------------------------------
-
-
 def test_version_is_written_once() -> None:
     """Code reads it with importlib.metadata; the tags of images equal it."""
     quoted = re.compile(rf"""["']{re.escape(PROJECT["version"])}["']|__version__\s*=\s*["']""")
@@ -88,9 +83,6 @@ def test_version_is_written_once() -> None:
     tags = re.compile(r"lineclear-(?:scheduler|worker):(\d[\w.]*\d)")
     found = {tag for p in tracked() if p.suffix in (".md", ".yaml") for tag in tags.findall(p.read_text())}
     assert found <= {PROJECT["version"]}
-
-
-# --- dependencies ---------------------------------------------------------------------------------------------------
 
 
 def declared(*extras: str) -> set[str]:
@@ -169,9 +161,6 @@ def test_dependencies_are_pinned() -> None:
             assert requirement.specifier.contains(pin, prereleases=True), f"{text}, but {pin} is pinned"
 
 
-# --- tests that end --------------------------------------------------------------------------------------------------
-
-
 def run(words: Sequence[str | Path], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
@@ -215,9 +204,6 @@ def test_ci_fails_with_either_run(tmp_path: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         done = run([tmp_path / ".ci/run"], environment)
         assert ((done.returncode == 0), done.stdout.split()) == (is_good, ["quick", "slow"])
-
-
-# --- make ------------------------------------------------------------------------------------------------------------
 
 
 def test_make_names_the_python_it_needs(tmp_path: Path) -> None:

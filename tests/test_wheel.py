@@ -48,7 +48,6 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(archive: Path) -> Path:
-    """The unpacked wheel."""
     with zipfile.ZipFile(archive) as content:
         content.extractall(archive.parent / "content")
     return archive.parent / "content"
@@ -170,9 +169,6 @@ def test_part_imports_without_the_others(wheel: Path, modules: str, present: str
 def test_import_alone_hides_packages(wheel: Path) -> None:
     with pytest.raises(AssertionError, match="grpc is not installed here"):
         import_alone(wheel, "lineclear.v1.inference_pb2_grpc", absent="grpc")
-
-
-# --- without other packages ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,6 @@ from bench.gpu_device import Device, idle_share
 from bench.gpu_sizes import CARD, FAMILIES, REHEARSAL, sizes_of
 from lineclear.worker import model_runner
 
-# --- parts that fail -------------------------------------------------------------------------------------------------
-
 
 def part(name: str, *scripts: str, seconds: float = 10.0, least: float = 0.0, package: str = "") -> Part:
     def commands(context: Context) -> list[list[str]]:
@@ -122,9 +120,6 @@ def test_families_have_models() -> None:
     model = models.random_model(models.SHAPES[CARD.step_shape], "meta")
     assert sum(p.numel() for p in model.parameters()) == 8_030_261_248, "that of Llama 3 8B"
     assert config.num_hidden_layers == 32
-
-
-# --- what only a card takes -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(name="card")

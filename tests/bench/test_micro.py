@@ -103,9 +103,6 @@ def test_costs_are_interpolated() -> None:
     assert costs.step(128, 0, 0) == pytest.approx(16.0)
 
 
-# --- counted figures of the core ---
-
-
 @pytest.mark.parametrize("depth", [1, 3])
 def test_slots_have_a_row_in_nearly_every_step(depth: int) -> None:
     assert slot_use(min(LONGEST_ANSWERS), depth) >= 0.97

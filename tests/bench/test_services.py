@@ -58,9 +58,6 @@ def test_flags_are_split_at_double_dashes(arguments: list[str], parts: list[list
     assert lineclear_serve._split(arguments) == parts
 
 
-# --- beside busy processes ---
-
-
 CASE = Case("model", 8, 1)
 
 

@@ -24,7 +24,6 @@ def run(words: list[str], *, input: str | None = None, **variables: str) -> subp
 
 
 def process(server: Any, *arguments: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command against `server`."""
     return run([*COMMAND, *arguments], input=input, LINECLEAR_TARGET=server.target)
 
 

@@ -88,7 +88,6 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
         self._server.stop(None).wait(PATIENCE_SECONDS)
 
     def stop_soon(self, context: grpc.ServicerContext) -> None:
-        """Stop the server while this call runs."""
         threading.Thread(target=self.stop).start()
         self.wait_for_end(context)
 
@@ -290,7 +289,6 @@ class Either:
 
 @pytest.fixture
 def cli(server: Any) -> Any:
-    """The command in this process."""
     from typer.testing import CliRunner, Result  # here: the other tests do without the packages of the command
 
     from lineclear.cli.app import app

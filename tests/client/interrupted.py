@@ -56,7 +56,6 @@ OPERATIONS = (read_stream, read_through_the_session, read_each, read_attached, p
 
 
 def press(pauses: queue.SimpleQueue[float]) -> None:
-    """Press Ctrl-C after each of `pauses`."""
     while True:
         time.sleep(pauses.get())
         os.kill(os.getpid(), signal.SIGINT)

@@ -64,13 +64,11 @@ class Terminal:
         self.process.send_signal(signal.SIGWINCH)
 
     def screen(self) -> list[str]:
-        """Return the lines of the last complete redraw."""
         frames = self.text.split(HOME)
         frame = frames[-2] if len(frames) > 2 else frames[-1]
         return [line.rstrip() for line in ESCAPES.sub("", frame).split("\n")]
 
     def read_until(self, condition: Callable[[list[str]], Any]) -> list[str]:
-        """Read until the screen meets the condition, and return the screen."""
         until = time.monotonic() + PATIENCE_SECONDS
         while not condition(screen := self.screen()):
             assert time.monotonic() < until, "\n".join(screen)
@@ -78,16 +76,13 @@ class Terminal:
         return screen
 
     def type(self, text: str) -> None:
-        """Write to the terminal, as a user does with the keyboard."""
         os.write(self._ours, text.encode())
 
     def end(self, number: int) -> int:
-        """Send the signal and return the exit code."""
         self.process.send_signal(number)
         return self.wait()
 
     def wait(self) -> int:
-        """Read to the end and return the exit code."""
         while self._read():
             pass
         return self.process.wait(PATIENCE_SECONDS)

@@ -216,8 +216,6 @@ def test_async_client_belongs_to_one_event_loop(server: Any) -> None:
         asyncio.run(client.generate("a b"))
 
 
-# --- retries ---
-
 QUICK = RetryPolicy(max_attempts=3, first_pause_seconds=0.01, max_pause_seconds=0.02)
 FULL = QueueFull("full", retry_after_seconds=0.01)
 

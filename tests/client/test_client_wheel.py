@@ -23,7 +23,6 @@ MAX_BYTES = 1_500_000
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked wheel."""
     out = tmp_path_factory.mktemp("client")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
     subprocess.run(build, cwd=CLIENT, check=True, capture_output=True, timeout=PATIENCE_SECONDS)

@@ -149,9 +149,6 @@ def test_every_keyword_of_a_prompt_call_has_an_effect_or_is_refused(method: str)
         assert is_refused is (name not in typing.get_type_hints(known)), (name, changed)
 
 
-# --- arguments -------------------------------------------------------------------------------------------------------
-
-
 def admin(run: Callable[[AdminClient], Any]) -> Callable[[Client], Any]:
     return lambda client: run(AdminClient(client))
 

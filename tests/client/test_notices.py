@@ -24,9 +24,6 @@ from lineclear.client.retry import ResumeState, RetryState, RetryWait
 from lineclear.errors import ConnectionLost, InvalidRequest, QueueFull, ServerStarting, ShutdownInterrupted
 from lineclear.v1 import inference_pb2 as pb
 
-# --- the place in the queue ---
-
-
 NOTICE = "waiting in the queue, 3 ahead, about 1.5 s"
 PLACE = pb.Queued(requests_ahead=3, predicted_wait=Duration(seconds=1, nanos=500_000_000))
 

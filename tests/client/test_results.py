@@ -66,9 +66,6 @@ def test_tokens_per_second(figures: tuple[Any, ...], rate: float | None) -> None
     assert answer.request_id == answer.to_dict()["request_id"] == "r"
 
 
-# --- answers from their pieces ---
-
-
 def test_responses_make_the_answer() -> None:
     assembly = AnswerAssembler()
     assert assembly.add(pb.GenerateResponse(started=pb.Started(request_id="r", seed=4))).started == Started("r", seed=4)

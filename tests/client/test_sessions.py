@@ -25,7 +25,6 @@ def submit(handle: int, num_bytes: int = 1) -> Command:
 
 
 def sent(*commands: Command, max_bytes: int | None = None) -> list[pb.SessionRequest]:
-    """Return the messages that carry the commands."""
     outbox = Outbox()
     for command in commands:
         outbox.put(command)
@@ -124,8 +123,6 @@ class FakeSession:
 
 
 class World:
-    """A multiplexer, its sessions and its clock."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self.opened: list[FakeSession] = []

@@ -19,8 +19,6 @@ from lineclear.v1 import inference_pb2 as pb
 
 @pytest.fixture(params=["sync", "asyncio"])
 def ask(request: pytest.FixtureRequest) -> Any:
-    """A call of `generate` through either client."""
-
     async def generated(client: AsyncClient, prompt: Any, **params: Any) -> Any:
         return await client.generate(prompt, **params)
 

@@ -25,8 +25,6 @@ QUESTION = ChatMessage("user", "Weather?")
 
 
 class Lookup:
-    """Stands for a pydantic model."""
-
     @staticmethod
     def model_json_schema() -> dict[str, Any]:
         return {"type": "object", "description": "Look up", "properties": {}}
@@ -132,9 +130,6 @@ def test_call_that_begins_twice_is_data_loss() -> None:
     assert assembler.outputs[0].tool_calls == (ToolCall("a", "f", "{}"),)
     with pytest.raises(DataLoss):
         assembler.add(first)
-
-
-# --- command line ----------------------------------------------------------------------------------------------------
 
 
 def calls_weather(request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:

@@ -52,7 +52,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 @pytest.fixture
 def service(shared: Watched) -> Watched:
-    """The running service, without a request."""
     shared.start_if_killed()
     with Client(shared.admin) as admin:
         wait_for(lambda: is_idle(admin.stats()), "no request of another test is left")
@@ -84,9 +83,6 @@ def _read(stream: Any) -> None:
 def generate(service: Watched, *prompts: list[int], max_tokens: int = 4) -> None:
     with Client(service.target) as client:
         client.generate_batch(list(prompts), max_tokens=max_tokens, ignore_eos=True)
-
-
-# --- top ---
 
 
 def slots(screen: list[str]) -> list[str]:
@@ -154,9 +150,6 @@ def test_data_address_has_no_admin_methods(service: Watched, cli: Any, name: str
     assert "admin" in done.stderr
 
 
-# --- explain ---
-
-
 def records(service: Watched) -> list[pb.StepRecord]:
     """Return the steps that the server keeps."""
     with Client(service.admin) as client:
@@ -200,9 +193,6 @@ def test_explain_names_the_steps_that_are_kept(service: Watched, cli: Any) -> No
         done = cli("explain", *arguments, "--target", service.admin)
         assert done.exit_code == 1
         assert says in done.stderr
-
-
-# --- trace ---
 
 
 @pytest.mark.usefixtures("load")

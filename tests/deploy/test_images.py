@@ -126,7 +126,6 @@ def test_copied_files_are_in_the_build_context(dockerfile: Path) -> None:
 
 
 def health_check(port: int) -> subprocess.CompletedProcess[str]:
-    """Run the image's health check against a local port."""
     (check,) = (rest for word, rest in final_stage(DOCKERFILES[0]) if word == "HEALTHCHECK")
     command = json.loads(check[check.index("[") :])
     assert command[:4] == ["python3", "-I", "-S", "/opt/health_check.py"]

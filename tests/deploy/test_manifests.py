@@ -79,9 +79,6 @@ def seconds(text: str) -> float:
     return float(match[1])
 
 
-# --- kubernetes ----------------------------------------------------------------------------------------------------
-
-
 def test_every_variant_is_tested() -> None:
     assert {path.name for path in KUBERNETES.iterdir()} - {"base", "variants"} == set(MANIFESTS)
 
@@ -301,9 +298,6 @@ def test_prometheus_can_scrape() -> None:
     assert "127.0.0.1:50053:50053" in SERVICES["scheduler"]["ports"]
 
 
-# --- compose -------------------------------------------------------------------------------------------------------
-
-
 def test_compose_runs_both_processes() -> None:
     """The worker has no network, and the scheduler publishes on loopback only."""
     assert set(SERVICES) == {"scheduler", "worker"}
@@ -358,9 +352,6 @@ def test_gpu_overlay_extends_the_worker() -> None:
     assert overlay["worker"]["command"][:-1] == SERVICES["worker"]["command"]
     sizes = {flags(service)["max-batch-size"] for service in (*SERVICES.values(), overlay["worker"])}
     assert sizes == {"${MAX_BATCH_SIZE:-64}"}
-
-
-# --- both ----------------------------------------------------------------------------------------------------------
 
 
 def test_image_tags_match_the_project_version() -> None:

@@ -86,8 +86,6 @@ class Drafter:
 
 @dataclass
 class Path:
-    """A model and its runner."""
-
     loaded: LoadedModel
     runner: Callable[..., ModelRunner]
     kv_dtype: torch.dtype | None = None
@@ -181,9 +179,6 @@ def test_modules_of_transformers(family: str, dtype: torch.dtype, backend: str) 
     loaded = wrap_model(tiny_model(family, dtype=dtype))
     assert runner_type(loaded, threads=1) is OneTokenRunner
     assert not [*Path(loaded, OneTokenRunner, backend=backend, num_mates=5).differing()]
-
-
-# --- planted errors ------------------------------------------------------------------------------------------------
 
 
 @needs_kernels

@@ -114,9 +114,6 @@ def test_with_decode_steps_from_graphs(family: Family, monkeypatch: pytest.Monke
     assert staging.num_copies == len(server.plans)
 
 
-# --- states of others -------------------------------------------------------------------------------------------------
-
-
 def init(slot: int, prompt: Sequence[int], blocks: Sequence[int] = ()) -> SlotInit:
     return SlotInit(slot, tuple(prompt), len(prompt), tuple(blocks), GREEDY)
 

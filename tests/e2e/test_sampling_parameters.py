@@ -45,15 +45,11 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def wanted(service: Service) -> list[tuple[int, ...]]:
-    """Return the answers to CASES, each request alone."""
     found = [service.client.generate(prompt, ignore_eos=True, **params).token_ids for prompt, params in CASES]
     plain = [reference(prompt, LENGTH) for prompt in ASKED]
     for number, params in enumerate(MIXED):
         assert found[number :: len(MIXED)] != plain, f"{params} has no effect"
     return found
-
-
-# --- against transformers ------------------------------------------------------------------------------------------
 
 
 def test_no_repeat_ngram_equals_generate(service: Service) -> None:
@@ -137,11 +133,7 @@ def _resumed(service: Service, message: pb.GenerateRequest, received: tuple[int,
     return tuple(token_id for response in responses for token_id in response.token_ids)
 
 
-# --- several outputs ------------------------------------------------------------------------------------------------
-
-
 def beam_cases() -> list[tuple[list[int], dict[str, Any], list[int]]]:
-    """Return prompts, parameters of `generate`, and tokens that end an output."""
     rng = random.Random(11)
     found = []
     for number in range(21):

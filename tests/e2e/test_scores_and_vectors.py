@@ -70,7 +70,6 @@ def vector(server: InProcess, request_id: str) -> torch.Tensor:
 
 @torch.inference_mode()
 def check(server: InProcess, model: Any, tolerance: float, same_tokens: bool = True) -> None:
-    """Compare everything with transformers."""
     worst = 0.0
     for i, prompt in enumerate(prompts()):
         ids = torch.tensor([prompt])

@@ -59,7 +59,6 @@ class Served:
         return answers, server
 
     def check(self, answers: dict[str, list[int]], requests: list[Request]) -> None:
-        """Compare greedy answers with transformers' ones."""
         if self.original is not None:
             assert answers == generated(self.original, requests, eos_token_id=2, min_new_tokens=MAX_TOKENS)
 

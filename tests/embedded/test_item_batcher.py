@@ -168,9 +168,6 @@ def test_priority_decides_the_order(running: Callable[[Any], Any]) -> None:
     assert gate.calls == [[0], [3], [2], [1]]
 
 
-# --- limits and errors -----------------------------------------------------------------------------------------------
-
-
 def test_full_queue_rejects_at_once(running: Callable[[Any], Any]) -> None:
     gate, batcher = busy(running, max_batch_size=1, max_queue_size=2)
     waiting = [batcher.submit(n) for n in (1, 2)]
@@ -279,9 +276,6 @@ def test_arguments_are_checked() -> None:
         ItemBatcher(doubled, max_size=3)  # type: ignore[call-arg]
     with ItemBatcher(doubled) as batcher, pytest.raises(InvalidRequest, match="cost is 0"):
         batcher.submit(1, cost=0)
-
-
-# --- ends ------------------------------------------------------------------------------------------------------------
 
 
 def test_cancelled_item_leaves_the_queue(running: Callable[[Any], Any]) -> None:

@@ -57,7 +57,6 @@ class Call:
     """Number of messages to read before the call is cancelled."""
 
     def may_end_with(self, status: str) -> bool:
-        """Whether the call may end with `status`."""
         if status in ALWAYS_ALLOWED:
             return True
         if status == "DEADLINE_EXCEEDED":
@@ -96,8 +95,6 @@ class Call:
 
 
 class Calls:
-    """An endless sequence of calls made from a seed."""
-
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self._corpus = _seeds(random.Random(seed))

@@ -183,7 +183,6 @@ def _read_gguf(path: Path) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the campaign."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)

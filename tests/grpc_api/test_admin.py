@@ -37,9 +37,6 @@ async def admin_stub(s: Serving) -> Any:
     return admin_pb2_grpc.AdminServiceStub(grpc.aio.insecure_channel(s.server.admin_address))
 
 
-# --- responses -------------------------------------------------------------------------------------------------------
-
-
 async def test_admin_calls_run_their_operation(tmp_path: Path) -> None:
     async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
         stub = await admin_stub(s)
@@ -83,8 +80,6 @@ async def test_drain_returns_remaining_requests_and_time(tmp_path: Path) -> None
         draining.cancel()
 
 
-# --- a real process --------------------------------------------------------------------------------------------------
-
 ADMIN = ("--admin-listen", "127.0.0.1:0")
 SLOW = {"min_step_seconds": 0.01, "max_step_seconds": 0.01}
 
@@ -94,7 +89,6 @@ def admin_address(server: Process) -> str:
 
 
 def admin(server: Process, *arguments: str) -> Result:
-    """Run `lineclear admin` against the server."""
     command = ["admin", *arguments, "--target", admin_address(server)]
     return CliRunner().invoke(app, command, env={"COLUMNS": "200"})
 
@@ -188,9 +182,6 @@ def test_workers_that_another_program_started_are_not_restarted(model: Path, tmp
         result = admin(process, "restart-workers")
         assert result.exit_code != 0
         assert "send SIGTERM to one after the other" in result.stderr
-
-
-# --- several workers -------------------------------------------------------------------------------------------------
 
 
 def stats_of(server: Running) -> Any:

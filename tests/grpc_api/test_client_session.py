@@ -15,16 +15,9 @@ from typing import Any
 import pytest
 from support.serving import SMILE, SMILE_IDS, Serving, serving, until
 
+from lineclear import errors
 from lineclear.client import AsyncClient, Client, Generation
 from lineclear.client.target import names_one_server
-from lineclear.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    LineclearError,
-    NonFiniteLogits,
-    ShutdownInterrupted,
-)
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.core.policies import share_of
 from lineclear.scheduler.core.sequence import Request
@@ -112,18 +105,18 @@ async def test_concurrent_requests_share_a_session(tmp_path: Path, connect: Open
 async def test_session_requests_behave_like_direct_calls(tmp_path: Path) -> None:
     async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
         first = await occupied(s, client)
-        with pytest.raises(InvalidRequest) as wrong:
+        with pytest.raises(errors.InvalidRequest) as wrong:
             await client.generate("x", top_p=7.0)
         assert [v.field for v in wrong.value.violations] == ["sampling.top_p"]
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded):
             await client.generate("x", timeout_seconds=0.2)
         await until(lambda: len(s.engine.cancelled) == 1)
         failing = asyncio.ensure_future(client.generate("x"))
         key = await s.engine.next_request(3)
         s.engine.start(key)
         s.engine.tokens(key, SMILE_IDS[:2])
-        s.engine.fail(key, NonFiniteLogits("nan"))
-        with pytest.raises(NonFiniteLogits, match="nan"):
+        s.engine.fail(key, errors.NonFiniteLogits("nan"))
+        with pytest.raises(errors.NonFiniteLogits, match="nan"):
             await failing
         assert len(s.manager.sessions) == 1
         assert not first.done()
@@ -149,7 +142,7 @@ async def test_closing_the_client_ends_all(s: Serving) -> None:
         tasks += [asyncio.ensure_future(client.generate("x")) for _ in range(3)]
         await s.engine.next_request(4)
     for call in tasks:
-        with pytest.raises(Cancelled):
+        with pytest.raises(errors.Cancelled):
             await call
     await s.idle()
     await until(lambda: not s.manager.sessions)
@@ -170,9 +163,9 @@ async def test_ended_session_resumes_its_answers(tmp_path: Path, connect: Open) 
             s.engine.tokens(request.request_id, SMILE_IDS[:3])
         await until(lambda: [r.outputs[0].num_received for r in s.manager.requests] == [3] * 5)
         s.engine.answer = whole
-        s.manager.fail_all(lambda request: ShutdownInterrupted("gone", retry_after_seconds=0.0))
+        s.manager.fail_all(lambda request: errors.ShutdownInterrupted("gone", retry_after_seconds=0.0))
         for session in list(s.manager.sessions):
-            session.drain(ShutdownInterrupted("gone", retry_after_seconds=0.0))
+            session.drain(errors.ShutdownInterrupted("gone", retry_after_seconds=0.0))
         for result in await asyncio.gather(first, *tasks):
             assert list(result.token_ids) == SMILE_IDS
             assert result.resumes >= 1
@@ -237,7 +230,7 @@ async def test_closed_client_leaves_no_threads(s: Serving) -> None:
     await s.engine.next_request(2)
     await client.close()
     for call in (first, second):
-        with pytest.raises(Cancelled):
+        with pytest.raises(errors.Cancelled):
             await call
     await until(lambda: {t for t in threading.enumerate() if t.name == "lineclear-session"} == before)
 
@@ -278,7 +271,7 @@ async def test_too_large_request_fails_alone(tmp_path: Path) -> None:
         neighbour = asyncio.ensure_future(client.generate("x"))
         await s.engine.next_request(2)
         for size in (200_000, 3_000_000, 5_000_000):
-            with pytest.raises(LineclearError) as caught:
+            with pytest.raises(errors.LineclearError) as caught:
                 await client.generate("x" * size)
             assert caught.value.reason in ("PROMPT_TOO_LONG", "REQUEST_TOO_LARGE")
         assert re.search(r"the request has 50000\d\d bytes and the limit is \d+;", str(caught.value))
@@ -299,7 +292,7 @@ async def test_cancel_by_id_ends_the_request(tmp_path: Path, kind: str, submitte
         s.engine.start(await s.engine.next_request(1))
         other: Any = Threaded(s.server.address) if kind == "sync" else AsyncClient(s.server.address)
         assert await other.cancel("mine") is True
-        with pytest.raises(Cancelled):
+        with pytest.raises(errors.Cancelled):
             await answer
         if not submitted:  # the end of a submitted request is kept
             assert await other.cancel("mine") is False

@@ -44,9 +44,6 @@ async def check(s: Serving, name: str) -> int:
     return int((await health_of(s.channel).Check(health_pb2.HealthCheckRequest(service=name))).status)
 
 
-# --- health ----------------------------------------------------------------------------------------------------------
-
-
 async def test_serving_only_while_a_worker_is_joined(tmp_path: Path) -> None:
     assert set(READY) == {"readiness", SERVICE}
 
@@ -153,9 +150,6 @@ async def test_health_listener_offers_health_only(tmp_path: Path) -> None:
         assert (await error_of(stats(b""))).code == "UNIMPLEMENTED"
 
 
-# --- addresses -------------------------------------------------------------------------------------------------------
-
-
 async def test_a_port_in_use_is_not_shared(tmp_path: Path) -> None:
     async with serving(tmp_path, listen="127.0.0.1:0") as s:
         assert not s.server.address.endswith(":0")
@@ -198,9 +192,6 @@ async def test_message_over_the_limit_is_rejected_by_grpc(tmp_path: Path) -> Non
         assert error.code == "RESOURCE_EXHAUSTED"
         assert error.reason != "REQUEST_TOO_LARGE"
         assert s.engine.submitted == []
-
-
-# --- drain -----------------------------------------------------------------------------------------------------------
 
 
 async def test_drain_completes_or_interrupts_requests(s: Serving) -> None:

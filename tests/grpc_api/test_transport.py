@@ -34,7 +34,6 @@ KEEPALIVE_BOUND_SECONDS = 30.0
 
 
 async def answered(channel: grpc.aio.Channel) -> None:
-    """Check that the server answers."""
     await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=BOUND_SECONDS)
 
 
@@ -43,8 +42,6 @@ def test_client_accepts_the_largest_server_message() -> None:
     assert client["grpc.max_receive_message_length"] == server["grpc.max_send_message_length"] == MAX_MESSAGE_BYTES
     assert SchedulerSettings().max_request_bytes == MAX_REQUEST_BYTES
 
-
-# --- options ---------------------------------------------------------------------------------------------------------
 
 LIBRARY = Path(cygrpc.__file__).read_bytes()
 """The installed gRPC, which silently ignores unknown options."""
@@ -60,9 +57,6 @@ def test_installed_grpc_knows_every_server_option(options: Callable[[SchedulerSe
     assert [name for name, _ in options(SchedulerSettings()) if not is_known(name)] == []
     assert not is_known("grpc.http2.min_recv_ping_interval_without_data_ms")
     assert not is_known("grpc.http2.ping_timeout")
-
-
-# --- limits ----------------------------------------------------------------------------------------------------------
 
 
 async def test_too_much_metadata_is_rejected_by_the_transport(s: Serving) -> None:
@@ -178,9 +172,6 @@ async def test_lost_connection_cancels_its_requests(tmp_path: Path, phase: str) 
         is_open.set()
 
 
-# --- incomplete requests ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", ["lineclear.v1.InferenceService/Generate", "grpc.health.v1.Health/Check"])
 async def test_incomplete_request_times_out(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_reader, "READ_TIMEOUT_SECONDS", 0.2)
@@ -247,7 +238,6 @@ def unfinished(connection: Connection, method: str, count: int, *metadata: tuple
 
 
 async def wait_for_calls(s: Serving, count: int) -> None:
-    """Wait until the server has `count` calls."""
     await until(lambda: sum(guard.num_calls for guard in s.server._errors) >= count)
 
 

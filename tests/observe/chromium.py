@@ -47,14 +47,12 @@ class Page:
         """Errors that the page or the browser reported: exceptions, refused files."""
 
     def open(self) -> None:
-        """Open the tab."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> Any:
-        """Call a method of the protocol and return its result."""
         self._last_id += 1
         message: dict[str, Any] = {"id": self._last_id, "method": method, "params": params}
         if self._session:
@@ -68,33 +66,27 @@ class Page:
             self._note(answer)
 
     def go(self, url: str) -> None:
-        """Load a page."""
         self.call("Page.navigate", url=url)
 
     def evaluate(self, script: str) -> Any:
-        """Return the value of an expression in the page."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Wait until an expression is true."""
         end = time.monotonic() + PATIENCE_SECONDS
         while not self.evaluate(f"Boolean({condition})"):
             assert time.monotonic() < end, (condition, self.evaluate("document.body.innerText"), self.problems)
             time.sleep(0.05)
 
     def text(self, selector: str) -> str:
-        """Return the visible text of an element."""
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     def click(self, x: float, y: float) -> None:
-        """Click with the mouse."""
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def resize(self, width: int, height: int, *, dark: bool = False) -> None:
-        """Set the size of the window and the colour scheme."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -120,7 +112,6 @@ class Page:
 
 @contextmanager
 def chromium() -> Iterator[Page]:
-    """Run a browser and open a tab."""
     if not PROGRAM:
         pytest.skip("no Chromium is installed: apt-get install chromium, or set CHROMIUM to its path")
     to_browser, from_browser = os.pipe(), os.pipe()

@@ -45,7 +45,6 @@ def start(model: Path) -> Iterator[Callable[..., Running]]:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Running]:
-    """A server with the default settings."""
     with starting(model, "--status-listen", "127.0.0.1:0") as start_scheduler:
         yield start_scheduler()
 
@@ -235,9 +234,6 @@ def test_a_remote_page_needs_a_token_and_tls_or_consent(flags: list[str], accept
     raises = contextlib.nullcontext() if accepted else pytest.raises(ConfigurationError, match="status-listen")
     with raises:
         settings.load(["--model", "m", *flags])
-
-
-# --- in a browser ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

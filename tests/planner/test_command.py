@@ -33,7 +33,6 @@ def steps(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = command.main([*map(str, arguments)])
@@ -144,9 +143,6 @@ def test_poor_fit_is_said_loudly_or_refused(seconds: tuple[float, ...], code: in
     fitted = run("fit", path, "--out", tmp_path / "fit.json")
     assert fitted.returncode == 0
     assert run("--model-of-steps", tmp_path / "fit.json", "--rate", "5", "--num-requests", "10").returncode == 0
-
-
-# --- arrivals --------------------------------------------------------------------------------------------------------
 
 
 def test_json_lines_and_csv_are_the_same(tmp_path: Path) -> None:

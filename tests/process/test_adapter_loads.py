@@ -34,8 +34,6 @@ class FewMessages:
 
 
 class Table:
-    """The adapters of a core."""
-
     def __init__(self) -> None:
         self.adapters: dict[bytes, int] = {}
 

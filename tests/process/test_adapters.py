@@ -20,15 +20,8 @@ from support.time_limits import PATIENCE_SECONDS
 from support.toy import expected_scores, expected_vector
 from support.toy_service import VOCABULARY, ToyService, answer
 
+from lineclear import errors
 from lineclear.client import AdminClient, Client
-from lineclear.errors import (
-    AdapterLimitReached,
-    AdapterNotFound,
-    AdapterRefused,
-    InvalidRequest,
-    ModelChanged,
-    Unsupported,
-)
 from lineclear.wire.messages import Pooling, PoolingKind
 
 PROMPT = list(range(1, 20))
@@ -116,9 +109,9 @@ def test_adapters_are_loaded_used_listed_and_unloaded(s: Served) -> None:
     batch = list(s.client.generate_batch([PROMPT] * 4, adapter="first", max_tokens=8, ignore_eos=True, seed=0))
     assert [list(generation.token_ids) for generation in batch] == [right(first)] * 4
     assert s.admin.unload_adapter("first") == 0
-    with pytest.raises(AdapterNotFound, match="no adapter of this name is loaded; 1 are"):
+    with pytest.raises(errors.AdapterNotFound, match="no adapter of this name is loaded; 1 are"):
         s.tokens("first")
-    with pytest.raises(AdapterNotFound):
+    with pytest.raises(errors.AdapterNotFound):
         s.admin.unload_adapter("first")
     assert s.tokens("second") == right(second)
 
@@ -146,7 +139,7 @@ def test_scores_and_vectors_are_those_of_the_adapter(s: Served) -> None:
         lambda: s.client.score(PROMPT, [[7]], adapter="none"),
         lambda: s.client.embed(["x"], adapter="b c"),
     ):
-        with pytest.raises(AdapterNotFound):
+        with pytest.raises(errors.AdapterNotFound):
             call()
 
 
@@ -167,7 +160,7 @@ def test_streams_of_killed_workers_continue_with_their_adapter(tmp_path: Path) -
             killed.add(kill(s.worker_pids()[0]))
         for number, tokens in enumerate(found):
             assert tokens.result() == right(paths[number % 3], 150, seed=number)
-        with pytest.raises(Unsupported, match="--lora-dir"):
+        with pytest.raises(errors.Unsupported, match="--lora-dir"):
             s.admin.load_adapter("x", "a")
 
 
@@ -185,7 +178,7 @@ def test_adapter_that_a_new_worker_cannot_load_is_forgotten(s: Served) -> None:
     path.rename(s.folder / "gone")
     kill(s.worker_pids()[0])
     eventually(lambda: not s.admin.adapters(), what="the loss of the adapter")
-    with pytest.raises(AdapterNotFound):
+    with pytest.raises(errors.AdapterNotFound):
         s.tokens("a")
     assert s.tokens(None) == right(None)
 
@@ -200,10 +193,10 @@ def test_unloading_lets_running_requests_end(s: Served) -> None:
         s.client.stream(PROMPT, adapter="b", **params) as second,
     ):
         next(first), next(second)
-        with pytest.raises(AdapterLimitReached, match="2 adapters are loaded and in use"):
+        with pytest.raises(errors.AdapterLimitReached, match="2 adapters are loaded and in use"):
             s.admin.load_adapter("c", "c")
         assert s.admin.unload_adapter("a") == 1
-        with pytest.raises(AdapterNotFound):
+        with pytest.raises(errors.AdapterNotFound):
             s.tokens("a")
         for name, stream in (("a", first), ("b", second)):
             list(stream)
@@ -228,7 +221,7 @@ def test_worker_that_joins_later_has_unloaded_adapters_in_use(s: Served, are_fil
         if not are_files_left:
             shutil.rmtree(paths["a"])
         kill(s.worker_pids()[0])
-        with contextlib.nullcontext() if are_files_left else pytest.raises(AdapterNotFound, match="cannot load"):
+        with contextlib.nullcontext() if are_files_left else pytest.raises(errors.AdapterNotFound, match="cannot load"):
             list(first)
             assert list(first.token_ids) == wanted["a"]
         list(second)
@@ -239,7 +232,7 @@ def test_worker_that_joins_later_has_unloaded_adapters_in_use(s: Served, are_fil
 
 
 def _loads(s: Served, name: str) -> bool:
-    with contextlib.suppress(AdapterLimitReached):
+    with contextlib.suppress(errors.AdapterLimitReached):
         s.admin.load_adapter(name, name)
         return True
     return False
@@ -276,7 +269,7 @@ def test_answer_is_not_resumed_with_another_adapter(s: Served) -> None:
     assert s.tokens("x", model_fingerprint=fingerprint) == right(s.folder / "a")
     s.admin.unload_adapter("x")
     s.admin.load_adapter("x", "b")
-    with pytest.raises(ModelChanged):
+    with pytest.raises(errors.ModelChanged):
         s.tokens("x", model_fingerprint=fingerprint)
 
 
@@ -289,7 +282,7 @@ def test_path_out_of_the_folder_is_refused(s: Served, path: str) -> None:
     (s.folder / "files").mkdir()
     for file in outside.iterdir():
         (s.folder / "files" / file.name).symlink_to(file)
-    with pytest.raises((AdapterRefused, InvalidRequest)) as caught:
+    with pytest.raises((errors.AdapterRefused, errors.InvalidRequest)) as caught:
         s.admin.load_adapter("x", path)
     assert str(s.folder.parent) not in str(caught.value)
     assert s.admin.adapters() == ()
@@ -308,12 +301,12 @@ def test_refusals_have_reasons(s: Served) -> None:
         ("none", "no such directory"),
         ("cut", "is cut short by 1 bytes"),
     ):
-        with pytest.raises(AdapterRefused, match=reason):
+        with pytest.raises(errors.AdapterRefused, match=reason):
             s.admin.load_adapter("x", path)
-    with pytest.raises(InvalidRequest, match="name"):
+    with pytest.raises(errors.InvalidRequest, match="name"):
         s.admin.load_adapter("a b", "a")
     s.admin.load_adapter("x", "a")
-    with pytest.raises(AdapterRefused, match="another adapter of this name"):
+    with pytest.raises(errors.AdapterRefused, match="another adapter of this name"):
         s.admin.load_adapter("x", "b")
 
 
@@ -366,7 +359,7 @@ def test_adapters_change_places_under_load(s: Served) -> None:
                 s.admin.load_adapter(path.name, path.name)
                 assert s.tokens(path.name, seed=number) == right(path, seed=number)
                 outcomes.append("served")
-            except (AdapterLimitReached, AdapterNotFound) as error:
+            except (errors.AdapterLimitReached, errors.AdapterNotFound) as error:
                 outcomes.append(error.reason)
 
     with ThreadPoolExecutor(4) as pool:

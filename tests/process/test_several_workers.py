@@ -28,8 +28,6 @@ OPTIONS = ToyOptions(num_slots=8, min_step_seconds=0.002, max_step_seconds=0.004
 
 
 def both_at_work(harness: EngineHarness) -> None:
-    """Wait until both workers run requests."""
-
     def running() -> list[int]:
         return [worker.num_requests_running for worker in harness.engine.snapshot().core.workers]
 
@@ -120,8 +118,6 @@ def test_another_model_waits_for_all_workers() -> None:
         second.kill()
         harness.wait_joined(3)
 
-
-# --- supervised -----------------------------------------------------------------------------------------------------
 
 TWO = ((), ())
 
@@ -253,7 +249,6 @@ async def test_a_promoted_standby_gets_the_flags_of_its_slot(tmp_path: Path, mon
 
 
 def restart_all(harness: EngineHarness, pool: WorkerPool) -> None:
-    """Restart one worker after the other."""
     assert harness.loop is not None
     restarted = asyncio.run_coroutine_threadsafe(pool.restart_all(), harness.loop)
     assert restarted.result(PATIENCE_SECONDS) == pool.pids

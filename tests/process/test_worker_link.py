@@ -217,9 +217,6 @@ def test_wait_accepts_any_time(station: Station, until: float | None) -> None:
     station.link.wait(None if until is None else time.monotonic() + until)
 
 
-# --- the worker's side ----------------------------------------------------------------------------------------------
-
-
 class FakeScheduler:
     """The bare sockets of a scheduler, and the epoch of the worker that joined last."""
 
@@ -247,7 +244,6 @@ class FakeScheduler:
         return self.epoch
 
     def receive(self, kind: type[M]) -> M:
-        """Return the next message of a kind."""
         while self.results.poll(PATIENCE_SECONDS * 1000):
             message = decode(self.results.recv())
             if isinstance(message, kind):
@@ -255,7 +251,6 @@ class FakeScheduler:
         raise AssertionError(f"no {kind.__name__} in {PATIENCE_SECONDS} s")
 
     def send(self, frame: bytes) -> None:
-        """Send to the worker that joined last."""
         self.plans.send_multipart((self.epoch.to_bytes(8, "little"), frame))
 
     def close(self) -> None:

@@ -161,9 +161,6 @@ def test_exit_code_separates_kill_from_crash(exit_code: int | None, loss: Worker
     assert loss_by_exit(exit_code) is loss
 
 
-# --- timeouts -------------------------------------------------------------------------------------------------------
-
-
 def test_silence(session: WorkerSession) -> None:
     session.receive(HEARTBEAT, 100.0)
     assert session.check(104.9) == []
@@ -221,9 +218,6 @@ def test_suspended_scheduler_extends_deadlines(session: WorkerSession) -> None:
     assert session.check(3700.0) == []
     session.receive(HEARTBEAT, 3708.0)
     assert session.next_check() == 3710.0
-
-
-# --- progress -------------------------------------------------------------------------------------------------------
 
 
 def test_confirmed_token_is_progress_once(session: WorkerSession) -> None:

@@ -34,8 +34,6 @@ FOR_EVER = [sys.executable, "-c", "import signal; signal.pause()"]
 
 
 class Calls:
-    """Callbacks of a supervisor."""
-
     def __init__(self) -> None:
         self.exits: list[tuple[float, int]] = []
         self.give_ups: list[str] = []
@@ -45,7 +43,6 @@ class Calls:
 
 
 def started(command: list[str], **limits: float | int) -> tuple[WorkerPool, Calls]:
-    """Start a supervisor; return its callbacks too."""
     calls = Calls()
     pool = WorkerPool(
         command,

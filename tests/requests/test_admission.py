@@ -41,9 +41,6 @@ def places_of(quota: QueueLimiter, count: int, tokens: int = 0) -> list[QueuePla
     return places
 
 
-# --- retry hints -----------------------------------------------------------------------------------------------------
-
-
 def test_retry_hint_is_half_the_queue_at_the_recent_rate() -> None:
     clock = Clock()
     quota = new_quota(clock)
@@ -80,9 +77,6 @@ def test_retry_hint_bounds() -> None:
     for place in places:
         place.release(started=True)
     assert quota.retry_after_seconds() == 0.05
-
-
-# --- limits ----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)

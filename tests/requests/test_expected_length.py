@@ -19,7 +19,6 @@ from lineclear.v1 import inference_pb2 as pb
 
 
 def learned(lengths: Sequence[int], **shape: Any) -> LearnedLength:
-    """Return an estimator that has seen answers of these lengths."""
     estimator = LearnedLength()
     for length in lengths:
         estimator.observe(_shape(**shape), length)

@@ -35,7 +35,6 @@ class Queued:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def submit(self, flow: str, *costs: float) -> None:
-        """Submit one request for each cost."""
         self._tasks += [asyncio.ensure_future(self._acquire(flow, cost)) for cost in costs]
         await settle()
 
@@ -45,7 +44,6 @@ class Queued:
         self.costs.append(cost)
 
     async def release(self) -> None:
-        """Release the longest admitted request."""
         self.gate.release(self.admitted[self.num_released])
         self.num_released += 1
         await settle()

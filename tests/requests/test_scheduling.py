@@ -92,9 +92,6 @@ async def test_wrong_update_changes_nothing(tmp_path: Path) -> None:
         assert s.operations.calls == []
 
 
-# --- real processes --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
     with starting(model, "--admin-listen", f"unix:{tmp_path}/a") as start_scheduler:

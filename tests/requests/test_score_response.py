@@ -146,9 +146,6 @@ async def test_the_loop_is_free_between_texts() -> None:
     assert most == 1
 
 
-# --- pauses -----------------------------------------------------------------------------------------------------------
-
-
 async def test_pause_equals_the_time_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     pace = LoopPacer(clock)

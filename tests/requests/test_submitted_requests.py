@@ -42,7 +42,6 @@ async def submit(s: Serving, request: pb.GenerateRequest | None = None, **option
 async def submit_to_the_end(
     s: Serving, request: pb.GenerateRequest | None = None, answer: Sequence[int] = SMILE_IDS
 ) -> str:
-    """Submit a request and return when its answer is complete."""
     s.engine.answer = lambda request: answer
     name = await submit(s, request)
     await s.idle()

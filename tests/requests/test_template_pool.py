@@ -189,9 +189,6 @@ async def test_conversation_messages_are_limited(tmp_path: Path) -> None:
             ]
 
 
-# --- fairness --------------------------------------------------------------------------------------------------------
-
-
 def detokenize(s: Serving, **options: Any) -> Any:
     return s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * 20_000), **options)
 
@@ -316,9 +313,6 @@ async def test_deadline_passes_while_a_prompt_waits(tmp_path: Path, monkeypatch:
         slow.cancel()
         session.cancel()
         await s.idle()
-
-
-# --- as a process ----------------------------------------------------------------------------------------------------
 
 
 def test_no_template_process_outlives_its_scheduler(tmp_path: Path) -> None:

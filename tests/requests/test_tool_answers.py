@@ -356,8 +356,6 @@ async def test_parsers_are_chosen_logged_and_reported(tmp_path: Path) -> None:
         assert (line["tool_calls"], line["reasoning"]) == tuple(name or "none" for name in expected)
 
 
-# --- properties ------------------------------------------------------------------------------------------------------
-
 FRAGMENTS = ["<tool_call>", "</tool_call>", '{"name": "add", "arguments": {"a": 1', "}}", "é", "x "]
 FRAGMENTS += ["<think>", "</think>"]
 FRAGMENTS += ["[TOOL_CALLS]", "[ARGS]", "add", "{}", " [", "]", "<|python_tag|>", "stop", "st", "😀", "<|im_end|>"]

@@ -178,9 +178,6 @@ def test_range_and_default_are_those_of_the_schemas_comment(name: str) -> None:
     assert getattr(check(request(), BOUNDS).sampling, name) == DEFAULTS[name] == float(default[1])
 
 
-# --- checks that need the prompt -------------------------------------------------------------------------------------
-
-
 def resolved(prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
     validated = check(request(sampling=sampling), BOUNDS)
     return resolve(validated, request(), prompt, "", validated.sampling, BOUNDS)
@@ -223,9 +220,6 @@ def test_prompt_that_does_not_fit_is_rejected(
 ) -> None:
     with pytest.raises(error, match=problem):
         resolved(prompt, **sampling)
-
-
-# --- other RPCs ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

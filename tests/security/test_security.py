@@ -38,9 +38,6 @@ async def wait_for_status(channel: Any, method: str, token: str, *, refused: boo
             await asyncio.sleep(0.05)
 
 
-# --- defaults --------------------------------------------------------------------------------------------------------
-
-
 def test_default_listen_address_is_local() -> None:
     settings = SchedulerSettings()
     assert settings.listen == "127.0.0.1:50051"
@@ -55,9 +52,6 @@ async def test_listener_that_others_reach_is_logged_with_what_it_lacks(tmp_path:
     (line,) = [line for line in lines if line["event"] == "insecure_listener"]
     assert (line["log_level"], line["address"]) == ("warning", "0.0.0.0:0")
     assert line["there_is"]
-
-
-# --- tokens ----------------------------------------------------------------------------------------------------------
 
 
 async def test_every_method_but_health_requires_a_token(tmp_path: Path) -> None:
@@ -168,9 +162,6 @@ def test_token_moved_to_another_tenant_is_invalid(tmp_path: Path) -> None:
         assert shown.is_valid() is expected
 
 
-# --- identity --------------------------------------------------------------------------------------------------------
-
-
 async def test_identity_belongs_to_its_call_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Identity] = []
     real = identity.caller
@@ -211,9 +202,6 @@ async def test_cache_salt_is_that_of_the_tenant(tmp_path: Path, share: bool) -> 
             await read_all(s.generate(text_request(cache_salt=salt), metadata=bearer(token)))
         salts = [request.cache_salt for request in s.engine.submitted]
         assert len(set(salts)) == (2 if share else 4)
-
-
-# --- listeners -------------------------------------------------------------------------------------------------------
 
 
 async def test_admin_listener_has_its_own_methods_and_tokens(tmp_path: Path) -> None:

@@ -67,9 +67,6 @@ async def num_kept(s: Serving, tenant: str, names: Sequence[str]) -> int:
     return count
 
 
-# --- request ids -----------------------------------------------------------------------------------------------------
-
-
 async def test_two_tenants_may_use_the_same_request_id(tmp_path: Path, token_file: str) -> None:
     """By Generate, Session and Submit; each tenant cancels its own request by that id."""
     named = text_request(request_id="invoice-4711")
@@ -95,9 +92,6 @@ async def test_two_tenants_may_use_the_same_request_id(tmp_path: Path, token_fil
         assert (await error_of(first)).reason == "CANCELLED"
         assert s.engine.cancelled == [bobs, alices]
         session.cancel()
-
-
-# --- kept answers ----------------------------------------------------------------------------------------------------
 
 
 async def test_tenant_does_not_evict_a_smaller_tenants_answers(tmp_path: Path, token_file: str) -> None:
@@ -209,9 +203,6 @@ async def submit_and_feed(
         s.engine.tokens(key, [5], [Logprobs(-float(index), top)])
     s.engine.finish_by(key, FinishReason.LENGTH)
     await s.idle()
-
-
-# --- server statistics -----------------------------------------------------------------------------------------------
 
 
 async def test_stats_reveal_nothing_about_other_tenants(tmp_path: Path, token_file: str) -> None:

@@ -29,9 +29,6 @@ def token_file(path: Path, *lines: str, mode: int = 0o400) -> Path:
     return file
 
 
-# --- tokens ----------------------------------------------------------------------------------------------------------
-
-
 def test_names_plain_tokens_hashes_and_comments(tmp_path: Path) -> None:
     """Two tokens of one name are valid at once, and nothing secret is shown."""
     hashed, third = f"sha256:{sha256(BOB.encode()).hexdigest()}", "third-" + "c" * 32
@@ -93,9 +90,6 @@ def test_too_large_or_missing_file_is_rejected(tmp_path: Path) -> None:
         read_tokens(token_file(tmp_path, f"alice {ALICE}", "#" * 2**20))
     with pytest.raises(ConfigurationError, match="No such file"):
         read_tokens(tmp_path / "absent")
-
-
-# --- changes ---------------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -203,8 +197,6 @@ def test_read_is_retried_after_a_temporary_error(tmp_path: Path) -> None:
             assert watched.current().name_of(BOB) == expected
     assert [line["event"] for line in lines] == ["reload_failed", "files_reloaded"]
 
-
-# --- certificates ----------------------------------------------------------------------------------------------------
 
 AUTHORITY = trustme.CA()
 

@@ -11,14 +11,7 @@ from simulation.oracle import Oracle
 from simulation.scenario import Scenario, poison
 from support.events import TokensReady, flat
 
-from lineclear.errors import (
-    AdapterLimitReached,
-    Cancelled,
-    DeviceOutOfMemory,
-    LineclearError,
-    NoTokenAllowed,
-    PoisonRequest,
-)
+from lineclear import errors
 from lineclear.scheduler.core import invariants
 from lineclear.scheduler.core.events import Admitted, Event, Failed, Finished, Started
 from lineclear.scheduler.core.inflight_step import BadResult
@@ -54,10 +47,9 @@ class CheckedScheduler:
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now: float) -> LineclearError | None:
-        """Submit a request; return the error if it is rejected."""
+    def submit(self, request: Request, now: float) -> errors.LineclearError | None:
         self.transcript.append((now, "submit", request.request_id, request.prompt, request.max_tokens, request.output))
-        outcome: list[Event] | LineclearError
+        outcome: list[Event] | errors.LineclearError
         try:
             outcome = self.core.submit(request, now)
             (admitted,) = outcome
@@ -67,14 +59,14 @@ class CheckedScheduler:
             effect = poison(request.sampling.seed, self.scenario.poison_per_mille)
             self._poisonous[request.request_id] = effect
             self.counts["poison"] += effect != ""
-        except LineclearError as error:
+        except errors.LineclearError as error:
             outcome = error
             self.counts[type(error).__name__] += 1
             self.transcript.append((now, "rejected", type(error)))
         self._follow(lambda oracle: oracle.on_submit(request, now, outcome))
-        return outcome if isinstance(outcome, LineclearError) else None
+        return outcome if isinstance(outcome, errors.LineclearError) else None
 
-    def submit_together(self, requests: Sequence[Request], now: float) -> LineclearError | None:
+    def submit_together(self, requests: Sequence[Request], now: float) -> errors.LineclearError | None:
         """Submit a request and its siblings, all or none; return the error if the first is rejected."""
         for request in requests:
             error = self.submit(request, now)
@@ -85,10 +77,10 @@ class CheckedScheduler:
             self.oracle.on_siblings(request.request_id for request in requests)
         return None
 
-    def cancel(self, request_id: str, error: LineclearError | None, now: float) -> None:
+    def cancel(self, request_id: str, error: errors.LineclearError | None, now: float) -> None:
         events = self.core.cancel(request_id, error, now)
         self._record("cancel", events, now)
-        kind = Cancelled if error is None else type(error)
+        kind = errors.Cancelled if error is None else type(error)
         self._follow(lambda oracle: oracle.on_cancel(request_id, kind, now, events))
 
     def finish(self, request_id: str, num_tokens: int, now: float) -> None:
@@ -166,7 +158,7 @@ class CheckedScheduler:
         index: int | None = None
         try:
             index = self.core.load_adapter(key, now)
-        except AdapterLimitReached:
+        except errors.AdapterLimitReached:
             self.counts["AdapterLimitReached"] += 1
         self.transcript.append((now, "load_adapter", key, index))
         self._follow(lambda oracle: oracle.state.adapters.on_load(key, index, oracle.state.live.values()))
@@ -224,8 +216,8 @@ class CheckedScheduler:
 
     def _check_blame(self, event: Finished | Failed, effect: str) -> None:
         """Check that only poison requests fail for a crash."""
-        is_blamed = isinstance(event, Failed) and isinstance(event.error, PoisonRequest | DeviceOutOfMemory)
-        if self.only_poison and is_blamed:
+        error = event.error if isinstance(event, Failed) else None
+        if self.only_poison and isinstance(error, errors.PoisonRequest | errors.DeviceOutOfMemory):
             require(effect != "", "isolation", "no request fails for the crash of another")
-        if isinstance(event, Failed) and isinstance(event.error, PoisonRequest | NoTokenAllowed):
-            self.counts[type(event.error).__name__] += 1
+        if isinstance(error, errors.PoisonRequest | errors.NoTokenAllowed):
+            self.counts[type(error).__name__] += 1

@@ -43,7 +43,6 @@ class ModelBatching:
         return late or active > 0 or waiting >= min(policy.min_batch_size, self.worker.num_slots)
 
     def on_join(self) -> None:
-        """Count a request that joined."""
         self.joins_left -= 1
         fixed = self.state.limits.batching_strategy == "fixed_size"
         require(not fixed or self.joins_left >= 0, "strategy", "a fixed batch has at most as many requests as slots")

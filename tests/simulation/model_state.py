@@ -73,7 +73,6 @@ class ModelState:
             self.workers[sequence.epoch].swap.drop(sequence)
 
     def preempt(self, victim: ModelSequence) -> None:
-        """Have a running request wait again."""
         self.workers[victim.epoch].stop_running(victim, victim.num_planned)
         victim.preemptions += 1
         victim.protected = victim.preemptions >= self.limits.max_preemptions

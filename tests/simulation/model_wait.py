@@ -40,7 +40,6 @@ class ModelPace:
         self._totals = [total * _DECAY + value for total, value in zip(self._totals, new, strict=True)]
 
     def seconds(self, prompt: float, output: float) -> float:
-        """Return the time of that many tokens."""
         prompt_seconds, prompt_tokens, output_seconds, output_tokens = self._totals
         if not prompt_tokens:
             raise _UnknownPace

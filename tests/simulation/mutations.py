@@ -77,7 +77,6 @@ def drop(statement: str, times: int = 1, after: str = "") -> Operator:
 
 
 def twice(statement: str) -> Operator:
-    """Run a statement twice."""
     (pattern,) = ast.parse(statement).body
 
     def run_twice(node: ast.AST, captures: dict[int, ast.AST]) -> ast.AST:

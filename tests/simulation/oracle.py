@@ -20,17 +20,7 @@ from simulation.scenario import Scenario
 from support.counters import check_counters
 from support.toy import expected, expected_scores, expected_vector, fingerprint, with_adapter
 
-from lineclear.errors import (
-    AdapterNotFound,
-    DeadlineExceeded,
-    DeadlineUnreachable,
-    DeviceOutOfMemory,
-    DuplicateRequest,
-    LineclearError,
-    PoisonRequest,
-    QueueFull,
-    ServerDraining,
-)
+from lineclear import errors
 from lineclear.scheduler.core.events import Admitted, Event, Failed, Finished, FinishReason, WorkerJoined, WorkerLost
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
@@ -52,15 +42,15 @@ class Oracle:
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    def on_submit(self, request: Request, now: float, outcome: list[Event] | LineclearError) -> None:
+    def on_submit(self, request: Request, now: float, outcome: list[Event] | errors.LineclearError) -> None:
         error = self._expected_error(request)
         run_seconds = self.state.wait.pace.run_seconds(request)
         since = now if request.queued_since is None else request.queued_since
         if error is None and self._must_expire(request, self.state.queue.preview(request, now, run_seconds), now):
-            error = DeadlineUnreachable
+            error = errors.DeadlineUnreachable
         if error is not None:
             self.state.counters.requests_rejected += 1
-            self.state.refusing |= error is QueueFull
+            self.state.refusing |= error is errors.QueueFull
             require(type(outcome) is error, "I12", "rejected with the right error")
             return
         require(isinstance(outcome, list), "I12", "admitted if no limit is reached")
@@ -109,7 +99,7 @@ class Oracle:
         self.state.switch(before, limits)
         self.state.queue.switch(limits, list(self.state.live.values()), self.state.wait.pace.run_seconds)
 
-    def on_cancel(self, request_id: str, error: type[LineclearError], now: float, events: list[Event]) -> None:
+    def on_cancel(self, request_id: str, error: type[errors.LineclearError], now: float, events: list[Event]) -> None:
         sequence = self.state.live.get(request_id)
         if sequence is None:
             return require(events == [], "I10", "nothing happens to an unknown request")
@@ -133,7 +123,7 @@ class Oracle:
         for sequence in sorted(due, key=lambda s: (s.request.deadline, s.queue_key[1])):
             self.state.remove(sequence)
             self.state.counters.requests_expired += 1
-            wanted.append((Failed, sequence.request.request_id, DeadlineExceeded, sequence.stats(now)))
+            wanted.append((Failed, sequence.request.request_id, errors.DeadlineExceeded, sequence.stats(now)))
         require_same(events, wanted)
 
     def on_worker_lost(self, epoch: int, now: float, events: list[Event], loss: WorkerLoss) -> None:
@@ -148,7 +138,7 @@ class Oracle:
             if crashes / self.limits.max_isolated_crashes + kills / self.limits.max_isolated_kills >= 1.0:
                 self.state.remove(isolated)
                 self.state.counters.requests_failed += 1
-                wanted.append((Failed, isolated.request.request_id, PoisonRequest, isolated.stats(now)))
+                wanted.append((Failed, isolated.request.request_id, errors.PoisonRequest, isolated.stats(now)))
         self.state.lose(epoch)
         return require_same(events, wanted)
 
@@ -178,7 +168,7 @@ class Oracle:
                 self.state.remove(sequence)
                 worker.budget.restore()
                 self.state.counters.requests_failed += 1
-                wanted.append((Failed, sequence.request.request_id, DeviceOutOfMemory, sequence.stats(now)))
+                wanted.append((Failed, sequence.request.request_id, errors.DeviceOutOfMemory, sequence.stats(now)))
         require_same(events, wanted)
 
     def on_drain(self) -> None:
@@ -262,18 +252,18 @@ class Oracle:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _expected_error(self, request: Request) -> type[LineclearError] | None:
+    def _expected_error(self, request: Request) -> type[errors.LineclearError] | None:
         places = [s for s in self.state.fresh if not s.request.is_sibling]
         waiting = sum(len(s.tokens) for s in places)
         if self.state.draining and not request.is_sibling:
-            return ServerDraining
+            return errors.ServerDraining
         if request.request_id in self.state.live:
-            return DuplicateRequest
+            return errors.DuplicateRequest
         if not self.state.adapters.is_loaded(request.adapter):
-            return AdapterNotFound
+            return errors.AdapterNotFound
         if not request.is_sibling and len(places) >= self.limits.max_queue_size:
-            return QueueFull
+            return errors.QueueFull
         num_tokens = len(request.prompt) + len(request.output)
         if not request.is_sibling and places and waiting + num_tokens > self.limits.max_queue_tokens:
-            return QueueFull
+            return errors.QueueFull
         return self.state.rejection(request)

@@ -195,7 +195,6 @@ class SimulatedRun:
         return self.rng.choice([w for w in self.workers.values() for _ in range(1 if w.is_slow else 8)])
 
     def _do_launch(self) -> None:
-        """Compute the next plan on a worker."""
         worker = self._some_worker()
         if worker is not None and worker.plans:
             self._launch(worker)
@@ -219,7 +218,6 @@ class SimulatedRun:
         worker.results.append(self.scheduler.transfer(result))
 
     def _do_deliver(self) -> None:
-        """Deliver the next message of a worker to the core."""
         worker = self._some_worker()
         if worker is not None and worker.results:
             self._deliver(worker)

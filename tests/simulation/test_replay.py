@@ -21,7 +21,6 @@ from lineclear.scheduler.flight_recorder.replay import replay
 
 
 def record(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the recording of a history: its last calls, or all of them."""
     max_records = random.Random(seed).choice((5, 40, 300, 10_000))
 
     def make(limits: CoreLimits) -> RecordingScheduler:

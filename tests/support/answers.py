@@ -26,7 +26,6 @@ async def answered(
 
 
 async def engine_request(s: Serving, request: pb.GenerateRequest | None = None) -> Request:
-    """Return what the engine gets for a request."""
     await answered(s, [], request)
     return s.engine.submitted[-1]
 

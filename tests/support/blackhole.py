@@ -49,7 +49,6 @@ class BlackHole:
         self.close()
 
     def run(self) -> None:
-        """Forward until `vanish`."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ, None)
             selector.register(self._woken, selectors.EVENT_READ, None)

@@ -23,26 +23,20 @@ GIB = 1 << 30
 
 
 class Event:
-    """An event of a stream."""
-
     def __init__(self, enable_timing: bool = False) -> None:
         self.at = 0.0
 
     def record(self, stream: object = None) -> None:
-        """Take the time."""
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
         """Return at once."""
 
     def elapsed_time(self, end: Event) -> float:
-        """Return milliseconds."""
         return (end.at - self.at) * 1e3
 
 
 class Stream:
-    """A stream of a device."""
-
     def __init__(self, device: object = None) -> None:
         pass
 

@@ -37,7 +37,6 @@ def reference(prompt: str, max_tokens: int) -> tuple[int, ...]:
 
 @cache
 def model() -> tuple[Any, Any]:
-    """Return the model and its tokenizer from transformers."""
     loaded = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     return loaded.eval(), AutoTokenizer.from_pretrained(DEMO_MODEL)
 

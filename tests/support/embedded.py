@@ -29,16 +29,13 @@ class Gate:
         return self._function(argument)
 
     def wait_for_call(self) -> Any:
-        """Wait until the function is called and return its argument."""
         assert self._called.acquire(timeout=PATIENCE_SECONDS)
         return self.calls[-1]
 
     def allow(self) -> None:
-        """Let one call return."""
         self._allowed.release()
 
     def open(self) -> None:
-        """Let every call return."""
         self._is_open = True
         self._allowed.release(1000)
 

@@ -175,7 +175,6 @@ class EngineHarness:
         assert self.engine.failure is None or self.fatal, "the engine died silently"
 
     def start_worker(self, options: ToyOptions | None = None) -> subprocess.Popen[bytes]:
-        """Start a worker without a supervisor."""
         command = (options or self.options).arguments(self.directory)
         worker = subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL)
         self.workers.append(worker)
@@ -288,7 +287,6 @@ class ToyScheduler:
         self.process.stdout.close()
 
     def read_pid(self, key: str) -> int:
-        """Return the pid in the next line that has `key`."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if key in (said := json.loads(line)):

@@ -25,6 +25,14 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _WINDOW = 12
+_MULTIPLIERS: dict[str, Any] = {
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+}
+_CAPS: dict[str, Any] = {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0}
+_MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 WIDE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -46,14 +54,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "cohere": _with(tf.CohereConfig, hidden_size=48, logit_scale=0.5),
     "ernie4_5": _with(tf.Ernie4_5Config, head_dim=8),
     "exaone4": _with(tf.Exaone4Config, sliding_window=_WINDOW, sliding_window_pattern=2),
-    "gemma2": _with(
-        tf.Gemma2Config,
-        head_dim=8,
-        sliding_window=_WINDOW,
-        query_pre_attn_scalar=16,
-        attn_logit_softcapping=3.0,
-        final_logit_softcapping=20.0,
-    ),
+    "gemma2": _with(tf.Gemma2Config, **_CAPS, head_dim=8, sliding_window=_WINDOW),
     "gemma3_text": _with(
         tf.Gemma3TextConfig, head_dim=8, sliding_window=_WINDOW, num_hidden_layers=3, sliding_window_pattern=3
     ),
@@ -72,20 +73,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         tf.GptOssConfig,
         head_dim=8,
         sliding_window=_WINDOW,
-        num_local_experts=4,
-        num_experts_per_tok=2,
+        **_MOE,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
-    "granite": _with(
-        tf.GraniteConfig,
-        attention_multiplier=0.3,
-        residual_multiplier=0.5,
-        embedding_multiplier=3.0,
-        logits_scaling=2.0,
-    ),
+    "granite": _with(tf.GraniteConfig, **_MULTIPLIERS),
     "llama": _with(tf.LlamaConfig),
     "mistral": _with(tf.MistralConfig, sliding_window=_WINDOW),
-    "mixtral": _with(tf.MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral": _with(tf.MixtralConfig, **_MOE),
     "olmo2": _with(tf.Olmo2Config),
     "opt": lambda: tf.OPTConfig(
         vocab_size=VOCAB_SIZE,
@@ -118,10 +112,7 @@ _ROUTED: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "routed_scaling_factor": 1.5,
 }
-_SLIDING: dict[str, Any] = {
-    "sliding_window": _WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+_SLIDING: dict[str, Any] = {"sliding_window": _WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 6,
     "q_lora_rank": 20,
@@ -137,12 +128,6 @@ _SCALED: dict[str, Any] = {
     "original_max_position_embeddings": 7,
 }
 _GROUPS: dict[str, Any] = _ROUTED | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-_MULTIPLIERS: dict[str, Any] = {
-    "attention_multiplier": 0.3,
-    "residual_multiplier": 0.5,
-    "embedding_multiplier": 3.0,
-    "logits_scaling": 2.0,
-}
 
 FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
     "afmoe": _with(
@@ -175,20 +160,14 @@ FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
     "glm": _with(tf.GlmConfig, head_dim=8),
     "glm4_moe": _with(tf.Glm4MoeConfig, **_ROUTED, head_dim=8, use_qk_norm=True),
     "glm4_moe_lite": _with(tf.Glm4MoeLiteConfig, **_LATENT, **_ROUTED),
-    "granitemoe": _with(tf.GraniteMoeConfig, **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2),
-    "granitemoeshared": _with(
-        tf.GraniteMoeSharedConfig,
-        **_MULTIPLIERS,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        shared_intermediate_size=32,
-    ),
+    "granitemoe": _with(tf.GraniteMoeConfig, **_MULTIPLIERS, **_MOE),
+    "granitemoeshared": _with(tf.GraniteMoeSharedConfig, **_MULTIPLIERS, **_MOE, shared_intermediate_size=32),
     "helium": _with(tf.HeliumConfig, head_dim=8),
     "hunyuan_v1_dense": _with(tf.HunYuanDenseV1Config, head_dim=8),
     "hunyuan_v1_moe": _with(tf.HunYuanMoEV1Config, head_dim=8, num_experts=4, moe_topk=2),
     "hyperclovax": _with(tf.HyperCLOVAXConfig, **_MULTIPLIERS),
     "jais2": _with(tf.Jais2Config),
-    "jetmoe": _with(tf.JetMoeConfig, kv_channels=8, num_local_experts=4, num_experts_per_tok=2),
+    "jetmoe": _with(tf.JetMoeConfig, kv_channels=8, **_MOE),
     "llama4_text": _with(
         tf.Llama4TextConfig,
         head_dim=8,
@@ -215,7 +194,7 @@ FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
         tf.MiMoV2FlashConfig, **_ROUTED, **_SLIDING, num_attention_heads=8, head_dim=12, v_head_dim=8
     ),
     "minicpm3": _with(tf.MiniCPM3Config, **_LATENT, scale_emb=3, dim_model_base=24),
-    "minimax_m2": _with(tf.MiniMaxM2Config, head_dim=8, rotary_dim=4, num_local_experts=4, num_experts_per_tok=2),
+    "minimax_m2": _with(tf.MiniMaxM2Config, head_dim=8, rotary_dim=4, **_MOE),
     "ministral": _with(tf.MinistralConfig, **_SLIDING, head_dim=8),
     "ministral3": _with(tf.Ministral3Config, head_dim=8, rope_parameters=_SCALED),
     "nanochat": _with(tf.NanoChatConfig, final_logit_softcapping=5.0),
@@ -224,18 +203,11 @@ FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
     "olmo3": _with(tf.Olmo3Config, **_SLIDING),
     "olmoe": _with(tf.OlmoeConfig, num_experts=4, num_experts_per_tok=2),
     "persimmon": _with(tf.PersimmonConfig),
-    "phimoe": _with(tf.PhimoeConfig, num_local_experts=4, num_experts_per_tok=2),
+    "phimoe": _with(tf.PhimoeConfig, **_MOE),
     "qwen2_moe": _with(tf.Qwen2MoeConfig, **_EXPERTS, shared_expert_intermediate_size=32),
     "seed_oss": _with(tf.SeedOssConfig, head_dim=8),
     "solar_open": _with(tf.SolarOpenConfig, **_ROUTED, head_dim=8),
-    "vaultgemma": _with(
-        tf.VaultGemmaConfig,
-        **_SLIDING,
-        head_dim=8,
-        query_pre_attn_scalar=16,
-        attn_logit_softcapping=3.0,
-        final_logit_softcapping=20.0,
-    ),
+    "vaultgemma": _with(tf.VaultGemmaConfig, **_SLIDING, **_CAPS, head_dim=8),
     "youtu": _with(tf.YoutuConfig, **_LATENT),
 }
 """The same for families of which `make test` runs one test; `make test-exhaustive` runs all."""
@@ -283,13 +255,9 @@ RECURRENT_CONFIGS: dict[str, Callable[[], Any]] = {
         **_MAMBA2,
         num_hidden_layers=3,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
-        num_local_experts=4,
-        num_experts_per_tok=2,
+        **_MOE,
+        **_MULTIPLIERS,
         shared_intermediate_size=32,
-        attention_multiplier=0.3,
-        residual_multiplier=0.5,
-        embedding_multiplier=3.0,
-        logits_scaling=2.0,
     ),
     "jamba": _with(
         tf.JambaConfig,

@@ -80,7 +80,6 @@ class InProcess:
         return [entry for event in events for entry in event.logprobs]
 
     def finished(self, request_id: str) -> Finished:
-        """Return the last Finished event of a request."""
         return next(e for e in reversed(self.events) if isinstance(e, Finished) and e.request_id == request_id)
 
     def lose_worker(self) -> None:

@@ -31,7 +31,6 @@ def _apply(folder: Path, documents: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _operate(document: Any, op: str, path: str, value: Any = None, **source: str) -> None:
-    """Apply one operation of RFC 6902."""
     if op == "copy":
         op, value = "add", copy.deepcopy(_at(document, source["from"]))
     parent, _, last = path.rpartition("/")

@@ -49,7 +49,6 @@ TOKENIZER = Tokenizer(definition(byte_level()))
 
 
 def worker_flags(command: Sequence[str] = TOY_WORKER) -> list[str]:
-    """Return the flags that make a scheduler start workers with `command`."""
     return ["--spawn-worker", f"--worker-command={shlex.join(command)}"]
 
 
@@ -139,7 +138,6 @@ class Process:
             return str(page.read().decode())
 
     def state(self) -> str:
-        """Describe the process, for the message of a failure."""
         return f"{self.lines} {self.other}"
 
     def exit_code(self, seconds: float = BOUND_SECONDS) -> int:

@@ -62,7 +62,6 @@ def write(directory: Path, form: Format, family: str, dtype: torch.dtype = torch
 
 
 def edit(path: Path, **changes: Any) -> None:
-    """Change the fields of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
@@ -114,7 +113,6 @@ def runs(inputs: int, size: int) -> list[list[int]]:
 
 
 def shuffled(inputs: int, size: int) -> list[list[int]]:
-    """Groups as act-order makes them."""
     order = torch.randperm(inputs, generator=torch.Generator().manual_seed(3)).tolist()
     return [sorted(order[start : start + size]) for start in range(0, inputs, size)]
 

@@ -29,7 +29,6 @@ def run(logits: Tensor, parameters: list[Sampling], history: History | None = No
 
 
 def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
-    """Return normally distributed logits."""
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
 
 

@@ -18,16 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(eq=False)
 class Block:
-    """A part of a segment."""
-
     num_bytes: int
     segment: list[Block]
     is_free: bool = False
 
 
 class Allocator:
-    """The memory of a device."""
-
     def __init__(self, capacity: int) -> None:
         self.capacity, self.most_reserved = capacity, 0
         self._segments: list[list[Block]] = []
@@ -64,7 +60,6 @@ class Allocator:
                 segment[place].num_bytes += segment.pop(place + 1).num_bytes
 
     def empty_cache(self) -> None:
-        """Return the free segments to the device."""
         self._segments = [segment for segment in self._segments if not all(block.is_free for block in segment)]
 
 
@@ -78,19 +73,16 @@ class Card(TorchDispatchMode):
         self._on_host = set[StorageWeakRef]()
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Note tensors in one segment, in this order."""
         tensors = list(tensors)
         self.allocator.free(self.allocator.allocate(sum(tensor.nbytes for tensor in tensors)))
         for tensor in tensors:
             self._note(tensor)
 
     def free_bytes(self) -> int:
-        """Return what the device has not given away."""
         self.empty_cache()
         return self.allocator.capacity - self.allocator.reserved
 
     def empty_cache(self) -> None:
-        """Return the free segments to the device."""
         self._sweep()
         self.allocator.empty_cache()
 

@@ -26,8 +26,6 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE
 
 @dataclass
 class Service:
-    """A running service and a client of it."""
-
     process: subprocess.Popen[bytes]
     target: str
     client: Client
@@ -41,7 +39,6 @@ class Service:
 
 
 def is_idle(stats: Stats) -> bool:
-    """Whether the server holds no request, block or stream."""
     g = stats.gauges
     return not (
         g.num_requests_waiting or g.num_requests_running or g.steps_in_flight or g.blocks_used or g.open_streams

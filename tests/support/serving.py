@@ -192,7 +192,6 @@ class FakeEngine:
         self._publish([Scored(key, first_position, scores)])
 
     def step(self, tokens: dict[str, list[int]]) -> None:
-        """Emit tokens of several requests in one step."""
         self._publish([self._ready(key, ids, ()) for key, ids in tokens.items()])
 
     def _ready(self, key: str, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> StepTokens:
@@ -288,7 +287,6 @@ class Serving:
         return call, key
 
     async def idle(self) -> None:
-        """Wait until the service holds no request."""
         await until(lambda: len(self.service.streams) == 0)
 
 

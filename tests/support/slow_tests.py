@@ -15,36 +15,15 @@ SLOW = (
 """Folders, files and functions that `make test` leaves to `make test-slow`. Each explores more of what a quicker test
 holds: more seeds and combinations, all model families with adapters, other processors, or planted errors."""
 _FURTHER_FUSED = {
-    *(
-        "arcee",
-        "cohere",
-        "cohere2",
-        "ernie4_5",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "glm4",
-        "gpt2",
-        "ministral",
-        "ministral3",
-    ),
-    *("olmo3", "opt", "phi", "seed_oss", "stablelm", "starcoder2"),
+    *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "gpt2", "ministral"),
+    *("ministral3", "olmo3", "opt", "phi", "seed_oss", "stablelm", "starcoder2"),
 }
 _EXPERTS = {"dots1", "granitemoe", "mixtral", "olmoe"}
 EXHAUSTIVE = {
     "e2e/test_deterministic.py": _FURTHER_FUSED - {"gpt2"} | _EXPERTS | {"qwen3_moe"},
     "e2e/test_int8.py": _FURTHER_FUSED | _EXPERTS | {"gpt_oss", "qwen3_moe"},
     "e2e/test_recurrent_families.py": {
-        *(
-            "bamba",
-            "falcon_mamba",
-            "lfm2_moe",
-            "mamba",
-            "nemotron_h",
-            "olmo_hybrid",
-            "qwen3_5_moe_text",
-            "qwen3_5_text",
-        ),
+        *("bamba", "falcon_mamba", "lfm2_moe", "mamba", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text")
     },
     "worker/test_fused_decoder.py": _FURTHER_FUSED | _EXPERTS,
     "worker/test_gguf.py": {"gemma2", "mixtral", "qwen2", "qwen3_moe"},

@@ -131,7 +131,6 @@ KINDS = {
 
 
 def definition(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the parsed tokenizer.json."""
     parsed: dict[str, Any] = json.loads(tokenizer.to_str())
     return parsed
 

@@ -23,7 +23,6 @@ def bare_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` free ports of 127.0.0.1."""
     sockets = [socket.socket() for _ in range(count)]
     for sock in sockets:
         sock.bind(("127.0.0.1", 0))

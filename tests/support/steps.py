@@ -24,10 +24,8 @@ def record(step: int, *rows: StepRow, at: float | None = None, seconds: float = 
 
 
 def prefill(slot: int, request: int, start: int, count: int, cached: int = 0) -> StepRow:
-    """Return a row of a prompt."""
     return StepRow(slot, request, start, count, cached, "prefill", True)
 
 
 def decode(slot: int, request: int, start: int) -> StepRow:
-    """Return the row of a token."""
     return StepRow(slot, request, start, 1, 0, "decode", True)

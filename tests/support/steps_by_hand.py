@@ -9,8 +9,6 @@ from lineclear.worker.model_runner import ModelRunner
 
 
 class Steps:
-    """The steps of one runner."""
-
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.outputs: dict[int, list[int]] = {}
@@ -19,7 +17,6 @@ class Steps:
         self._step = 0
 
     def run(self, *rows: Row, inits: Sequence[SlotInit] = (), copies: Sequence[StateCopy] = ()) -> StepResult:
-        """Run a step."""
         self._step += 1
         plan = StepPlan(1, self._step, rows, tuple(inits), copy_states=tuple(copies))
         result = self.runner.launch(plan).result()
@@ -30,5 +27,4 @@ class Steps:
         return result
 
     def decode(self, *slots: int) -> None:
-        """Compute one more token of each slot."""
         self.run(*(Row(slot, self._ends[slot], 1, RowOutput.SAMPLE) for slot in slots))

@@ -20,7 +20,6 @@ TOKENIZER = Tokenizer(definition(with_markers()))
 
 @contextlib.asynccontextmanager
 async def larger_serving(path: Path, **options: Any) -> AsyncIterator[Serving]:
-    """Run a server whose context has room for the templates."""
     async with serving(path, joined=False, **options) as s:
         s.engine.join(replace(HELLO, max_model_len=4096))
         await until(lambda: s.server.health.is_serving("readiness"))

@@ -40,7 +40,6 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def wait_until_serving(client: Client, process: subprocess.Popen[bytes]) -> None:
-    """Wait until the health of a starting server is SERVING."""
     end = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < end:
         assert process.poll() is None, f"the scheduler exited with {process.returncode}"
@@ -71,7 +70,6 @@ class ToyService:
         return self._process.pid
 
     def start(self, *, wait: bool = True) -> None:
-        """Start the scheduler and, with `wait`, wait until it is ready."""
         with self._log.open("ab") if self._log is not None else contextlib.nullcontext() as log:
             self._process = start_process(self._flags, CODE, toy=self._toy, stderr=log)
         if wait:
@@ -83,7 +81,6 @@ class ToyService:
             wait_until_serving(client, self._process)
 
     def kill(self) -> None:
-        """Kill the scheduler and wait for its exit."""
         self._signal(signal.SIGKILL)
 
     def stop(self) -> int:

@@ -17,8 +17,6 @@ from lineclear.process.standby import Standby
 
 @dataclass(frozen=True)
 class ToyOptions:
-    """Options of the toy worker."""
-
     num_blocks: int = 512
     block_size: int = 4
     num_slots: int = 64

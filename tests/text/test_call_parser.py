@@ -188,8 +188,6 @@ def test_markers_as_special_tokens(family: str, pieces: list[str], content: str,
     assert parsed(family, pieces, FORMATS[family].markers)[:2] == (content, calls)
 
 
-# --- properties ------------------------------------------------------------------------------------------------------
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),

@@ -98,8 +98,6 @@ def test_demo_model_chat_ids_equal_transformers() -> None:
     assert ids == reference(model).apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
 
 
-# --- special tokens in contents --------------------------------------------------------------------------------------
-
 FRAGMENTS = ["<|im_end|>", "<|im_start|>", "system", "</s>", "<s>", "[INST]", "INST", "start|>", "end|>", "<|", "|>"]
 FRAGMENTS += ["user", "assistant", "</think>", "<think>", "<", ">", "[", "]", "a", " ", "\n", "\U00100000", "[/INST] "]
 
@@ -148,9 +146,6 @@ def test_contents_without_free_placeholder_are_rejected() -> None:
     template = ChatTemplate(CHATML, TOKENIZER.seal, {"bos_token": ""})
     with pytest.raises(InvalidRequest, match="private-use plane"):
         template.render(Conversation(conversation("".join(map(chr, range(0x100000, 0x10FFFE))))))
-
-
-# --- template errors -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,6 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     return end - len(stop), stop
 
 
-# --- decoding --------------------------------------------------------------------------------------------------------
-
-
 @given(st.binary(max_size=40))
 @example("é€😀".encode()[:-1])
 @example(b"\xf0\x9f\x98")
@@ -110,8 +107,6 @@ def test_each_token_is_decoded_once() -> None:
     assert 1000 < num_calls <= 3000  # fewer because texts are cached
 
 
-# --- stop strings ----------------------------------------------------------------------------------------------------
-
 FEW = st.text(alphabet="ab", min_size=1, max_size=4)
 
 
@@ -147,8 +142,6 @@ def test_released_text_ends_before_the_first_stop_string(
     assert released == until
     assert matcher.matched == (None if expected is None else expected[1])
 
-
-# --- answers ---------------------------------------------------------------------------------------------------------
 
 PIECES = [b"a", b"b", b"ab", b" c", b"\xc3", b"\xa9", b"ba", b"\n"]
 

@@ -43,7 +43,6 @@ def first_match(pattern: str, text: str) -> tuple[int, int] | None:
 
 
 def pushed(matcher: RegexMatcher, pieces: list[str]) -> str:
-    """Return the released text."""
     released = ""
     for piece in pieces:
         released += matcher.push(piece)

@@ -37,9 +37,6 @@ def both(kind: str) -> tuple[Library, Tokenizer]:
     return library, Tokenizer(definition(library))
 
 
-# --- text to ids -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_equal_the_librarys(kind: str, text: str) -> None:
@@ -164,9 +161,6 @@ def test_long_text_does_not_hold_the_interpreter_lock() -> None:
     assert any(longest_pause() < 0.5 for _ in range(20))  # one pass suffices: a busy machine adds pauses
 
 
-# --- ids to text -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
@@ -208,9 +202,6 @@ def test_text_round_trip(kind: str, text: str) -> None:
     # These models add one leading space, and write a space as "▁".
     text = text.lstrip(" ").replace("▁", "_")
     assert decode(ours, ours.encode(text), keep_special=False) == text
-
-
-# --- tokenizers that are rejected ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,6 @@ def test_logprob_of_an_invalid_token_may_be_nan() -> None:
     assert math.isnan(back.logprobs[0].logprob)
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------
-
-
 def test_a_frame_without_a_header_is_refused() -> None:
     for size in (0, 1, HEADER_BYTES - 1):
         with pytest.raises(DecodeError, match="shorter"):
@@ -108,13 +105,11 @@ I0, I1, NEGATIVE = (struct.pack("<i", value) for value in (0, 1, -1))
 
 
 def hello(**fields: Any) -> Any:
-    """A Hello with a capacity."""
     sizes = ("num_blocks", "block_size", "num_slots", "max_model_len", "vocab_size", "max_step_tokens")
     return pb.Hello(**dict.fromkeys(sizes, 1), **fields)
 
 
 def outputs(*, bad_rows: bytes = b"", **columns: Any) -> Any:
-    """Return a result with these outputs."""
     return pb.Result(bad_rows=bad_rows, outputs=pb.Outputs(**columns))
 
 
@@ -209,9 +204,6 @@ def test_a_nested_payload_does_not_exhaust_the_stack() -> None:
     begin_group = b"\xfb\x01"
     with pytest.raises(DecodeError):
         decode(resealed(encode(PLAN), begin_group * 100_000))
-
-
-# --- cost ----------------------------------------------------------------------------------------------------------
 
 
 def full_step(count: int) -> StepPlan:

@@ -34,9 +34,6 @@ def test_stubs_are_fresh(tmp_path: Path) -> None:
     assert [str(path) for path in made if made[path] != kept[path]] == []
 
 
-# --- documentation -------------------------------------------------------------------------------------------------
-
-
 def _undocumented(file: FileDescriptorProto) -> Iterator[str]:
     """Names of everything in a file that has no comment right above it."""
     commented = {tuple(place.path) for place in file.source_code_info.location if place.leading_comments.strip()}
@@ -73,9 +70,6 @@ def test_every_public_name_has_a_comment(tmp_path: Path) -> None:
     compiled = _compile(PROTOS, tmp_path / "set", *files)
     assert len(compiled.file) == len(files) > 1
     assert [f"{file.name}: {name}" for file in compiled.file for name in _undocumented(file)] == []
-
-
-# --- buf -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

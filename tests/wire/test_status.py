@@ -10,37 +10,28 @@ from google.rpc.status_pb2 import Status
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lineclear.errors import (
-    DOMAIN,
-    InvalidRequest,
-    LineclearError,
-    QueueFull,
-    UnknownStatus,
-    Unreachable,
-    Violation,
-    tree,
-)
+from lineclear import errors
 from lineclear.status_codec import from_status, from_trailer, to_status
 
 # The root is never raised, and UnknownStatus stands for the errors of other servers.
-CLASSES = [kind for kind in tree() if kind not in (LineclearError, UnknownStatus)]
+CLASSES = [kind for kind in errors.tree() if kind not in (errors.LineclearError, errors.UnknownStatus)]
 
 
-def full(kind: type[LineclearError]) -> LineclearError:
+def full(kind: type[errors.LineclearError]) -> errors.LineclearError:
     """An error with every attribute set."""
     return kind(
         f"a sentence about {kind.__name__}",
         retry_after_seconds=1.25,
         metadata={"limit": "512", "waiting": "513"},
-        violations=[Violation("sampling.top_p", "must be in (0, 1]"), Violation("stop.strings[0]", "is empty")],
+        violations=[errors.Violation("sampling.top_p", "is above 1"), errors.Violation("stop.strings[0]", "is empty")],
     )
 
 
-def round_trip(error: LineclearError) -> LineclearError:
+def round_trip(error: errors.LineclearError) -> errors.LineclearError:
     return from_trailer(error.code, str(error), to_status(error).SerializeToString())
 
 
-def as_dict(error: LineclearError) -> dict[str, object]:
+def as_dict(error: errors.LineclearError) -> dict[str, object]:
     return {"type": type(error), "message": str(error), "code": error.code, "reason": error.reason, **vars(error)}
 
 
@@ -54,7 +45,7 @@ def test_every_class_survives_the_round_trip() -> None:
 def test_codes_and_reasons_fit_grpc() -> None:
     """gRPC drops a call's trailers past 8 KiB, in base64, beside the rest of the metadata."""
     codes = {code.name for code in grpc.StatusCode} - {"OK"}
-    for kind in (*CLASSES, LineclearError):
+    for kind in (*CLASSES, errors.LineclearError):
         assert kind.code in codes
         assert kind.__doc__
         assert len(kind.reason) <= 63, "the limit of google.rpc.ErrorInfo"
@@ -62,7 +53,7 @@ def test_codes_and_reasons_fit_grpc() -> None:
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_google_rpc_reads_every_detail(kind: type[LineclearError]) -> None:
+def test_google_rpc_reads_every_detail(kind: type[errors.LineclearError]) -> None:
     error = full(kind)
     status = to_status(error)
     assert status.code == getattr(grpc.StatusCode, kind.code).value[0]
@@ -76,7 +67,7 @@ def test_google_rpc_reads_every_detail(kind: type[LineclearError]) -> None:
 
 
 def test_details_that_do_not_apply_are_absent() -> None:
-    (only,) = to_status(QueueFull("512 requests are waiting")).details
+    (only,) = to_status(errors.QueueFull("512 requests are waiting")).details
     assert only.Is(error_details_pb2.ErrorInfo.DESCRIPTOR)
 
 
@@ -86,13 +77,13 @@ def test_details_that_do_not_apply_are_absent() -> None:
 @pytest.mark.parametrize("trailer", [None, b"", b"\xff\xff\xff", b"not a message at all"])
 def test_a_status_without_details_becomes_the_class_of_its_code(trailer: bytes | None) -> None:
     error = from_trailer("UNAVAILABLE", "failed to connect", trailer)
-    assert type(error) is Unreachable
+    assert type(error) is errors.Unreachable
     assert str(error) == "failed to connect"
 
 
 def test_an_unknown_status_keeps_its_code() -> None:
     error = from_trailer("PERMISSION_DENIED", "not for you", None)
-    assert type(error) is UnknownStatus
+    assert type(error) is errors.UnknownStatus
     assert (error.code, error.reason) == ("PERMISSION_DENIED", "PERMISSION_DENIED")
     assert as_dict(round_trip(error)) == as_dict(error)
 
@@ -102,26 +93,26 @@ def test_a_reason_of_another_domain_is_ignored() -> None:
     status = Status(code=8, message="busy")
     status.details.add().Pack(info)
     error = from_status(status)
-    assert type(error) is UnknownStatus
+    assert type(error) is errors.UnknownStatus
     assert error.metadata == {}
 
 
 def test_the_code_wins_over_a_reason_of_another_code() -> None:
-    error = from_trailer("INVALID_ARGUMENT", "odd", to_status(QueueFull("odd")).SerializeToString())
-    assert type(error) is InvalidRequest
+    error = from_trailer("INVALID_ARGUMENT", "odd", to_status(errors.QueueFull("odd")).SerializeToString())
+    assert type(error) is errors.InvalidRequest
 
 
 def test_an_unknown_reason_becomes_the_class_of_its_code() -> None:
     status = Status(code=3, message="tool schema too deep")
-    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="SCHEMA_TOO_DEEP", domain=DOMAIN))
-    assert type(from_status(status)) is InvalidRequest
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="SCHEMA_TOO_DEEP", domain=errors.DOMAIN))
+    assert type(from_status(status)) is errors.InvalidRequest
 
 
 def test_unknown_details_are_skipped() -> None:
-    status = to_status(full(QueueFull))
+    status = to_status(full(errors.QueueFull))
     status.details.add().Pack(error_details_pb2.Help())
     status.details.add(type_url="type.example/no.such.Message", value=b"\xff")
-    assert as_dict(from_status(status)) == as_dict(full(QueueFull))
+    assert as_dict(from_status(status)) == as_dict(full(errors.QueueFull))
 
 
 def test_an_unknown_code_is_unknown() -> None:
@@ -145,5 +136,5 @@ def test_any_damaged_trailer_gives_an_error(data: st.DataObject) -> None:
 @given(text=st.text(st.characters(exclude_categories=())))
 def test_any_text_survives(text: str) -> None:
     """A lone surrogate, as in the name of a file that is not UTF-8, becomes a question mark."""
-    error = InvalidRequest(text, metadata={"path": text}, violations=[Violation("stop", text)])
+    error = errors.InvalidRequest(text, metadata={"path": text}, violations=[errors.Violation("stop", text)])
     assert as_dict(round_trip(error)) == as_dict(error)

@@ -84,9 +84,6 @@ def test_rotary_embeddings_do_not_depend_on_threads() -> None:
     assert torch.equal(found[0][1], found[1][1])
 
 
-# --- scores and vectors ----------------------------------------------------------------------------------------------
-
-
 def reported(outputs: RowOutputs, rows: list[OutputRow], states: torch.Tensor, head: torch.Tensor) -> ReportedRows:
     def logits(places: np.ndarray) -> Logits:
         return with_argmax(torch.stack([states[place] @ head for place in places.tolist()]))

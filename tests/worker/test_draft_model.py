@@ -35,7 +35,6 @@ def sibling(model: Any, noise: float, **config: Any) -> Any:
 
 
 def runners(noise: float = 0.02, num_blocks: int = 200, **config: Any) -> list[ModelRunner]:
-    """Return a runner without and one with a draft model."""
     model = tiny_model("llama", **WIDE)
     sizes: dict[str, Any] = {"block_size": 4, "num_slots": 16, "max_step_tokens": 64}
     draft = wrap_model(sibling(model, noise, **config))

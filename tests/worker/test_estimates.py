@@ -33,7 +33,6 @@ def make_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 def count(
     launches: Launches, num_layers: int, batch_size: int, *, graphs: bool, prompt_len: int = 3, is_fused: bool = True
 ) -> int:
-    """Return the operations of a decode step outside of graphs."""
     loaded = wrap_model(tiny_model("llama", num_hidden_layers=num_layers, **CHANGES))
     loaded = fused_on_cuda(loaded) if is_fused else loaded
     counts, _ = counted(loaded, batch_size, launches, Sampling(), graphs=graphs, prompt_len=prompt_len)
@@ -52,7 +51,6 @@ def per_layer_and_rest(launches: Launches, *, is_fused: bool) -> tuple[int, int]
 
 
 def device_seconds(batch: int, kernels: int) -> float:
-    """Return the seconds of a step on the device."""
     products = 2 * (PARAMETERS - EMBEDDINGS) * batch / MATMUL_RATE
     beyond = max(0.0, products - 2 * PARAMETERS / COPY_RATE)
     return floor(batch) + beyond + kernels * KERNEL_SECONDS

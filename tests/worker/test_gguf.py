@@ -178,8 +178,6 @@ def test_long_rope_is_read_from_the_file(tmp_path: Path) -> None:
     assert loaded_file(path).max_model_len == 64  # the frequencies change behind it
 
 
-# --- tokenizer -------------------------------------------------------------------------------------------------------
-
 SAMPLES = [
     "",
     " ",
@@ -227,9 +225,6 @@ def test_template_and_ends_of_an_answer(tmp_path: Path) -> None:
     config = json.loads((directory / "tokenizer_config.json").read_text())
     assert config == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": "{{ messages }}"}
     assert json.loads((directory / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": [1]}
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def refusal(path: Path) -> str:

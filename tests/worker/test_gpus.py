@@ -49,9 +49,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-# --- names -----------------------------------------------------------------------------------------------------------
-
-
 def test_gpu_is_found_by_its_uuid() -> None:
     for index, uuid in enumerate(UUIDS):
         assert choose_device(f"cuda:GPU-{uuid}", SECOND) == (torch.device("cuda", index), SECOND)
@@ -68,9 +65,6 @@ def test_device_is_named_as_nvidia_smi_names_it(seen: list[str], monkeypatch: py
     assert device_name(FIRST_GPU) == seen[0], "its UUID may be that of the whole GPU"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a")
     assert device_name(FIRST_GPU) == f"{seen[0]} (MIG-a)"
-
-
-# --- MIG -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variable", gpus._LISTS)

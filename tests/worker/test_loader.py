@@ -21,7 +21,6 @@ CPU = torch.device("cpu")
 
 
 def saved(directory: Path, family: str = "llama", **config_changes: Any) -> Path:
-    """A checkpoint on disk."""
     tiny_model(family).save_pretrained(directory)
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config_changes))
@@ -44,9 +43,6 @@ def tiny(kind: Any, **changes: Any) -> Any:
 def from_config(config: Any) -> Any:
     torch.manual_seed(0)
     return tf.AutoModelForCausalLM.from_config(config)
-
-
-# --- loading -------------------------------------------------------------------------------------------------------
 
 
 def test_properties_of_a_checkpoint(tmp_path: Path) -> None:
@@ -121,9 +117,6 @@ def test_weights_go_through_host_memory_without_accelerate(monkeypatch: pytest.M
     assert [line["event"] for line in lines] == ["weights_read_through_host_memory"]
 
 
-# --- refused for its files -----------------------------------------------------------------------------------------
-
-
 def test_nothing_is_downloaded() -> None:
     assert "not a directory and not in the local cache" in (found := refusal("nobody/nothing-here"))
     assert "nothing is downloaded at start" in found
@@ -168,9 +161,6 @@ def test_truncated_file_is_refused(tmp_path: Path) -> None:
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
     assert "lacks weights" in refusal(saved(tmp_path, num_hidden_layers=3))
-
-
-# --- refused models ------------------------------------------------------------------------------------------------
 
 
 def bidirectional() -> Any:

@@ -280,9 +280,6 @@ def test_unloaded_index_is_refused_and_replaced(adapters: Callable[[str], list[P
         answer()
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
 def copied(source: Path | None, target: Path, **config: Any) -> Path:
     """Return a copy of an adapter with other settings."""
     assert source is not None

@@ -57,7 +57,6 @@ def logits(directory: Path, form: str = "") -> Tensor:
 
 
 def saved(directory: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
-    """Save a tiny model in several files."""
     tiny_model(family, dtype=dtype, **{**WIDE, **changes}).save_pretrained(directory, max_shard_size="40KB")
     assert len(list(directory.glob("*.safetensors"))) > 1
     return directory
@@ -175,9 +174,6 @@ def test_matrices_are_quantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_default_groups_are_those_of_int4() -> None:
     assert quantize_command._GROUP_SIZE == INT4_GROUP
-
-
-# --- refused ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_existing_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,9 +127,6 @@ def test_float8_keeps_its_modules(tmp_path: Path) -> None:
     assert [line["problem"] for line in lines] == [reason] == ["no kernel multiplies its quantized matrices"]
 
 
-# --- what stays quantized --------------------------------------------------------------------------------------------
-
-
 def test_matrices_stay_quantized(tmp_path: Path) -> None:
     loaded = quantized(write(tmp_path, FORMATS["gptq4-sym-v1"], "mixtral"))
     layer = loaded.model.model.layers[0]
@@ -227,9 +224,6 @@ def test_loading_takes_the_quantized_model_and_little_more(tmp_path: Path) -> No
     weights, peak = map(int, subprocess.check_output(command, env=os.environ, text=True).split())
     assert weights < 22 << 20
     assert peak <= weights + 1024 * 2048 * 4  # one dequantized matrix
-
-
-# --- refused ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_divided_model_is_refused(tmp_path: Path) -> None:

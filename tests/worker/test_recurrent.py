@@ -52,9 +52,6 @@ def make_loaded() -> LoadedModel:
     return loaded_of("qwen3_next")
 
 
-# --- forward passes ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", sorted(RECURRENT_CONFIGS))
 @torch.inference_mode()
 def test_packed_rows_equal_the_layers_own_forward_pass(family: str) -> None:
@@ -126,9 +123,6 @@ def test_a_model_can_be_probed_again(loaded: LoadedModel) -> None:
     assert torch.equal(compatibility_probe.paged_logits(again), compatibility_probe.paged_logits(loaded))
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 def test_states_take_memory_before_blocks(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     options = RunnerOptions(num_slots=4, block_size=16, kv_cache_memory_fraction=0.5)
     size, state = block_bytes(loaded.layers, 16, torch.float32), loaded.state_bytes
@@ -171,9 +165,6 @@ def test_largest_step_has_the_longest_context(family: str, monkeypatch: pytest.M
     peak: Any = lambda device: type("Peak", (), {"bytes": lambda self: 700 + 6 * model.state_bytes})()  # noqa: E731
     assert largest_step_bytes(model, options, peak_memory=peak) == 700
     assert min(ends) > CONTEXT - 16
-
-
-# --- other features ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "width"), [("qwen3_next", {"head_dim": 16}), ("lfm2", {"hidden_size": 96})])

@@ -165,8 +165,6 @@ def test_wrong_index_is_refused(tmp_path: Path, change: Callable[[Path], Any], s
     assert says in problem(tmp_path)
 
 
-# --- traps -----------------------------------------------------------------------------------------------------------
-
 TRAP = "import pathlib; pathlib.Path({marker!r}).write_text('this ran')\n"
 
 

@@ -18,8 +18,6 @@ from lineclear.worker import sampling_metadata
 from lineclear.worker.logits import with_argmax
 from lineclear.worker.uniform_noise import uniform
 
-# --- all scalar parameters -----------------------------------------------------------------------------------------
-
 EXAMPLES: dict[str, float] = {
     "temperature": 0.1,
     "top_k": 2,
@@ -79,9 +77,6 @@ def test_each_scalar_parameter_stays_in_its_row(name: str) -> None:
     assert tokens[::2] == sample_with([{}] * 64)[0][::2]
 
 
-# --- greedy --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("each_way")
 def test_greedy_takes_the_lowest_id_on_a_tie() -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [1.0, 1.0, 1.0, 1.0], [-1.0, -3.0, -2.0, -1.0]])
@@ -109,9 +104,6 @@ def test_argmax_equals_torch_in_every_library(dtype: torch.dtype) -> None:
         assert repr(known) == repr((best.tolist(), ids.tolist()))
 
 
-# --- truncation and penalties ------------------------------------------------------------------------------------
-
-
 def test_presence_and_frequency_count_the_output_only() -> None:
     logits = torch.zeros(3, 8)
     s = Sampling(presence_penalty=0.5, frequency_penalty=0.25, logprobs=8)
@@ -124,9 +116,6 @@ def test_presence_and_frequency_count_the_output_only() -> None:
     ]
     for row, wanted in enumerate(changed):
         torch.testing.assert_close(all_logprobs(found, row, 8), torch.log_softmax(wanted, dim=-1))
-
-
-# --- lists ---------------------------------------------------------------------------------------------------------
 
 
 def test_bias_banned_and_allowed_ids() -> None:
@@ -157,9 +146,6 @@ def test_row_without_allowed_tokens_is_stuck() -> None:
     assert found.stuck.tolist() == [True, False]
 
 
-# --- not finite ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [5000, 5120])
@@ -180,9 +166,6 @@ def test_minus_infinity_logits_do_not_make_a_row_bad() -> None:
     found = run(logits, [Sampling(temperature=1.0, seed=3), Sampling()])
     assert not found.bad.any()
     assert found.tokens.max() < 7
-
-
-# --- logprobs ------------------------------------------------------------------------------------------------------
 
 
 def test_logprobs_precede_temperature_and_truncation() -> None:
@@ -219,9 +202,6 @@ def test_equal_logprobs_are_sorted_by_id() -> None:
     found = run(torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]), [Sampling(logprobs=4)])
     assert found.top_ids is not None
     assert found.top_ids.tolist() == [[1, 2, 4, 0]]
-
-
-# --- noise and distribution ----------------------------------------------------------------------------------------
 
 
 def test_noise_is_uniform_over_seeds_and_positions() -> None:

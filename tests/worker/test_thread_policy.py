@@ -46,13 +46,10 @@ def small_beside_two(threads: int, source: random.Random) -> float:
 
 
 class Drive:
-    """Steps through a policy."""
-
     def __init__(self, policy: ThreadPolicy, seed: int = 1) -> None:
         self.policy, self.source = policy, random.Random(seed)
 
     def run(self, cost: Cost, seconds: float, num_tokens: int = 1) -> list[int]:
-        """Run steps for `seconds`; return the number of threads of each."""
         chosen, spent = [], 0.0
         while spent < seconds:
             chosen.append(self.policy.choose(num_tokens))
