@@ -113,14 +113,18 @@ def _is_beside(path: Path, module: str) -> bool:
 
 
 # Modules that several distributions share, and modules imported only if they are installed.
-DISTRIBUTION = {"google.rpc": "googleapis-common-protos", "google.protobuf": "protobuf"}
+DISTRIBUTION = {
+    "google.rpc": "googleapis-common-protos",
+    "google.protobuf": "protobuf",
+    "smg_grpc_proto": "smg-grpc-proto",
+}
 OPTIONAL = {"triton", "flashinfer", "flash_attn"}
 
 
 EXTRAS = {
     "protos/lineclear": ("scheduler", "worker"),
     "common": ("scheduler", "worker"),
-    "scheduler_svc": ("scheduler",),
+    "scheduler_svc": ("scheduler", "gateway"),
     "gpu_worker": ("worker",),
     "client/lineclear": ("cli",),
     "tools/lineclear/planner": ("scheduler",),

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool, ChildBlocks, OutOfBlocks, token_bytes
+from lineclear.scheduler.core.block_pool import BlockPool, ChildBlocks, OutOfBlocks
+from lineclear.scheduler.core.prefix_keys import BlockHasher, token_bytes
 from lineclear.scheduler.core.request_queue import SortedKeys
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from simulation.mutations import Bugs, always, drop, never, off_by_one, replace, twice, without
 
 from lineclear.scheduler.core import block_pool, running_batch
-from lineclear.scheduler.core.block_pool import BlockHasher, BlockPool
+from lineclear.scheduler.core.block_pool import BlockPool
 from lineclear.scheduler.core.decode_batch import DecodeBatch
+from lineclear.scheduler.core.prefix_keys import BlockHasher
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.sequence import Request, Sequence
 

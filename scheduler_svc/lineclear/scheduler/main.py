@@ -96,7 +96,6 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
     if settings.exit_on_stdin_close:
         shutdown.watch_standard_input()
     model = _model(settings)
-    _check_packages(settings)
     _check_addresses(settings)
     _check_files(settings)
     with _socket_directory(settings) as directory, contextlib.ExitStack() as stack:
@@ -171,7 +170,8 @@ def _check_addresses(settings: SchedulerSettings) -> None:
 
 
 def _check_files(settings: SchedulerSettings) -> None:
-    """Raise ConfigurationError or PathError for files that the service would miss later, or only when it needs them."""
+    """Raise ConfigurationError or PathError for what the service would miss later, or only when it needs it."""
+    _check_packages(settings)
     if settings.lora_dir and not Path(settings.lora_dir).is_dir():
         raise ConfigurationError(f"--lora-dir {settings.lora_dir} is not a directory")
     if settings.recording_directory:

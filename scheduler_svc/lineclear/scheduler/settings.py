@@ -98,7 +98,7 @@ class SchedulerSettings(SchedulerFields):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> SchedulerSettings:
-        for is_wrong, sentence in chain(_of_requests(self), _of_workers(self), _of_security(self)):
+        for is_wrong, sentence in chain(*(of(self) for of in (_of_requests, _of_workers, _of_security, _of_addresses))):
             if is_wrong:
                 raise ValueError(sentence)
         return self
@@ -176,6 +176,10 @@ def _of_security(settings: SchedulerSettings) -> Iterable[tuple[object, str]]:
         settings.channelz and not settings.admin_listen,
         "--channelz is set without --admin-listen; give an address for operators",
     )
+
+
+def _of_addresses(settings: SchedulerSettings) -> Iterable[tuple[object, str]]:
+    tls, tokens = settings.tls_cert_file, settings.admin_token_file
     is_open = "can be reached from other machines"
     yield (
         not is_local(settings.listen) and not settings.insecure_allow_remote and settings.lacks(),

@@ -20,9 +20,9 @@ from lineclear.errors import LineclearError
 from lineclear.planner.arrivals import Arrival
 from lineclear.planner.distribution import Distribution
 from lineclear.planner.step_timing import StepTiming, StepWork
-from lineclear.scheduler.core.block_pool import BlockHasher
 from lineclear.scheduler.core.events import Event, Failed, Finished, StepTokens
 from lineclear.scheduler.core.limits import CoreLimits
+from lineclear.scheduler.core.prefix_keys import BlockHasher
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Hello, Sampling, StepResult

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from lineclear.errors import LineclearError
 from lineclear.scheduler.core.adapter_table import AdapterTable
-from lineclear.scheduler.core.block_pool import BlockHash
 from lineclear.scheduler.core.drafts import DraftCosts
 from lineclear.scheduler.core.events import Failed, Finished, FinishReason, Preempted
 from lineclear.scheduler.core.inflight_step import InflightStep
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import PoisonDetector
 from lineclear.scheduler.core.policies import QUEUE_ORDERS, STRATEGIES, BatchingState, QueueOrder
+from lineclear.scheduler.core.prefix_keys import BlockHash
 from lineclear.scheduler.core.request_queue import RequestQueue
 from lineclear.scheduler.core.running_batch import ChooseDonor, RunningBatch
 from lineclear.scheduler.core.sequence import Request, Sequence, State

@@ -17,9 +17,10 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lineclear.scheduler.core import core_state, inflight_step, policies, running_batch, sequence, swap_space
-from lineclear.scheduler.core.block_pool import ChildBlocks, token_bytes
+from lineclear.scheduler.core.block_pool import ChildBlocks
 from lineclear.scheduler.core.core_state import SharedState
 from lineclear.scheduler.core.decode_batch import DecodeBatch
+from lineclear.scheduler.core.prefix_keys import token_bytes
 from lineclear.scheduler.core.running_batch import RunningBatch
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request, Sequence, State

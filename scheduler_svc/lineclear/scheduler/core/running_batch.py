@@ -8,8 +8,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping
 
-from lineclear.scheduler.core.block_pool import BlockHash, BlockPool, Donor, PendingWrites, token_bytes
+from lineclear.scheduler.core.block_pool import BlockPool, Donor, PendingWrites
 from lineclear.scheduler.core.decode_batch import DecodeBatch
+from lineclear.scheduler.core.prefix_keys import BlockHash, token_bytes
 from lineclear.scheduler.core.sequence import Sequence, State
 from lineclear.scheduler.core.state_pool import StatePool
 from lineclear.scheduler.core.swap_space import SwapSpace

@@ -24,7 +24,6 @@ from lineclear.errors import (
     ServerDraining,
 )
 from lineclear.scheduler.core import limits
-from lineclear.scheduler.core.block_pool import BlockHash, BlockHasher, Prefix
 from lineclear.scheduler.core.core_state import LiveRequests, SharedState, WorkerState
 from lineclear.scheduler.core.events import Admitted, Event, FinishReason, QueuePosition, WorkerJoined, WorkerLost
 from lineclear.scheduler.core.inflight_step import ChunkRow
@@ -33,6 +32,7 @@ from lineclear.scheduler.core.placement import Isolation
 from lineclear.scheduler.core.planner import StepPlanner
 from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.policies import QUEUE_ORDERS
+from lineclear.scheduler.core.prefix_keys import BlockHash, BlockHasher, Prefix
 from lineclear.scheduler.core.result_applier import ResultApplier
 from lineclear.scheduler.core.running_batch import ChooseDonor
 from lineclear.scheduler.core.sequence import Request, Sequence, State

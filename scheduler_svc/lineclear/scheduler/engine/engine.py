@@ -13,7 +13,7 @@ import structlog
 
 from lineclear.errors import LineclearError
 from lineclear.process.exception_location import exception_fields
-from lineclear.scheduler.core.block_pool import Prefix
+from lineclear.scheduler.core.prefix_keys import Prefix
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine_loop import EngineLoop
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerStatus

@@ -14,7 +14,7 @@ from itertools import chain, count, repeat
 from typing import Any
 
 from lineclear.errors import LineclearError
-from lineclear.scheduler.core.block_pool import BlockHasher, Donor
+from lineclear.scheduler.core.block_pool import Donor
 from lineclear.scheduler.core.core_state import WorkerState
 from lineclear.scheduler.core.dump import dump, dump_core
 from lineclear.scheduler.core.events import (
@@ -32,6 +32,7 @@ from lineclear.scheduler.core.events import (
 )
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.poison_detector import WorkerLoss
+from lineclear.scheduler.core.prefix_keys import BlockHasher
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import StepError, StepPlan, StepResult

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from lineclear.errors import LineclearError
-from lineclear.scheduler.core.block_pool import Prefix
+from lineclear.scheduler.core.prefix_keys import Prefix
 from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerStatus
 

@@ -36,16 +36,14 @@ _CHUNK_BYTES = 64 * 1024
 _EVENT_SECONDS = 0.25
 
 
-class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):
+class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # the package has no types
     """The handlers. On the event loop of the other services."""
 
     def __init__(self, manager: RequestManager, service: InferenceService) -> None:
         self._manager, self._service, self._model = manager, service, manager.services.directory
         self._archive: asyncio.Future[bytes] | None = None
 
-    async def Generate(  # type: ignore[override]  # writes to the context instead of returning an iterator
-        self, request: vllm.GenerateRequest, context: Context
-    ) -> None:
+    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
         """Stream the answer to one request, or send it whole. A hang-up or Abort cancels it."""
         translation = AnswerTranslation(request)
         message = to_lineclear(request)
@@ -144,9 +142,7 @@ class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):
         now = datetime.now(UTC).isoformat()
         return vllm.GetLoadsResponse(timestamp=now, version=status_messages.VERSION, dp_rank_count=1, loads=[load])
 
-    async def GetTokenizer(  # type: ignore[override]  # writes to the context instead of returning an iterator
-        self, request: common.GetTokenizerRequest, context: Context
-    ) -> None:
+    async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """Send the files of the tokenizer as a zip archive in pieces, the last one with the SHA-256 of all."""
         if self._archive is None:
             self._archive = asyncio.ensure_future(asyncio.to_thread(tokenizer_archive, self._model))
@@ -157,9 +153,7 @@ class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 digest = hashlib.sha256(data).hexdigest() if is_last else ""
                 await writer.write(common.GetTokenizerChunk(data=data[start : start + _CHUNK_BYTES], sha256=digest))
 
-    async def SubscribeKvEvents(  # type: ignore[override]  # writes to the context instead of returning an iterator
-        self, request: common.SubscribeKvEventsRequest, context: Context
-    ) -> None:
+    async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
         """Stream what enters and leaves the prefix cache of this caller: first all that is in it, then changes."""
         salt, engine = identity.cache_salt(identity.caller(context)), self._manager.services.engine
         feed = PrefixFeed(request.start_sequence_number)

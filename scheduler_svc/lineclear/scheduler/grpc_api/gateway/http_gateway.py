@@ -36,7 +36,9 @@ class HttpGateway:
 
     def __init__(self, http_address: str, engine_address: str, *, shows_example: bool) -> None:
         """`shows_example`: print a command that tries the API, beside the log lines."""
-        host, port = parse_address(http_address)
+        parsed = parse_address(http_address)
+        assert not isinstance(parsed, str), "the settings refuse a unix socket"
+        host, port = parsed
         self._url, self._shows_example = f"http://{http_address}", shows_example
         options = {"--worker-urls": f"grpc://{engine_address}", "--host": host.strip("[]"), "--port": port}
         options |= {"--worker-startup-timeout-secs": _START_SECONDS, "--log-level": "warn"}

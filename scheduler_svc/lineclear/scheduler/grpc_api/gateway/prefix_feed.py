@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from smg_grpc_proto.generated import common_pb2 as common
 
-from lineclear.scheduler.core.block_pool import TOKEN_BYTES, Prefix
+from lineclear.scheduler.core.prefix_keys import TOKEN_BYTES, Prefix
 
 
 class PrefixFeed:
