@@ -66,7 +66,7 @@ def test_memory_of_a_worker_is_that_of_its_hello() -> None:
     harness = CoreHarness()
     figures = {"load_seconds": 2.5, "weight_bytes": 7, "kv_cache_bytes": 8, "step_memory_bytes": 9}
     worker = harness.core.state.workers[harness.epoch]
-    worker._hello = replace(worker.hello, **figures)  # type: ignore[arg-type]
+    worker.hello = replace(worker.hello, **figures)  # type: ignore[arg-type]
     (found,) = state_of(harness).workers
     assert {name: getattr(found, name) for name in figures} == figures
 

@@ -282,7 +282,7 @@ def test_rejoin_starts_a_new_epoch(harness: EngineHarness, scheduler: FakeSchedu
     scheduler.send(encode(plan(second, 1)))  # the slot was never initialised: the toy asserts
     error = scheduler.receive(StepError)
     assert (error.epoch, error.step, error.kind) == (second, 1, StepErrorKind.EXCEPTION)
-    assert error.summary.startswith("KeyError at toy.py:")
+    assert error.summary.startswith("KeyError at toy_runner.py:")
     assert worker.wait(PATIENCE_SECONDS) == 70
 
 
