@@ -25,6 +25,7 @@ EXHAUSTIVE = {
     "e2e/test_recurrent_families.py": {
         *("bamba", "falcon_mamba", "lfm2_moe", "mamba", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text")
     },
+    "e2e/test_recurrent_rounding.py": {"granitemoehybrid", "jamba", "lfm2"},
     "worker/test_fused_decoder.py": _FURTHER_FUSED | _EXPERTS,
     "worker/test_gguf.py": {"gemma2", "mixtral", "qwen2", "qwen3_moe"},
     "worker/test_lora.py": {"phi3", "qwen2"},
