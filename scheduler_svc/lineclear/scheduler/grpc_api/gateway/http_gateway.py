@@ -12,7 +12,8 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator
-from urllib.request import ProxyHandler, build_opener
+from typing import Any
+from urllib.request import ProxyHandler, Request, build_opener
 
 import structlog
 
@@ -41,7 +42,8 @@ class HttpGateway:
         host, port = parsed
         self._url, self._shows_example = f"http://{http_address}", shows_example
         options = {"--worker-urls": f"grpc://{engine_address}", "--host": host.strip("[]"), "--port": port}
-        options |= {"--worker-startup-timeout-secs": _START_SECONDS, "--log-level": "warn"}
+        options |= {"--worker-startup-timeout-secs": _START_SECONDS, "--worker-startup-check-interval": 1}
+        options["--log-level"] = "warn"
         self._arguments = ["launch", *(str(part) for option in options.items() for part in option)]
 
     @contextlib.asynccontextmanager
@@ -105,10 +107,17 @@ class HttpGateway:
             write_stderr(f"try: curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
 
     def _model(self) -> str | None:
-        """Return the name of the model that the gateway offers; None if it offers none yet."""
+        """Return the name of the model that the gateway offers; None until it has its tokenizer, too."""
         try:
-            with build_opener(ProxyHandler({})).open(f"{self._url}/v1/models", timeout=_POLL_SECONDS * 5) as answer:
-                models = json.load(answer)["data"]
+            models = self._ask("models")["data"]
+            if models:
+                self._ask("tokenize", {"model": models[0]["id"], "prompt": "a"})
         except (OSError, ValueError, KeyError):
             return None
         return str(models[0]["id"]) if models else None
+
+    def _ask(self, path: str, body: dict[str, str] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(f"{self._url}/v1/{path}", data, {"Content-Type": "application/json"})
+        with build_opener(ProxyHandler({})).open(request, timeout=_POLL_SECONDS * 5) as answer:
+            return json.load(answer)
