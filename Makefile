@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # Modules to compile at set-up, by importing them.
 SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner_factory, lineclear.cli.app
 
-.PHONY: help demo test test-slow test-exhaustive serve bench bench-micro bench-gpu gpu-dry-run bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images lint size format stubs baseline clean ready
+.PHONY: help demo test test-slow test-exhaustive serve bench bench-micro bench-gpu gpu-dry-run bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images docs lint size format stubs baseline clean ready
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -137,6 +137,10 @@ hostile: ready ## Run SECONDS (60) of each kind of hostile client beside a strea
 
 images: ready ## Build both images with BUILDER (podman, docker) and test them with 16 streams
 	@$(BIN)/python deploy/try_images.py $(if $(BUILDER),--builder $(BUILDER)) -- $(BUILD_FLAGS)
+
+docs: ready ## Build the pages as a site into build/site, and check their links; with search, no network needed to read it
+	@$(BIN)/python -c 'import material' 2>/dev/null || $(PIP) mkdocs-material
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "Read it at http://127.0.0.1:8001: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site 8001"
 
 lint: ready ## ruff, import-linter, mypy and the budgets of tests/size.yaml only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy && \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import shlex
 import socket
 import subprocess
@@ -30,6 +31,7 @@ from lineclear.worker.settings import WorkerSettings
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted(p for p in REPOSITORY.glob("**/*.md") if not {".venv", "node_modules"} & set(p.parts))
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+SITE = runpy.run_path(str(REPOSITORY / "docs/mkdocs_hooks.py"))
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +52,50 @@ def test_generated_pages_are_fresh(tmp_path: Path) -> None:
     assert stale == [], "run: python docs/generate.py"
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings, as code hosts and the site make them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = [re.sub(r"[`*]|\]\([^)]*\)", "", line) for line in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
 def broken_links(page: Path) -> list[str]:
-    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", page.read_text(encoding="utf-8"))
-    return [f"{page.name}: {link}" for link in links if "://" not in link and not (page.parent / link).exists()]
+    broken = []
+    for file, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text(encoding="utf-8")):
+        if "://" in file or not (file or anchor):
+            continue
+        target = page.parent / file if file else page
+        if not target.exists():
+            broken.append(f"{page.name}: {file}")
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            broken.append(f"{page.name}: {file}#{anchor}")
+    return broken
 
 
 def test_links_resolve(tmp_path: Path) -> None:
     assert [link for page in PAGES for link in broken_links(page)] == []
     page = tmp_path / "page.md"
-    page.write_text("[a](page.md) [b](gone.md#part) [c](https://example.com)")
-    assert broken_links(page) == ["page.md: gone.md"]
+    page.write_text("# A `b` c\n[a](page.md#a-b-c) [b](gone.md#part) [c](https://example.com) [d](#d) [e](#a-b-c)")
+    assert broken_links(page) == ["page.md: gone.md", "page.md: #d"]
+
+
+def test_pages_of_the_site() -> None:
+    """Each page is in its navigation and in the index, and its links lead to pages or to files of the repository."""
+    names = {page.name for page in (REPOSITORY / "docs").glob("*.md")}
+    navigation = set(re.findall(r": ([\w-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert navigation == names | {page for page in SITE["PAGES"].values() if page != "index.md"}
+    index = (REPOSITORY / "docs/index.md").read_text()
+    assert [name for name in names - {"index.md"} if f"({name}" not in index] == []
+
+
+def test_links_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "[a](../deploy/README.md#b) ![c](images/c.png) [d](client.md) [e](../tests/e.py) [f](#f) [g](https://g)"
+    pages = "[a](deploy.md#b) ![c](images/c.png) [d](client.md) {} [f](#f) [g](https://g)"
+    monkeypatch.delenv("LINECLEAR_REPOSITORY_URL", raising=False)
+    assert SITE["rewrite"](text, "docs/page.md") == pages.format("e")
+    monkeypatch.setenv("LINECLEAR_REPOSITORY_URL", "https://h/main/")
+    assert SITE["rewrite"](text, "docs/page.md") == pages.format("[e](https://h/main/tests/e.py)")
+    assert SITE["rewrite"]("[a](../docs/client.md)", "deploy/README.md") == "[a](client.md)"
 
 
 def logged_events(root: Path) -> Iterator[str]:
