@@ -124,7 +124,7 @@ OPTIONAL = {"triton", "flashinfer", "flash_attn"}
 EXTRAS = {
     "protos/lineclear": ("scheduler", "worker"),
     "common": ("scheduler", "worker"),
-    "scheduler_svc": ("scheduler", "gateway"),
+    "scheduler_svc": ("scheduler", "gateway", "tracing"),
     "gpu_worker": ("worker",),
     "client/lineclear": ("cli",),
     "tools/lineclear/planner": ("scheduler",),

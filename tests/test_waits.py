@@ -75,7 +75,7 @@ BOUNDED = {
         "as ResultCollector._finish"
     ),
 }
-CONTEXT = ("_by_token", "_flow", "_is_valid", "_has_request", "_trace_id")
+CONTEXT = ("_by_token", "_flow", "_is_valid", "_has_request", "_trace")
 """Context variables, whose get() does not wait."""
 
 

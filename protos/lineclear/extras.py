@@ -41,6 +41,15 @@ def install_command(extra: str) -> str:
     return f"pip install '{name}[{extra}]{f' @ {url}' if url else ''}'"
 
 
+def is_installed(package: str) -> bool:
+    """Return whether a distribution of this name is installed."""
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def missing_package(error: ModuleNotFoundError, extra: str) -> str:
     """Return what to install for `error`. Raises `error` if the missing module is one of lineclear."""
     if error.name is None or error.name.startswith("lineclear"):

@@ -59,6 +59,7 @@ class ModelSequence:
         self.isolated_losses: Counter[WorkerLoss] = Counter()
         self.cached_tokens = self.recomputed_tokens = self.last_step = 0
         self.started_at: float | None = None
+        self.resumed_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
 
@@ -146,5 +147,6 @@ class ModelSequence:
             first_token_at=self.first_token_at,
             last_token_at=self.last_token_at,
             ended_at=now,
+            resumed_at=self.resumed_at,
             last_step=self.last_step,
         )

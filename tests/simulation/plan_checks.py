@@ -315,7 +315,7 @@ class PlanChecks:
             require(len(copies) < 2, "I4", "one block is copied")
         copied = None if swapped else self.worker.blocks.check_copy(sequence, copies[0] if copies else None)
         self.state.drop_swapped(sequence)
-        sequence.epoch = self.worker.epoch
+        sequence.epoch, sequence.resumed_at = self.worker.epoch, now
         self.worker.blocks.share(init.blocks, sequence, copied)
         num_copied = sum(copy.num_positions for copy in copies)
         sequence.num_planned = sequence.num_computed = sequence.num_shared + num_copied

@@ -1,6 +1,7 @@
 """Run the scheduler as a process, with toy workers where a test names no other worker, and read its log.
 
-torch, transformers, numpy and rich are blocked in it, so that importing them fails.
+torch, transformers, numpy and rich are blocked in it, so that importing them fails. So are the packages for traces
+unless they are asked for.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ WITHOUT_TORCH = """
 import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers", "triton", "numpy", "rich"):
+        traces = "" if "--otlp-traces-endpoint" in sys.argv else "opentelemetry"
+        if name.split(".")[0] in ("torch", "transformers", "triton", "numpy", "rich", traces):
             raise ImportError(name + " is not installed here")
 sys.meta_path.insert(0, Blocked())
 """

@@ -12,7 +12,7 @@ from lineclear.v1 import inference_pb2 as pb
 from .call_params import Params
 from .message_fields import filled
 from .parameters import Metadata, OnModelChange, OnQueued, Prompt, Sampling, Unset
-from .requests import Request, authorized, of_tenant, pairs
+from .requests import Request, authorized, of_tenant, pairs, traced
 from .retry import OnWait, RetryPolicy, RetryState, bounded
 from .rpc_methods import Pairs
 
@@ -81,7 +81,7 @@ class ClientConfig:
         """
         request = Request.of(prompt, sampling, **params)
         own = request.timeout_seconds
-        metadata = pairs(self.metadata, request.metadata)
+        metadata = traced(pairs(self.metadata, request.metadata))
         return CallOptions(
             message=request.to_proto(self.sampling),
             timeout_seconds=self.timeout_seconds if isinstance(own, Unset) else own,

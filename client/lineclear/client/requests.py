@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Unpack
 
@@ -161,6 +162,22 @@ TENANT_KEY: Final = "x-tenant-id"
 def of_tenant(metadata: tuple[tuple[str, str | bytes], ...], tenant: str) -> tuple[tuple[str, str | bytes], ...]:
     """Return `metadata` with that tenant and no other."""
     return pairs([pair for pair in metadata if pair[0] != TENANT_KEY], {TENANT_KEY: tenant})
+
+
+TRACE_KEY: Final = "traceparent"
+
+
+def traced(metadata: tuple[tuple[str, str | bytes], ...]) -> tuple[tuple[str, str | bytes], ...]:
+    """Return `metadata` with the active span of OpenTelemetry, if the program uses it and names no trace itself."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None or any(key == TRACE_KEY for key, _ in metadata):
+        return metadata
+    span = trace.get_current_span().get_span_context()
+    if not span.is_valid:
+        return metadata
+    parent = f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+    state = span.trace_state.to_header()
+    return (*metadata, (TRACE_KEY, parent), *((("tracestate", state),) if state else ()))
 
 
 def authorized(metadata: Metadata, token: str | None) -> Metadata:

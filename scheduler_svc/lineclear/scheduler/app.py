@@ -113,7 +113,7 @@ class App:
         )
         watchdog.start()
         self._stack.callback(watchdog.stop)
-        async with self._metrics_server(), self._status_server(), self._http_gateway():
+        async with self._metrics_server(), self._status_server(), self._http_gateway(), self._traces():
             try:
                 await self._run()
             finally:
@@ -180,6 +180,21 @@ class App:
         gateway = HttpGateway(settings.gateway_http, self._server.gateway_address, shows_example=is_console)
         async with gateway.running():
             yield
+
+    @contextlib.asynccontextmanager
+    async def _traces(self) -> AsyncIterator[None]:
+        """Send a span of each request, also during the shutdown, if the settings name a collector."""
+        if not self._settings.otlp_traces_endpoint:
+            yield
+            return
+        from lineclear.scheduler.tracing import Tracer
+
+        tracer = Tracer(self._settings.otlp_traces_endpoint)
+        self._manager.requests.on_ended = tracer.add
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(tracer.close, _STATUS_SECONDS)
 
     async def _run(self) -> None:
         """Serve until the shutdown starts, then drain, or stop at once if it is forced."""

@@ -19,14 +19,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import structlog
 import uvloop
 
 from lineclear.exit_codes import ExitCode
-from lineclear.extras import install_command
+from lineclear.extras import install_command, is_installed
 from lineclear.model_files import model_directory
 from lineclear.model_files.model_directory import NotServable
 from lineclear.process import core_dumps, logging_setup, malloc_arenas
@@ -148,13 +147,15 @@ def _demo_directory() -> Path:
 
 
 def _check_packages(settings: SchedulerSettings) -> None:
-    """Raise ConfigurationError for a package of the extra `gateway` that the settings need and that is not there."""
-    for flag, package in (("--gateway", "smg"), ("--gateway-listen", "smg_grpc_proto")):
-        is_needed = settings.gateway or (settings.gateway_listen and flag == "--gateway-listen")
-        if is_needed and find_spec(package) is None:
-            name = package.replace("_", "-")
+    """Raise ConfigurationError for a package of an extra that the settings need and that is not there."""
+    for flag, is_needed, package, extra in (
+        ("--gateway", settings.gateway, "smg", "gateway"),
+        ("--gateway-listen", settings.gateway or settings.gateway_listen, "smg-grpc-proto", "gateway"),
+        ("--otlp-traces-endpoint", settings.otlp_traces_endpoint, "opentelemetry-exporter-otlp-proto-grpc", "tracing"),
+    ):
+        if is_needed and not is_installed(package):
             raise ConfigurationError(
-                f"{flag} needs the package {name}, which is not installed; {install_command('gateway')}"
+                f"{flag} needs the package {package}, which is not installed; {install_command(extra)}"
             )
 
 

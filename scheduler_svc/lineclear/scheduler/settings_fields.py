@@ -86,6 +86,11 @@ def _is_an_estimator(value: str) -> None:
         raise ValueError("give none, learned, or module:factory")
 
 
+def _is_a_collector(value: str) -> None:
+    if not re.fullmatch(r"https?://[^/\s]+:\d+/?", value):
+        raise ValueError("give http://host:port or https://host:port; the port of OTLP over gRPC is 4317")
+
+
 def _is_a_size(value: int) -> int:
     if 0 < value < _MIN_MESSAGE_BYTES:
         raise ValueError(f"must be 0 or at least {_MIN_MESSAGE_BYTES}")
@@ -308,6 +313,9 @@ class SchedulerFields(settings_base.ProcessSettings):
     """Executed steps kept for those who watch (WatchSteps). They take about 40 bytes a row, and at most 10 MB."""
     max_step_watchers: int = DIAGNOSIS.field(16, ge=0, le=1024)
     """Most callers that watch the steps at a time."""
+    otlp_traces_endpoint: Annotated[str, _checked(_is_a_collector)] = DIAGNOSIS.field("")
+    """URL of the collector that gets a span of each request. http://host:4317, or https:// for TLS: OTLP over gRPC. It
+    needs the packages of the extra `tracing`."""
     # Below two ticks of the watchdog, the time between two ticks would be reported.
     watchdog_timeout_seconds: float = DIAGNOSIS.field(5.0, ge=0.5, le=3600)
     """An event loop or engine blocked this long is reported."""

@@ -15,7 +15,7 @@ from lineclear.v1 import inference_pb2 as pb
 from .. import rpc_methods
 from ..call_errors import ErrorTranslator
 from ..grpc_channel import AsyncChannel
-from ..requests import TENANT_KEY
+from ..requests import TENANT_KEY, TRACE_KEY
 from ..retry import MAX_TIMEOUT_SECONDS, log
 from ..rpc_methods import AsyncCall, Method, Options, Pairs
 from ..sigint import AsyncCanceller
@@ -127,10 +127,10 @@ class AsyncSessionMultiplexer:
         """Count one more open call and return the Session for it, None for a direct call.
 
         The only open call is a direct one. A Session has the metadata of one caller: that of the first call which
-        shares, without its tenant, which each request names. Calls with other metadata are direct.
+        shares, without its tenant, which each request names. Calls with other metadata or a trace are direct.
         """
         self._num_open += 1
-        if self._num_open == 1 or not self._shares:
+        if self._num_open == 1 or not self._shares or any(key == TRACE_KEY for key, _ in metadata):
             return None
         if self._metadata is None:
             self._metadata = metadata

@@ -44,6 +44,8 @@ class RequestStats:
     first_token_at: float | None = None
     last_token_at: float | None = None
     ended_at: float | None = None
+    resumed_at: float | None = None
+    """When it last left the queue: at its start, or after a preemption or a lost worker."""
     last_step: int = 0
 
 

@@ -374,7 +374,7 @@ class StepPlanner:
             num_swapped = sum(x.num_positions for x in donors if x.block >= self._batch.pool.num_blocks)
             state.counters.swapped_in_tokens += num_swapped
             state.drop_swapped(sequence)
-        sequence.epoch, sequence.wait_until = self._worker.epoch, None
+        sequence.epoch, sequence.wait_until, sequence.resumed_at = self._worker.epoch, None, self._now
         start = sequence.num_planned
         if counts_prompt := not sequence.request.shares_prompt:
             state.counters.prefix_cache_queries += len(sequence.tokens)

@@ -183,6 +183,7 @@ class Sequence:
     draft_tries: float = 0.0  # those, and rejected ones
     last_step: int = 0  # *
     started_at: float | None = None
+    resumed_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None  # *
 
@@ -295,5 +296,6 @@ class Sequence:
             first_token_at=self.first_token_at,
             last_token_at=self.last_token_at,
             ended_at=now,
+            resumed_at=self.resumed_at,
             last_step=self.last_step,
         )

@@ -5,7 +5,7 @@ Small requests are validated before the quota check, large ones after it, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 from google.protobuf.message import Message
@@ -17,6 +17,7 @@ from lineclear.scheduler.requests.answer.beams import Beams
 from lineclear.scheduler.requests.fairness import FairnessWindow
 from lineclear.scheduler.requests.loop_pacer import SMALL_BYTES
 from lineclear.scheduler.requests.request_context import RequestContext
+from lineclear.scheduler.requests.request_metrics import EndedRequest
 from lineclear.scheduler.requests.services import Call, RequestServices
 from lineclear.scheduler.requests.tenant_limits import QueuePlace
 from lineclear.scheduler.requests.validate import request as validation
@@ -47,6 +48,8 @@ class Admission:
         weights = services.settings.weights
         self.fairness = FairnessWindow(services.quota.tenants, self._live.values, weights, services.clock)
         """How equally tenants are served."""
+        self.on_ended: Callable[[RequestContext, EndedRequest], None] | None = None
+        """Called with each request that has ended."""
 
     def __len__(self) -> int:
         """Return the number of live requests."""
@@ -127,11 +130,13 @@ class Admission:
         self.fairness.start()
         return request
 
-    def _on_close(self, request: RequestContext) -> None:
+    def _on_close(self, request: RequestContext, ended: EndedRequest) -> None:
         del self._live[request.call.caller, request.request_id]
         self.fairness.ended(request)
         if request.adapter is not None:
             self.services.adapters.release(request.adapter)
+        if self.on_ended is not None:
+            self.on_ended(request, ended)
 
 
 def _check_model(

@@ -28,6 +28,7 @@ from lineclear.scheduler.requests.validate import sampling as sampling_validatio
 from lineclear.scheduler.requests.validate import tools
 from lineclear.scheduler.requests.validate.request import ModelBounds, ValidatedRequest
 from lineclear.scheduler.security import identity
+from lineclear.scheduler.security.identity import TraceContext
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.detokenizer import AnswerText
 from lineclear.scheduler.text.parsed_answer import ParsedAnswerText
@@ -56,7 +57,7 @@ class RequestContext:
     """Its place in the limits of the queue. `submit` counts the tokens, unless they are counted before."""
     deadline: float
     adapter: LoadedAdapter | None
-    _on_close: Callable[[RequestContext], None]
+    _on_close: Callable[[RequestContext, EndedRequest], None]
     outputs: Sequence[OutputStream] = field(init=False)
     """What the client reads."""
     error: LineclearError | None = None
@@ -68,11 +69,12 @@ class RequestContext:
     chat_time_us: int = 0
     """Time given to the chat template; 0 without one."""
     is_closed: bool = False
-    _trace_id: str = field(default_factory=identity.trace_id)
+    trace: TraceContext = field(default_factory=identity.trace)
+    """The trace of its call."""
+    reasons: list[FinishReason | None] = field(default_factory=list)
+    """How outputs ended whose end has been read, in that order; None: with an error."""
     _num_counted: int = 0
     """Tokens that `take_served_tokens` has returned."""
-    _num_read: int = 0
-    """Outputs whose end has been read."""
     _reason: FinishReason | None = None
     _wakeup: asyncio.Event | None = None
     """Set on new output."""
@@ -120,7 +122,7 @@ class RequestContext:
         """
         if self._reason in (None, FinishReason.CANCELLED):  # of several outputs, the first complete one counts
             self._reason = reason
-        self._num_read += 1
+        self.reasons.append(reason)
         if error is not None and self.error is None:
             self.error = error
             if not self._is_read:
@@ -129,7 +131,7 @@ class RequestContext:
 
     @property
     def _is_read(self) -> bool:
-        return self._num_read == len(self.outputs)
+        return len(self.reasons) == len(self.outputs)
 
     def __enter__(self) -> Self:
         return self
@@ -260,12 +262,12 @@ class RequestContext:
         elif not isinstance(error, Exception):  # a hang-up cancels the task of the call
             error = cancelled
         if error is not None:
-            outcome = error.reason if isinstance(error, LineclearError) else InternalError.reason
+            known = error if isinstance(error, LineclearError) else InternalError
+            ended = self._ended(known.reason, known.code)
         else:
             assert self._reason is not None, "all ends are read, and there is no reason"
-            outcome = self._reason.name
-        ended = self._ended(outcome)
-        self._on_close(self)
+            ended = self._ended(self._reason.name)
+        self._on_close(self, ended)
         self.answer.close(cancelled)
         self.queue_place.release(started=False)
         services.stats.add_ended(ended)
@@ -304,7 +306,7 @@ class RequestContext:
             return DeadlineExceeded("the deadline passed before the answer was complete")
         return Cancelled("the caller cancelled the request")
 
-    def _ended(self, outcome: str) -> EndedRequest:
+    def _ended(self, outcome: str, code: str = "OK") -> EndedRequest:
         """Return the record of the end, from which counters, histograms and the log line are made."""
         first, now = next((o for o in self.outputs if o.started is not None), self.outputs[0]), self.services.clock()
         timings = RequestTimings(None, None, None, now - self.call.arrival, None)
@@ -315,11 +317,12 @@ class RequestContext:
             outcome=outcome.lower(),
             was_admitted=self.queue_place.was_admitted,
             tenant=identity.logged_tenant(self.call.caller, self.call.tenant),
-            trace_id=self._trace_id,
+            trace_id=self.trace.trace_id,
             num_outputs=len(self.validated.received),
             num_tokens=sum(output.num_received for output in self.outputs),
             timings=timings,
             stats=first.stats,
+            code=code,
         )
 
 

@@ -73,7 +73,7 @@ def request_timings(record: RequestStats, arrival: float, completion_tokens: int
 
 
 class EndedRequest(NamedTuple):
-    """How a request ended. Made once; the counters, the histograms and the log line are made from it."""
+    """How a request ended. Made once; counters, histograms, the log line and the span are made from it."""
 
     request_id: str
     outcome: str
@@ -89,6 +89,8 @@ class EndedRequest(NamedTuple):
     timings: RequestTimings
     stats: RequestStats | None
     """Of the first output that has started; None if the engine has not ended it."""
+    code: str = "OK"
+    """The gRPC code that its call ended with."""
 
     def log_fields(self) -> dict[str, Any]:
         """Return the fields of the log line."""

@@ -30,17 +30,32 @@ class Identity(NamedTuple):
     """"token", "certificate" or "none"."""
 
 
-ANONYMOUS = Identity()
+class TraceContext(NamedTuple):
+    """The span that a call belongs to, as its metadata names it (W3C Trace Context). Empty without a valid one."""
+
+    parent: str = ""
+    """The `traceparent`."""
+    state: str = ""
+    """The `tracestate`, unchecked."""
+
+    @property
+    def trace_id(self) -> str:
+        """The trace id, 32 hexadecimal digits; empty without one."""
+        return self.parent[3:35]
+
+
+ANONYMOUS, _NO_TRACE = Identity(), TraceContext()
 TENANT_KEY = "x-tenant-id"
-TRACE_KEY = "traceparent"
+TRACE_KEYS = ("traceparent", "tracestate")
 _MAX_TENANT = 64
+_MAX_TRACE_STATE = 512
 _LOGGED_TENANT = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
 _TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", re.DOTALL)
 
 # Set by the interceptor in the task of the call, so only that call's handler reads it.
 _by_token: ContextVar[Identity | None] = ContextVar("identity", default=None)
 _flow: ContextVar[str] = ContextVar("flow", default="")
-_trace_id: ContextVar[str] = ContextVar("trace_id", default="")
+_trace: ContextVar[TraceContext] = ContextVar("trace", default=_NO_TRACE)
 _is_valid: ContextVar[Callable[[], bool]] = ContextVar("is_valid", default=lambda: True)
 
 
@@ -104,9 +119,9 @@ def set_flow(tenant: str, context: Context) -> None:
     """
     _flow.set(context.peer())
     set_flow_tenant(tenant)
-    for key, value in context.invocation_metadata() or ():
-        if key == TRACE_KEY and isinstance(value, str):
-            _trace_id.set(_trace_id_of(value))
+    found = {key: value for key, value in context.invocation_metadata() or () if key in TRACE_KEYS}
+    if found:
+        _trace.set(_trace_of(*(found.get(key, "") for key in TRACE_KEYS)))
 
 
 def set_flow_tenant(tenant: str) -> None:
@@ -120,15 +135,16 @@ def flow() -> str:
     return _flow.get()
 
 
-def trace_id() -> str:
-    """Return the trace id of this task's call, 32 hexadecimal digits; empty without one."""
-    return _trace_id.get()
+def trace() -> TraceContext:
+    """Return the trace of this task's call."""
+    return _trace.get()
 
 
-def _trace_id_of(parent: str) -> str:
-    """Return the trace id of a `traceparent` (W3C Trace Context); empty if it is not valid."""
-    found = _TRACE_PARENT.fullmatch(parent)
-    return found[1] if found and found[1].strip("0") and not parent.startswith("ff") else ""
+def _trace_of(parent: Any, state: Any) -> TraceContext:
+    found = _TRACE_PARENT.fullmatch(parent) if isinstance(parent, str) else None
+    if not found or not found[1].strip("0") or parent.startswith("ff"):
+        return _NO_TRACE
+    return TraceContext(parent, state if isinstance(state, str) and len(state) <= _MAX_TRACE_STATE else "")
 
 
 def logged_tenant(proven: Identity, tenant: str) -> str:
