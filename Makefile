@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # Modules to compile at set-up, by importing them.
 SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner_factory, lineclear.cli.app
 
-.PHONY: help demo test test-slow test-exhaustive serve bench bench-micro bench-gpu gpu-dry-run bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images docs lint size format stubs baseline clean ready
+.PHONY: help demo test test-slow test-exhaustive serve bench bench-micro bench-gpu gpu-dry-run bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images docs lint size format stubs baseline alerts clean ready
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -58,6 +58,9 @@ test-slow: ready ## Run the slow tests: campaigns, fuzzing, wire faults, other p
 
 test-exhaustive: ready ## Run the tests of further model families, which CI leaves out
 	@$(TEST_ENVIRONMENT); $(BIN)/$(PYTEST) -m exhaustive
+
+alerts: ready ## Fire each alert of deploy/monitoring by a real fault, with a real Prometheus (apt-get install prometheus)
+	@$(TEST_ENVIRONMENT); $(BIN)/python -m pytest -q -rs tests/deploy/test_alerts_fire.py
 
 serve: ready ## Serve the model directory MODEL, by default the demo model: make serve MODEL=path ARGS=--help
 	@$(BIN)/lineclear serve $(if $(MODEL),--model $(MODEL),--demo) $(ARGS)
