@@ -20,6 +20,7 @@ from observe.chromium import Page, chromium
 from observe.status_viewer import TOKEN, address, events, get
 from support.processes import Process, Running, endless, starting, until
 from support.time_limits import PATIENCE_SECONDS
+from support.worker_kills import signal_worker
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler import settings
@@ -98,7 +99,7 @@ def test_the_stream_needs_the_token_and_the_log_has_none(start: Callable[..., Ru
     assert get(server, "/status").status == 200
     for headers in ({}, {"Authorization": "Bearer wrong-0123456789abcdef"}, {"Authorization": f"Basic {TOKEN}"}):
         assert get(server, "/status/steps", **headers).status == 401
-    assert get(server, f"/status/steps?token={TOKEN}").status == 401
+    assert get(server, f"/status/stats?token={TOKEN}").status == 401
     stream = events(get(server, "/status/steps?history=5", Authorization=f"Bearer {TOKEN}"))
     assert len(next(stream)["steps"]) == 5
     server.wait_for("admin_call", rpc="status_page", name="operator")
@@ -109,6 +110,16 @@ def test_the_stream_needs_the_token_and_the_log_has_none(start: Callable[..., Ru
     for _ in stream:
         pass  # the stream ends, because the token is revoked
     assert TOKEN not in json.dumps(server.lines) + "".join(server.other)
+
+
+def test_the_figures_are_those_of_get_stats(server: Running) -> None:
+    list(server.stub.Generate(endless()))
+    stats, found = server.stub.GetStats(pb.GetStatsRequest()), json.load(get(server, "/status/stats"))
+    assert found["counters"]["requests_finished"] == stats.counters.requests_finished > 0
+    assert found["time_to_first_token_seconds"]["p99"] == stats.time_to_first_token_seconds.p99 > 0
+    assert [(worker["state"], worker["joins"]) for worker in found["workers"]] == [("joined", 1)]
+    assert get(server, "/status/stats", Sec_Fetch_Site="cross-site").status == 403
+    assert get(server, "/status/stats", Host="attacker.example").status == 403
 
 
 def test_other_sites_cannot_read_the_steps(server: Running) -> None:
@@ -151,7 +162,7 @@ def test_streams_beyond_the_limit_are_refused_and_places_are_freed(start: Callab
 @contextlib.contextmanager
 def serving(feed: StepFeed) -> Iterator[Callable[[], http.client.HTTPResponse]]:
     """Serve the page in this process; yield a function that opens a stream."""
-    server = StatusServer("127.0.0.1:0", feed, None, 16)
+    server = StatusServer("127.0.0.1:0", feed, None, 16, pb.GetStatsResponse)
     host, port = server.server_address[0], server.server_port
 
     def ask() -> http.client.HTTPResponse:
@@ -322,6 +333,16 @@ def test_the_page_says_that_no_worker_has_joined(model: Path, tmp_path: Path, pa
         page.wait("(document.querySelector('#connection') || {}).innerText === 'live; no worker has joined'")
 
 
+def test_the_page_follows_a_worker_that_is_started_again(start: Callable[..., Running], page: Page) -> None:
+    server = start(load_seconds=3.0)
+    watch(page, server)
+    cells = "[...document.querySelectorAll('#workers td')].map((cell) => cell.innerText).join(' ')"
+    page.wait(f"{cells}.startsWith('0 joined toy 0 ')")
+    signal_worker(lambda: server.stub.GetStats(pb.GetStatsRequest()).worker.pid)
+    page.wait(f"{cells}.startsWith('0 starting')")
+    page.wait(f"{cells}.startsWith('0 joined toy 1 ')")
+
+
 def test_the_page_in_a_browser(start: Callable[..., Running], page: Page, tokens: Path) -> None:
     server = start(
         "--admin-token-file", str(tokens), "--max-batch-size", "8", min_step_seconds=0.02, max_step_seconds=0.03
@@ -345,6 +366,11 @@ def test_the_page_in_a_browser(start: Callable[..., Running], page: Page, tokens
     page.wait("Number(document.querySelector('#tokens-per-second').innerText) > 0")
     assert "in use" in page.text("#pools .worker")
     assert page.text("#skipped") == "0"
+    page.wait("document.querySelector('#first-token').innerText.includes(' / ')")
+    page.wait("Number(document.querySelector('#finished-per-second').innerText) > 0")
+    assert page.text("#between-tokens").count(" ms") == 2
+    assert page.evaluate("document.querySelectorAll('#history canvas').length") == 4
+    assert "joined" in page.text("#workers")
     box = page.evaluate("JSON.stringify(document.querySelector('#timelines canvas').getBoundingClientRect())")
     canvas = json.loads(box)
     page.evaluate("document.querySelector('#pause').click()")

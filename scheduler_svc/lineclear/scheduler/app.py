@@ -53,7 +53,7 @@ from lineclear.wire.messages import Hello
 
 log = structlog.get_logger()
 
-_METRICS_SECONDS = 2.0  # for the event loop to compute the metrics
+_METRICS_SECONDS = 2.0  # for the event loop to compute the figures of GetStats
 _STATUS_SECONDS = 2.0  # for the last statuses to reach the clients
 
 
@@ -144,6 +144,7 @@ class App:
     async def _status_server(self) -> AsyncIterator[None]:
         """Serve the status page, also during the shutdown, if an address is set."""
         settings, steps, certificates, tokens = self._settings, self._steps, self._server.certificates, None
+        loop = asyncio.get_running_loop()
         if not settings.status_listen:
             yield
             return
@@ -155,6 +156,7 @@ class App:
             steps,
             tokens,
             settings.max_step_watchers,
+            lambda: asyncio.run_coroutine_threadsafe(self._manager.status(), loop).result(_METRICS_SECONDS),
             certificates.context if certificates else None,
         )
         if certificates is None and not is_local(settings.status_listen):

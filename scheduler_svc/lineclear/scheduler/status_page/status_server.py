@@ -33,7 +33,7 @@ from lineclear.scheduler.security.token_file import TokenTable
 
 log = structlog.get_logger()
 
-STEPS_PATH = "/status/steps"
+STEPS_PATH, STATS_PATH = "/status/steps", "/status/stats"
 _STATIC = Path(__file__).parent / "static"
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -65,13 +65,17 @@ class StatusServer(HttpListener):
         steps: StepFeed,
         tokens: ReloadingFile[TokenTable] | None,
         max_streams: int,
+        stats: Callable[[], Message],
         tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
-        """Listen on `address`, a host:port. Raises ConfigurationError if that fails."""
+        """Listen on `address`, a host:port. Raises ConfigurationError if that fails.
+
+        `stats` returns the figures of GetStats. Raises TimeoutError.
+        """
         super().__init__(address, "status", _MAX_PAGE_CONNECTIONS + max_streams, tls)
         self.url = f"{'https' if tls else 'http'}://{self.address}/status"
         self.num_rejected = 0
-        self._steps, self._tokens = steps, tokens
+        self._steps, self._tokens, self._stats = steps, tokens, stats
         self._files = {path: ((_STATIC / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
         self.serve(self._answer)
 
@@ -81,8 +85,8 @@ class StatusServer(HttpListener):
         if self._tokens is None and not _names_this_machine(environ.get("HTTP_HOST", "")):
             return _refuse(start_response, "403 Forbidden", "without an admin token, use the name localhost")
         path = environ["PATH_INFO"]
-        if path == STEPS_PATH and environ["REQUEST_METHOD"] == "GET":
-            return self._stream(environ, start_response)
+        if path in (STEPS_PATH, STATS_PATH) and environ["REQUEST_METHOD"] == "GET":
+            return self._data(environ, start_response)
         if path == "/favicon.ico":  # every browser asks for one
             start_response("204 No Content", [*_HEADERS])
             return []
@@ -92,15 +96,27 @@ class StatusServer(HttpListener):
         start_response("200 OK", [("Content-Type", kind), ("Content-Length", str(len(content))), *_HEADERS])
         return [content]
 
-    # --- the stream -------------------------------------------------------------------------------------------------
+    # --- steps and figures ------------------------------------------------------------------------------------------
 
-    def _stream(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
+    def _data(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         if environ.get("HTTP_SEC_FETCH_SITE", "same-origin") not in ("same-origin", "none"):
-            return _refuse(start_response, "403 Forbidden", "the steps are for the page of this server only")
+            return _refuse(start_response, "403 Forbidden", "the data are for the page of this server only")
         name = self._caller(environ)
         if name is None:
             self._count_rejected()
             return _refuse(start_response, "401 Unauthorized", "a valid admin token is required")
+        if environ["PATH_INFO"] == STEPS_PATH:
+            return self._stream(environ, start_response, name)
+        try:
+            content = _json(self._stats())
+        except TimeoutError:
+            return _refuse(start_response, "503 Service Unavailable", "the engine did not answer in time")
+        start_response(
+            "200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(content))), *_HEADERS]
+        )
+        return [content]
+
+    def _stream(self, environ: dict[str, Any], start_response: StartResponse, name: str) -> Iterable[bytes]:
         try:
             watcher = self._steps.watch(_history(environ))
         except TooManyWatchers as error:
@@ -121,7 +137,7 @@ class StatusServer(HttpListener):
                     return  # the page connects again
                 response = watcher.read(self._state(), block_maps=True)
                 if response.ByteSize():
-                    yield b"data:" + json.dumps(response, default=_plain, separators=(",", ":")).encode() + b"\n\n"
+                    yield b"data:" + _json(response) + b"\n\n"
                     sent_at = time.monotonic()
                 elif time.monotonic() - sent_at > _KEEP_ALIVE_SECONDS:
                     yield b":\n\n"
@@ -150,6 +166,10 @@ class StatusServer(HttpListener):
         self.num_rejected += 1
         if should_log(self.num_rejected):
             log.warning("auth_failures", num_rejected=self.num_rejected, problem="status_page")
+
+
+def _json(message: Message) -> bytes:
+    return json.dumps(message, default=_plain, separators=(",", ":")).encode()
 
 
 def _plain(value: Any) -> Any:

@@ -37,6 +37,19 @@ function legend(element, entries) {
   }));
 }
 
+// A line of [seconds, value], the newest at the right, over `span` seconds.
+function drawLine(canvas, points, span) {
+  const { pen, width, height } = prepared(canvas, 44);
+  const most = Math.max(1e-9, ...points.map(([, value]) => value));
+  pen.strokeStyle = colour("decode");
+  pen.lineWidth = 1.5;
+  pen.beginPath();
+  for (const [at, value] of points) {
+    pen.lineTo(width * (1 - (points.at(-1)[0] - at) / span), height - 2 - (height - 4) * (value / most));
+  }
+  pen.stroke();
+}
+
 // Rows are slots, columns are steps. Returns the geometry, for clicks.
 function drawTimeline(canvas, steps, chosen, columns) {
   const shown = steps.slice(-columns);

@@ -3,8 +3,10 @@
 
 const COLUMNS = 160;
 const KEPT = 2048;
+const HISTORY_SECONDS = 600;
+const POLL_SECONDS = 2;
 const get = (id) => document.getElementById(id);
-const live = { steps: [], state: null, skipped: 0, rates: [] };
+const live = { steps: [], state: null, skipped: 0, rates: [], figures: [] };
 let view = live; // what is drawn: all that was received, or a copy of it while paused
 let chosen = null;
 let token = sessionStorage.getItem("lineclear-token") || "";
@@ -23,7 +25,28 @@ async function watch() {
   get("login").hidden = true;
   get("view").hidden = false;
   say("live", "live");
-  Object.assign(live, { steps: [], rates: [] }); // it may be another server, whose numbers begin anew
+  Object.assign(live, { steps: [], rates: [], figures: [] }); // it may be another server, whose numbers begin anew
+  const asking = setInterval(() => ask(headers), 1000 * POLL_SECONDS);
+  try {
+    ask(headers);
+    return await follow(response);
+  } finally {
+    clearInterval(asking);
+  }
+}
+
+// Adds the figures of GetStats to the history.
+async function ask(headers) {
+  const response = await fetch("/status/stats", { headers, cache: "no-store" }).catch(() => null);
+  if (!response || !response.ok) return;
+  const stats = await response.json();
+  if (live.figures.length && live.figures.at(-1).uptime >= stats.uptime) return; // answers overtook each other
+  live.figures.push(stats);
+  while (live.figures[0].uptime < stats.uptime - HISTORY_SECONDS) live.figures.shift();
+  if (view === live) drawFigures();
+}
+
+async function follow(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
@@ -130,6 +153,40 @@ function drawTiles() {
   get("preemptions").textContent = state.preemptions;
 }
 
+function perSecond(first, last, names) {
+  const count = (stats) => names.reduce((sum, name) => sum + Number(stats.counters[name]), 0);
+  return last.uptime > first.uptime ? (count(last) - count(first)) / (last.uptime - first.uptime) : 0;
+}
+
+function drawFigures() {
+  const figures = view.figures, last = figures.at(-1);
+  if (!last) return;
+  const before = figures.find((stats) => stats.uptime >= last.uptime - 10) || last;
+  get("finished-per-second").textContent = perSecond(before, last, ["requests_finished"]).toFixed(1);
+  get("failed-per-second").textContent =
+    perSecond(before, last, ["requests_failed", "requests_expired", "requests_rejected"]).toFixed(1);
+  const quantiles = (found) => (found && found.count ? `${seconds(found.p50)} / ${seconds(found.p99)}` : "-");
+  get("first-token").textContent = quantiles(last.time_to_first_token_seconds);
+  get("between-tokens").textContent = quantiles(last.request_mean_inter_token_latency_seconds);
+  const lines = {
+    "tokens/s": (stats) => stats.generation_tokens_per_second,
+    "requests running": (stats) => stats.gauges.num_requests_running,
+    "requests waiting": (stats) => stats.gauges.num_requests_waiting,
+    "KV blocks in use, %": (stats) => 100 * stats.gauges.kv_cache_usage_ratio,
+  };
+  const names = Object.keys(lines), span = Math.min(HISTORY_SECONDS, Math.max(20, last.uptime - figures[0].uptime));
+  canvases(get("history"), "history-", names).forEach(({ title, canvas }, index) => {
+    const points = figures.map((stats) => [stats.uptime, lines[names[index]](stats)]);
+    const most = Math.max(...points.map(([, value]) => value));
+    title.textContent = `${names[index]}: ${Math.round(points.at(-1)[1])}, at most ${Math.round(most)}`;
+    drawLine(canvas, points, span);
+  });
+  const rows = last.workers.map((worker) => [worker.index === undefined ? "-" : worker.index,
+    worker.state.replace("_", " "), worker.device || "-", Math.max(0, worker.joins - 1),
+    worker.num_requests_running, Math.round(worker.generation_tokens_per_second)]);
+  table(get("workers"), ["worker", "state", "device", "restarts", "running", "tokens/s"], rows, "no worker");
+}
+
 function workers() {
   const known = new Set(view.steps.slice(-COLUMNS).map((step) => step.worker));
   for (const worker of view.state ? view.state.workers : []) known.add(worker.worker);
@@ -212,6 +269,7 @@ function draw() {
   isDrawn = true;
   readPalette();
   drawTiles();
+  drawFigures();
   drawTimelines();
   drawStep();
   drawPools();
@@ -232,7 +290,7 @@ get("login").onsubmit = (event) => {
   run();
 };
 get("pause").onclick = () => {
-  view = view === live ? { ...live, steps: [...live.steps], rates: [...live.rates] } : live;
+  view = view === live ? { ...live, steps: [...live.steps], rates: [...live.rates], figures: [...live.figures] } : live;
   get("pause").textContent = view === live ? "Pause" : "Continue";
   draw();
 };
