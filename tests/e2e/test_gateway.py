@@ -16,6 +16,7 @@ import openai
 import pytest
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+from support.collector import Collector, collector
 from support.demo import PROMPTS, model
 from support.processes import is_running
 from support.service import Service, running, wait_for
@@ -45,6 +46,7 @@ class Gateway:
     service: Service
     address: str
     http: str
+    traces: Collector
 
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"http://{self.http}/v1", api_key="none", max_retries=0)
@@ -74,8 +76,8 @@ class Gateway:
 def gateway() -> Iterator[Gateway]:
     address, http = (f"127.0.0.1:{port}" for port in free_ports(2))
     flags = ("--gateway", "--gateway-listen", address, "--gateway-http", http, "--served-model-name", NAME)
-    with running(*flags) as service:
-        found = Gateway(service, address, http)
+    with collector() as traces, running(*flags, "--otlp-traces-endpoint", traces.address) as service:
+        found = Gateway(service, address, http, traces)
         wait_for(found.answers, "the gateway")
         yield found
         wait_for(service.is_idle, "idle at the end")
@@ -105,6 +107,28 @@ def test_completion_equals_that_of_our_own_client(gateway: Gateway, client: open
         assert answer.choices[0].text == own_text(gateway, prompt)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == LENGTH
+
+
+def test_one_trace_has_http_gateway_and_engine(gateway: Gateway, client: openai.OpenAI) -> None:
+    trace, caller = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    headers = {"traceparent": f"00-{trace}-{caller}-01"}
+    client.completions.create(prompt="a", max_tokens=4, extra_headers=headers, **GREEDY)
+
+    def spans() -> dict[str, Any]:
+        found = [span for span in gateway.traces.spans if span.trace_id.hex() == trace]
+        return {span.span_id.hex(): span for span in found}
+
+    def path() -> list[str]:
+        """Return the names of the spans from that of the decode up to the caller's."""
+        names, spans_by_id = list[str](), spans()
+        at = next((key for key, span in spans_by_id.items() if span.name == "decode"), "")
+        while at in spans_by_id:
+            names.append(spans_by_id[at].name)
+            at = spans_by_id[at].parent_span_id.hex()
+        return [*names, at]
+
+    wanted = ["decode", f"text_completion {NAME}", "grpc_execute", "http_request", caller]
+    wait_for(lambda: path() == wanted, "the spans of smg and of the engine")
 
 
 def test_streamed_chat_equals_a_chat_of_our_own_client(gateway: Gateway, client: openai.OpenAI) -> None:

@@ -64,6 +64,7 @@ _INSTEAD = {
     "the worker has --kv-cache-dtype": "--cache-type-k --cache-type-v",
     "the worker has --threads": "--threads-batch",
     "give --metrics-listen HOST:PORT": "--metrics --enable-metrics --prometheus-port",
+    "give --otlp-traces-endpoint http://HOST:PORT": "--enable-trace --otlp-endpoint --collect-detailed-traces",
     "give --admin-listen ADDRESS: `lineclear top` shows the slots there": "--slots",
     "give --log-level LEVEL; requests are logged without their content": (
         "--disable-log-requests --disable-log-stats --log-requests --verbose"

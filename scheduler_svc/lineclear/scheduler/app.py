@@ -179,7 +179,8 @@ class App:
         from lineclear.scheduler.grpc_api.gateway.http_gateway import HttpGateway
 
         settings, is_console = self._settings, logging_setup.chosen(self._settings.log_format) == "console"
-        gateway = HttpGateway(settings.gateway_http, self._server.gateway_address, shows_example=is_console)
+        traces, address = settings.otlp_traces_endpoint, self._server.gateway_address
+        gateway = HttpGateway(settings.gateway_http, address, shows_example=is_console, traces=traces)
         async with gateway.running():
             yield
 

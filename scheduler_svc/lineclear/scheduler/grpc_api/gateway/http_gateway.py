@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 import structlog
@@ -35,8 +36,8 @@ _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 1.0, 60.0
 class HttpGateway:
     """Runs smg at an HTTP address, before the listener for gateways at another. Used on the event loop."""
 
-    def __init__(self, http_address: str, engine_address: str, *, shows_example: bool) -> None:
-        """`shows_example`: print a command that tries the API, beside the log lines."""
+    def __init__(self, http_address: str, engine_address: str, *, shows_example: bool, traces: str = "") -> None:
+        """`shows_example`: print a command that tries the API, beside the log lines. `traces`: URL of a collector."""
         parsed = parse_address(http_address)
         assert not isinstance(parsed, str), "the settings refuse a unix socket"
         host, port = parsed
@@ -44,7 +45,10 @@ class HttpGateway:
         options = {"--worker-urls": f"grpc://{engine_address}", "--host": host.strip("[]"), "--port": port}
         options |= {"--worker-startup-timeout-secs": _START_SECONDS, "--worker-startup-check-interval": 1}
         options["--log-level"] = "warn"
+        if traces.startswith("http://"):  # smg sends plaintext, and makes spans at this level only
+            options |= {"--otlp-traces-endpoint": urlsplit(traces).netloc, "--log-level": "info"}
         self._arguments = ["launch", *(str(part) for option in options.items() for part in option)]
+        self._arguments += ["--enable-trace"] * ("--otlp-traces-endpoint" in options)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
