@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # Modules to compile at set-up, by importing them.
 SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner_factory, lineclear.cli.app
 
-.PHONY: help demo test test-slow test-exhaustive serve bench bench-micro bench-gpu gpu-dry-run bench-neighbour browser-test simulation fuzz chaos mutants privacy soak hostile images docs lint size format stubs baseline alerts clean ready
+.PHONY: help demo test test-slow test-exhaustive serve bench bench-micro bench-gpu gpu-dry-run bench-neighbour browser-test examples simulation fuzz chaos mutants privacy soak hostile images docs lint size format stubs baseline alerts clean ready
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -100,6 +100,9 @@ browser-test: ready ## Test the status page in a headless Chromium; IMAGES=FOLDE
 	@test -n "$$(command -v $(or $(CHROMIUM),chromium chromium-browser google-chrome))" || { echo "No Chromium was found." \
 		"Install one (on Debian or Ubuntu: apt install chromium), or name it: make browser-test CHROMIUM=/path/to/chrome"; exit 1; }
 	@STATUS_IMAGES=$(if $(IMAGES),$(abspath $(IMAGES))) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/observe/test_status_page.py
+
+examples: ready ## Build and run the examples in other languages whose toolchain is installed; the others are listed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/examples
 
 simulation: ready ## Simulate SEEDS (20,000) histories, half with faults to the end, half without at the end
 	@$(BIN)/python tests/simulation/replay.py 0 $(or $(SEEDS),20000) --check
