@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import sys
 import threading
 import warnings
@@ -17,7 +18,7 @@ from client.conftest import finished, started
 from support.time_limits import PATIENCE_SECONDS, SOON_SECONDS
 
 from lineclear import errors
-from lineclear.client import AsyncClient, Client, Request
+from lineclear.client import AsyncClient, Client, Generation, Request
 from lineclear.client.testing import FakeTransport
 from lineclear.v1 import inference_pb2 as pb
 
@@ -236,3 +237,15 @@ def test_no_terminal_no_progress_bar(capsys: pytest.CaptureFixture[str]) -> None
         for progress in (True, False, None):
             client.generate_batch(["a", "b"], progress=progress)
     assert capsys.readouterr() == ("", "")
+
+
+async def test_endless_prompts_are_read_no_further_than_the_window() -> None:
+    """The answers wait for their reader, and the prompts for the answers."""
+    taken: list[int] = []
+    prompts = (taken.append(number) or str(number) for number in itertools.count())  # type: ignore[func-returns-value]
+    async with AsyncClient(transport=FakeTransport("ok")) as client:
+        async with contextlib.aclosing(client.iter_batch(prompts, concurrency=4, window=8)) as answers:
+            for count in range(1, 31):
+                assert isinstance(await anext(answers), Generation)
+                assert len(taken) <= count + 8
+        assert len(taken) <= 38

@@ -15,10 +15,12 @@ from .call_params import Params
 from .message_classes import Model
 from .message_fields import whole
 from .progress import Progress
+from .prompt_calls import ScoreParams, Scores
 from .results import Generation
 
 Item = TypeVar("Item")
 Outcome = Generation | LineclearError
+ScoreOutcome = Scores | LineclearError
 
 ALL_AT_ONCE = 2**62
 """The window of a batch that returns all answers together."""
@@ -42,6 +44,14 @@ class WindowParams(BatchParams, total=False):
     window: int | None
 
 
+class ScoreBatchParams(ScoreParams, total=False):
+    """The keyword arguments of `score_batch`: those of a batch, and of `score`."""
+
+    top_logprobs: int | None
+    concurrency: int | None
+    progress: Progress
+
+
 class Read(NamedTuple, Generic[Item]):
     """An item of the caller's iterable, or the error that ended it."""
 
@@ -52,7 +62,7 @@ class Read(NamedTuple, Generic[Item]):
 class WindowRead(NamedTuple):
     """The outcomes that are ready for the reader."""
 
-    due: list[tuple[int, Outcome]]
+    due: list[tuple[int, Outcome | Scores]]
     """Each with the index of its item."""
     failure: BaseException | None
     """The error that ended the batch."""
@@ -77,7 +87,7 @@ class BatchWindow(Generic[Item]):
         self.failure: BaseException | None = None  # ends the whole batch
         self.completed = 0
         self.failed = 0
-        self.completion_tokens = 0
+        self.tokens = 0  # generated, or scored with their prompts
         self._items: Iterator[Item] = iter(items)
         self._window = window
         self._return_exceptions = return_exceptions
@@ -85,7 +95,7 @@ class BatchWindow(Generic[Item]):
         self._taken = 0
         self._num_read = 0
         self._reported = -1  # `completed` at the last read_outcomes
-        self._waiting: dict[int, Outcome] = {}
+        self._waiting: dict[int, Outcome | Scores] = {}
 
     @property
     def has_no_more(self) -> bool:
@@ -127,17 +137,17 @@ class BatchWindow(Generic[Item]):
         self._taken += 1
         return self._taken - 1, cast("Item", read.item)
 
-    def put(self, index: int, outcome: Generation | BaseException) -> None:
+    def put(self, index: int, outcome: Generation | Scores | BaseException) -> None:
         """Add the outcome of an item. An error other than a LineclearError, such as a bug, ends the batch."""
         assert index not in self._waiting
         assert index < self._taken
-        if not isinstance(outcome, Outcome):
+        if not isinstance(outcome, Outcome | Scores):
             self.fail(outcome)
             return
         self._waiting[index] = outcome
         self.completed += 1
         if not isinstance(outcome, LineclearError):
-            self.completion_tokens += outcome.usage.completion_tokens
+            self.tokens += outcome.prompt_tokens if isinstance(outcome, Scores) else outcome.usage.completion_tokens
             return
         self.failed += 1
         if not self._return_exceptions:
@@ -156,7 +166,7 @@ class BatchWindow(Generic[Item]):
         self._num_read += len(due)
         return WindowRead(due, self.failure, self.done)
 
-    def _due(self) -> list[tuple[int, Outcome]]:
+    def _due(self) -> list[tuple[int, Outcome | Scores]]:
         if not self._in_order:
             due, self._waiting = list(self._waiting.items()), {}
             return due

@@ -180,6 +180,32 @@ class Workers:
             thread.join()
 
 
+class AsyncCancellable(Generic[T]):
+    """A call of a batch that is no stream. It runs once, and ends when it is cancelled."""
+
+    def __init__(self, function: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._function = function
+        self._task: asyncio.Task[T] | None = None
+
+    async def read_all(self) -> T:
+        self._task = asyncio.create_task(self._function())
+        return await self._task
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+class Cancellable(Generic[T]):
+    """`AsyncCancellable` for threads. It ends by itself: the server answers, or its deadline passes."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.read_all = function
+
+    def cancel(self) -> None:
+        pass
+
+
 class Reader(Generic[T]):
     """Calls a blocking function in a thread, one call at a time, in the context of its creator.
 

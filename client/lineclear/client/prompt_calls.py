@@ -12,11 +12,13 @@ from lineclear.v1 import inference_pb2 as pb
 from .call_params import Params
 from .chat_messages import Tool
 from .message_fields import set_field
-from .parameters import Metadata, Unset
+from .parameters import Metadata, Prompt, Unset
 from .requests import Request
 from .results import TokenLogprobs, token_logprobs
 
 TextOrIds: TypeAlias = str | Sequence[int]
+ScoreItem: TypeAlias = tuple[Prompt, Sequence[TextOrIds]]
+"""A prompt and its continuations."""
 PoolingName: TypeAlias = Literal["last_token", "mean"]
 
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from lineclear.errors import Cancelled
 
-from ..batch_window import BatchWindow, Item, Outcome, Read
+from ..batch_window import BatchWindow, Item, Read
 from ..concurrency import AsyncCondition, AsyncReader, AsyncWorkers
 from ..fork_guard import OwnerProcess
 from ..progress import Display
-from ..results import Generation
 from ..sigint import AsyncCanceller
-from .answer_stream import AsyncStream
 
 Answer = TypeVar("Answer", covariant=True)
+
+
+class AsyncBatchCall(Protocol):
+    """A request of a batch. `cancel` is called from any thread or task."""
+
+    async def read_all(self) -> Any: ...
+    def cancel(self) -> None: ...
 
 
 class AsyncBatchResults(AsyncIterator[Answer], Generic[Answer]):
@@ -25,9 +30,7 @@ class AsyncBatchResults(AsyncIterator[Answer], Generic[Answer]):
     A failed request yields its LineclearError. With `return_exceptions=False` the loop raises it instead.
     """
 
-    def __init__(
-        self, workers: AsyncBatchWorkers[Item], display: Display, shown: Callable[[int, Outcome], Answer]
-    ) -> None:
+    def __init__(self, workers: AsyncBatchWorkers[Item], display: Display, shown: Callable[[int, Any], Answer]) -> None:
         self._workers = workers
         self._shown = shown
         self._owner = OwnerProcess()
@@ -66,19 +69,19 @@ class AsyncBatchWorkers(Generic[Item]):
         self,
         window: BatchWindow[Item],
         concurrency: Callable[[], Awaitable[int]],
-        open_stream: Callable[[Item], AsyncStream],
+        open_call: Callable[[Item], AsyncBatchCall],
     ) -> None:
         self._window = window
         self._concurrency = concurrency
-        self._open_stream = open_stream
+        self._open_call = open_call
         self._owner = OwnerProcess()
         self._changed = AsyncCondition()  # guards _running and the window
-        self._running: set[AsyncStream] = set()
+        self._running: set[AsyncBatchCall] = set()
         self._reading = asyncio.Lock()
         self._reader = AsyncReader[Read[Item]](window.read)
         self._workers = AsyncWorkers()
 
-    async def outcomes(self, display: Display) -> AsyncGenerator[tuple[int, Outcome], None]:
+    async def outcomes(self, display: Display) -> AsyncGenerator[tuple[int, Any], None]:
         """Yield each outcome with the index of its item, and update `display` when more requests are complete."""
         window = self._window
         self._owner.enter()
@@ -90,7 +93,7 @@ class AsyncBatchWorkers(Generic[Item]):
                     while (read := window.read_outcomes()) is None:
                         await self._changed.wait()
                     self._changed.notify_all()  # the window may have moved
-                display.update(window.completed, window.failed, window.completion_tokens, window.total)
+                display.update(window.completed, window.failed, window.tokens, window.total)
                 if read.failure is not None:
                     raise read.failure
                 for outcome in read.due:
@@ -111,14 +114,14 @@ class AsyncBatchWorkers(Generic[Item]):
             running = list(self._running)
             self._changed.notify_all()
         self._reader.close()
-        for stream in running:
-            stream.cancel()
+        for call in running:
+            call.cancel()
 
     async def _work(self) -> None:
         while (taken := await self._take()) is not None:
             index, item = taken
             try:
-                outcome: Generation | BaseException = await self._run(item)
+                outcome = await self._run(item)
             except BaseException as error:  # put() decides what it means for the batch
                 outcome = error
             with self._changed:
@@ -140,14 +143,14 @@ class AsyncBatchWorkers(Generic[Item]):
                     self._changed.notify_all()  # the end of the items may be the end of the batch
                 return taken
 
-    async def _run(self, item: Item) -> Generation:
-        stream = self._open_stream(item)
+    async def _run(self, item: Item) -> Any:
+        call = self._open_call(item)
         with self._changed:
-            self._running.add(stream)
+            self._running.add(call)
             if self._window.failure is not None:
-                stream.cancel()
+                call.cancel()
         try:
-            return await stream.read_all()
+            return await call.read_all()
         finally:
             with self._changed:
-                self._running.discard(stream)
+                self._running.discard(call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal, TypeVar, Unpack, cast, overload
+from typing import Any, Literal, TypeVar, Unpack, cast, overload
 
 from lineclear.errors import LineclearError
 
@@ -12,7 +12,9 @@ from ..batch_window import (
     DEFAULT_CONCURRENCY,
     BatchParams,
     BatchWindow,
+    Item,
     Outcome,
+    ScoreBatchParams,
     WindowParams,
     checked_window,
     default_concurrency,
@@ -24,7 +26,7 @@ from ..requests import Request
 from ..results import Generation
 from ..sigint import AsyncCanceller
 from .answer_stream import AsyncStream
-from .batch_workers import AsyncBatchResults, AsyncBatchWorkers
+from .batch_workers import AsyncBatchCall, AsyncBatchResults, AsyncBatchWorkers
 from .connection import AsyncConnection
 
 Answer = TypeVar("Answer")
@@ -72,7 +74,7 @@ class AsyncBatches(AsyncConnection):
         requests. Raises ValueError if `concurrency` is below 1.
         """
         window = BatchWindow(prompts, _window(params), return_exceptions)
-        return self._batch(window, _outcome, sampling, params)
+        return self._batch(window, self._streams(sampling, params), outcome_alone, params)
 
     @overload
     def as_completed(  # type: ignore[overload-overlap]
@@ -93,10 +95,10 @@ class AsyncBatches(AsyncConnection):
         The key of an answer is that of its prompt in a mapping, or its index. A failed request yields its error.
         """
         items, keys = _items(prompts)
-        window = BatchWindow(items, _window(params), in_order=False)
+        window, streams = BatchWindow(items, _window(params), in_order=False), self._streams(sampling, params)
         if keys is None:
-            return self._batch(window, lambda index, outcome: (index, outcome), sampling, params)
-        return self._batch(window, lambda index, outcome: (keys[index], outcome), sampling, params)
+            return self._batch(window, streams, lambda index, outcome: (index, outcome), params)
+        return self._batch(window, streams, lambda index, outcome: (keys[index], outcome), params)
 
     @overload
     async def generate_batch(  # type: ignore[overload-overlap]
@@ -150,30 +152,28 @@ class AsyncBatches(AsyncConnection):
         """
         checked_window(params.get("concurrency"), None)
         items, keys = _items(prompts)
-        results = self._batch(BatchWindow(items, ALL_AT_ONCE, return_exceptions), _outcome, sampling, params)
-        with AsyncCanceller.cancelling(results.cancel):
-            outcomes = [outcome async for outcome in results]
+        window = BatchWindow(items, ALL_AT_ONCE, return_exceptions)
+        outcomes = await all_of(self._batch(window, self._streams(sampling, params), outcome_alone, params))
         return outcomes if keys is None else dict(zip(keys, outcomes, strict=True))
+
+    def _streams(self, sampling: Sampling | None, params: BatchParams) -> Callable[[Prompt | Request], AsyncStream]:
+        """Return what opens the stream of a prompt, with the parameters that `_batch` leaves in `params`."""
+        return lambda prompt: self.stream(prompt, sampling, **cast("Params", params))
 
     def _batch(
         self,
-        window: BatchWindow[Prompt | Request],
-        shown: Callable[[int, Outcome], Answer],
-        sampling: Sampling | None,
-        params: BatchParams,
+        window: BatchWindow[Item],
+        open_call: Callable[[Item], AsyncBatchCall],
+        shown: Callable[[int, Any], Answer],
+        params: BatchParams | ScoreBatchParams,
     ) -> AsyncBatchResults[Answer]:
-        """Return the answers to the items of `window`. Takes the parameters of the batch from those of the calls."""
+        """Return the outcomes of the items of `window`. Removes the parameters of the batch from `params`."""
         concurrency, progress = params.pop("concurrency", None), params.pop("progress", None)
-        of_call = cast("Params", params)
 
         async def chosen_concurrency() -> int:
             return concurrency or await self._default_concurrency()
 
-        def open_stream(prompt: Prompt | Request) -> AsyncStream:
-            return self.stream(prompt, sampling, **of_call)
-
-        workers = AsyncBatchWorkers(window, chosen_concurrency, open_stream)
-        return AsyncBatchResults(workers, display(progress), shown)
+        return AsyncBatchResults(AsyncBatchWorkers(window, chosen_concurrency, open_call), display(progress), shown)
 
     async def _default_concurrency(self) -> int:
         try:
@@ -193,5 +193,12 @@ def _items(
     return (list(prompts.values()), list(prompts)) if isinstance(prompts, Mapping) else (prompts, None)
 
 
-def _outcome(index: int, outcome: Outcome) -> Outcome:
+def outcome_alone(index: int, outcome: Any) -> Any:
+    """Return what a batch without keys yields."""
     return outcome
+
+
+async def all_of(results: AsyncBatchResults[Answer]) -> list[Answer]:
+    """Return what a batch yields. Ctrl-C cancels it."""
+    with AsyncCanceller.cancelling(results.cancel):
+        return [outcome async for outcome in results]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Unpack, cast
+from collections.abc import Iterable, Sequence
+from typing import Literal, Unpack, cast, overload
 
 from lineclear.errors import DuplicateRequest
 from lineclear.v1 import inference_pb2 as pb
 
 from .. import rpc_methods
+from ..batch_window import ALL_AT_ONCE, BatchWindow, ScoreBatchParams, ScoreOutcome, checked_window
 from ..call_params import Params
 from ..call_settings import submit_request, submittable
 from ..chat_messages import ChatMessage
+from ..concurrency import AsyncCancellable
 from ..message_classes import Stats
 from ..message_fields import filled
 from ..parameters import UNSET, Metadata, OnQueued, Prompt, Sampling, Unset
@@ -19,6 +21,7 @@ from ..prompt_calls import (
     Embeddings,
     EmbedParams,
     PoolingName,
+    ScoreItem,
     ScoreParams,
     Scores,
     TextOrIds,
@@ -32,7 +35,7 @@ from ..requests import Request, detokenize_request, pairs, tokenize_request
 from ..results import Generation, HealthStatus, Queued, SubmittedStatus, from_proto, queued_from_proto, submitted_status
 from ..rpc_methods import Pairs
 from .answer_stream import AsyncStream
-from .batches import AsyncBatches
+from .batches import AsyncBatches, all_of, outcome_alone
 from .connection import AsyncConnection
 
 
@@ -157,6 +160,35 @@ class AsyncClient(AsyncBatches):
         options = self._config.outgoing(prompt, **of_call("score", ScoreParams, prompt, params))
         request = score_request(cast("pb.GenerateRequest", options.message), continuations, top_logprobs)
         return scores_from(await self._unary(rpc_methods.SCORE, request, options.timeout_seconds, options.metadata))
+
+    @overload
+    async def score_batch(
+        self,
+        items: Iterable[ScoreItem],
+        *,
+        return_exceptions: Literal[False] = False,
+        **params: Unpack[ScoreBatchParams],
+    ) -> list[Scores]: ...
+    @overload
+    async def score_batch(
+        self, items: Iterable[ScoreItem], *, return_exceptions: bool, **params: Unpack[ScoreBatchParams]
+    ) -> list[ScoreOutcome]: ...
+    async def score_batch(
+        self, items: Iterable[ScoreItem], *, return_exceptions: bool = False, **params: Unpack[ScoreBatchParams]
+    ) -> list[Scores] | list[ScoreOutcome]:
+        """Return the scores of many prompts, in the order of `items`: pairs of a prompt and its continuations.
+
+        Errors, `concurrency` and `progress` are as in `generate_batch`, the other `params` as in `score`.
+        """
+        checked_window(params.get("concurrency"), None)
+        window = BatchWindow(items, ALL_AT_ONCE, return_exceptions)
+
+        def open_call(item: ScoreItem) -> AsyncCancellable[Scores]:
+            return AsyncCancellable(lambda: self.score(*item, **of_score))
+
+        results = self._batch(window, open_call, outcome_alone, params)
+        of_score = cast("ScoreParams", params)  # what _batch leaves
+        return await all_of(results)
 
     async def embed(
         self,
