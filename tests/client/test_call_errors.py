@@ -10,6 +10,7 @@ import pytest
 
 from lineclear.client.call_errors import ErrorTranslator
 from lineclear.client.rpc_methods import GET_STATS
+from lineclear.client.target import DEFAULT_TARGET
 from lineclear.errors import Cancelled, ConnectionLost, DataLoss, DeadlineExceeded, ServerDraining, Unreachable
 from lineclear.status_codec import TRAILER, to_status
 
@@ -102,3 +103,14 @@ def test_grpc_retry_pushback_sets_the_pause(word: str, seconds: float) -> None:
 def test_undecodable_response_is_data_loss() -> None:
     with pytest.raises(DataLoss):
         ErrorTranslator("127.0.0.1:9").decoded(GET_STATS, b"\xff")
+
+
+@pytest.mark.parametrize(
+    ("target", "variable", "says"), [(DEFAULT_TARGET, "", True), (DEFAULT_TARGET, "x:1", False), ("x:1", "", False)]
+)
+def test_default_address_says_that_no_other_is_named(
+    monkeypatch: pytest.MonkeyPatch, target: str, variable: str, says: bool
+) -> None:
+    monkeypatch.setenv("LINECLEAR_TARGET", variable)
+    error = failed(ErrorTranslator(target), "UNAVAILABLE", REFUSED)
+    assert ("LINECLEAR_TARGET is not set" in str(error)) is says

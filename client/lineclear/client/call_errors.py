@@ -14,6 +14,7 @@ from lineclear import errors, status_codec
 
 from .fork_guard import OwnerProcess
 from .rpc_methods import Method
+from .target import hint_of_default
 
 Res = TypeVar("Res")
 
@@ -98,7 +99,7 @@ class ErrorTranslator:
         if isinstance(found, errors.Unreachable):
             sentence = f"no answer from {self.target}: {_ROUND_ROBIN_PREFIX.sub('', text)}"
             if not self.was_reachable and any(sign in text for sign in _NEVER_REACHED):
-                return errors.Unreachable(sentence)
+                return errors.Unreachable(sentence + hint_of_default(self.target))
             return self._lost(sentence)
         if isinstance(found, errors.DeadlineExceeded):
             return errors.DeadlineExceeded("the deadline of the call passed before the answer was complete")

@@ -15,6 +15,12 @@ def default_target() -> str:
     return os.environ.get("LINECLEAR_TARGET") or DEFAULT_TARGET
 
 
+def hint_of_default(target: str) -> str:
+    """Return what a failure to reach `target` adds if it is the default, which nothing has overridden."""
+    is_default = target == DEFAULT_TARGET and not os.environ.get("LINECLEAR_TARGET")
+    return "; LINECLEAR_TARGET is not set, and names another address" if is_default else ""
+
+
 def checked_target(target: str) -> str:
     """Return `target` in gRPC's form. A host without a port gets the default port. Raises ValueError."""
     target = target.strip().removeprefix("grpc://")
