@@ -29,6 +29,7 @@ import story
 from runs import Run
 
 from lineclear.client import AsyncAdminClient, AsyncClient, Generation, LocalServer, ServerStartError
+from lineclear.extras import lineclear_command
 from lineclear.v1 import steps_pb2
 
 PROMPTS = (
@@ -181,7 +182,7 @@ def report(all_runs: Sequence[Run], images: Path) -> bool:
         (images / name).write_text(svg, encoding="utf-8")
     print(f"Pictures: {images / 'timeline.svg'} and mask.svg")
     print("\nWhere to go next")
-    program = story.lineclear_command()
+    program = lineclear_command()
     lines = [*((f"{program} {command}", what) for command, what in story.NEXT), story.PAGE]
     width = max(len(command) for command, _ in lines)
     for command, what in lines:

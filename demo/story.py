@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-import shutil
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from runs import Batch, Entry, Run
 
@@ -15,22 +11,11 @@ from lineclear.render.attention_mask import mask_svg, mask_text
 from lineclear.render.timeline_svg import timeline_svg
 
 NEXT = (
-    ("serve --demo --admin-listen 127.0.0.1:50052", "a server of your own, with an admin address"),
-    ("top --target 127.0.0.1:50052", "watch its queue, slots and KV blocks"),
+    ("serve --demo", "a server of your own; it prints how to call and watch it"),
+    ("top --target 127.0.0.1:50052", "watch its queue, slots and KV blocks, in another terminal"),
 )
 """Commands of `lineclear` to try next, and what they show."""
 PAGE = "docs/observability.md", "what each shows, traces for Perfetto, and the mask of any step"
-
-
-def lineclear_command() -> str:
-    """Return what starts the `lineclear` of this interpreter in a shell here: its path, if PATH lacks it."""
-    program = Path(sys.executable).with_name("lineclear")
-    if not program.exists():
-        return shlex.join([sys.executable, "-m", "lineclear.cli"])
-    if (found := shutil.which("lineclear")) and Path(found).samefile(program):
-        return "lineclear"
-    here = Path.cwd()
-    return shlex.quote(str(program.relative_to(here) if program.is_relative_to(here) else program))
 
 
 def admission_log(run: Run) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The installed version, and the pip command that installs an optional part of lineclear.
+"""The installed version, the pip command that installs an optional part of lineclear, and how to start its command.
 
 The light client imports this module, so it is not in common/, whose modules need the packages of the processes.
 """
@@ -6,7 +6,11 @@ The light client imports this module, so it is not in common/, whose modules nee
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
+import sys
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 SERVER, CLIENT = "lineclear", "lineclear-client"
@@ -55,6 +59,17 @@ def missing_package(error: ModuleNotFoundError, extra: str) -> str:
     if error.name is None or error.name.startswith("lineclear"):
         raise error
     return f"the package {error.name} is not installed; run: {install_command(extra)}"
+
+
+def lineclear_command() -> str:
+    """Return what starts the `lineclear` of this interpreter in a shell here: its path, if PATH lacks it."""
+    program = Path(sys.executable).with_name("lineclear")
+    if not program.exists():
+        return shlex.join([sys.executable, "-m", "lineclear.cli"])
+    if (found := shutil.which("lineclear")) and Path(found).samefile(program):
+        return "lineclear"
+    here = Path.cwd()
+    return shlex.quote(str(program.relative_to(here) if program.is_relative_to(here) else program))
 
 
 def _installed() -> tuple[str, Distribution] | None:

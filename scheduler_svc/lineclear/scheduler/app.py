@@ -23,7 +23,8 @@ from lineclear.exit_codes import ExitCode
 from lineclear.process import logging_setup
 from lineclear.process.exception_location import exception_fields
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.scheduler import metrics_export
+from lineclear.process.standard_error import write_stderr
+from lineclear.scheduler import demo, metrics_export
 from lineclear.scheduler.addresses import is_local
 from lineclear.scheduler.admin_operations import AdminOperations
 from lineclear.scheduler.core.limits import CoreLimits
@@ -218,6 +219,8 @@ class App:
             health_address=server.health_address,
             gateway_address=server.gateway_address,
         )
+        if settings.demo and logging_setup.chosen(settings.log_format) == "console":
+            write_stderr(demo.commands(settings, server.address))
         # Objects made at start live as long as the process: collecting garbage among them would only pause all streams.
         gc.collect()
         gc.freeze()

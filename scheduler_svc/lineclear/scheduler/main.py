@@ -34,6 +34,7 @@ from lineclear.process.private_dir import PathError, private_directory
 from lineclear.process.setting_fields import flag_of
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.process.standard_error import open_closed_streams, write_stderr
+from lineclear.scheduler import demo
 from lineclear.scheduler.addresses import check_bindable
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_pool import WorkerPool
@@ -44,10 +45,6 @@ from lineclear.scheduler.shutdown import ExitGuard, ShutdownController
 
 log = structlog.get_logger()
 
-_DEMO = (
-    Path(__file__).parents[1] / "demo" / "model",  # installed
-    Path(__file__).parents[3] / "demo" / "model",  # a checkout
-)
 _WORKER_DRAIN_MARGIN_SECONDS = 10.0
 _EXIT_SECONDS = 30.0  # for engine, threads and sockets, once the worker is gone
 _WITHOUT_WORKER = {
@@ -79,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or gRPC writes unstructured lines into the log
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, worker_flags))
+            return runner.run(_serve(demo.with_addresses(settings), worker_flags))
     except (ConfigurationError, NotServable, PathError) as error:
         log.error("configuration_error", problem=settings.named(str(error)))
         return ExitCode.CONFIGURATION
@@ -131,19 +128,12 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
 
 def _model(settings: SchedulerSettings) -> Path:
     if settings.demo:
-        return _demo_directory()
+        return demo.model_directory()
     if not settings.model:
         raise ConfigurationError("no model is named; use --model DIR, or --demo")
     directory = model_directory.locate(settings.model)
     model_directory.check(settings.model, directory, is_loaded_here=False)
     return directory
-
-
-def _demo_directory() -> Path:
-    for directory in _DEMO:
-        if directory.is_dir():
-            return directory.resolve()
-    raise ConfigurationError("the demonstration model is not installed; name a model with --model")
 
 
 def _check_packages(settings: SchedulerSettings) -> None:

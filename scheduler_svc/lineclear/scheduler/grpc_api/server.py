@@ -70,8 +70,9 @@ class Server:
         credentials = self.certificates.credentials if self.certificates else None
         self._expiry_task: asyncio.Task[None] | None = None
         service = InferenceService(manager)
-        # With an admin address, statistics are offered there and not on the data address.
-        withheld = admin_module.METHODS | ADMIN_ONLY if settings.admin_listen else admin_module.METHODS
+        # With an admin address, statistics are offered there and not on the data address. A demo has both.
+        is_split = settings.admin_listen and not settings.demo
+        withheld = admin_module.METHODS | ADMIN_ONLY if is_split else admin_module.METHODS
         public = (service_module.NAME, health_module.SERVICE)
         data = self._offer(service, settings.token_file, lambda method: method not in withheld, public)
         self.address = bind(data, settings.listen, credentials)
