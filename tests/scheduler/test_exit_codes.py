@@ -113,9 +113,11 @@ def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied:
     (tmp_path / "file").write_text("")
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "weights" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")  # no tensors
+    for name in ("weights", "text"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
+        (tmp_path / name / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")  # no tensors
+    (tmp_path / "text" / "tokenizer.json").write_text("{")
     (tmp_path / "tokens").write_text("# none\n")
     (tmp_path / "tokens").chmod(0o400)
     authority = trustme.CA()
@@ -126,7 +128,8 @@ def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied:
     cases: list[tuple[list[str], str]] = [
         (["--scheduling-policy", "best"], "scheduling-policy"),
         (spawn, "no model is named"),
-        ([*spawn, "--model", str(tmp_path / "weights")], "tokenizer.json does not exist"),
+        ([*spawn, "--model", str(tmp_path / "weights")], "has no tokenizer.json"),
+        ([*spawn, "--model", str(tmp_path / "text")], "tokenizer.json is not JSON"),
         (["--listen", "127.0.0.1:0", "--model", str(model)], "--socket-directory"),
         (["--listen", f"unix:{tmp_path}/file", "--model", str(model), "--spawn-worker"], "is not a socket of user"),
         (["--listen", occupied, "--model", str(model), "--spawn-worker"], "in use"),
@@ -137,7 +140,7 @@ def test_exit_78_on_invalid_configuration(model: Path, tmp_path: Path, occupied:
         ([*spawn, "--model", str(model), *tls], "give the key that this certificate was made with"),
         ([*spawn, "--model", str(model), "--socket-directory", "/absent/parent/x"], "parent"),
     ]
-    late = {"tokenizer.json does not exist"}
+    late = {"tokenizer.json is not JSON"}
     processes = [(Process([*flags]), flags, says) for flags, says in cases]
     for process, flags, says in processes:
         with process:

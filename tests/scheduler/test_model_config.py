@@ -15,7 +15,7 @@ from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.exit_codes import ExitCode
 from lineclear.model_files import config_check
-from lineclear.model_files.model_directory import NotServable, check
+from lineclear.model_files.model_directory import NotServable, check, check_tokenizer
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 HEADER = b"\2\0\0\0\0\0\0\0{}"
@@ -167,6 +167,19 @@ def test_tables_are_those_of_transformers() -> None:
     assert known.image_text == set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     assert known.sequence_to_sequence >= set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
     assert known.media >= set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.model", "vocab.json", ""])
+def test_tokenizer_of_another_form_is_refused_with_what_converts_it(file: str, tmp_path: Path) -> None:
+    directory = saved(tmp_path, LLAMA)
+    (directory / (file or "other")).write_text("")
+    with pytest.raises(NotServable) as caught:
+        check_tokenizer("NAME", directory)
+    sentence = str(caught.value)
+    assert sentence.startswith(f"--model NAME has {f'its tokenizer as {file}' if file else 'no tokenizer.json'}")
+    assert (f"AutoTokenizer.from_pretrained('{directory}')" in sentence) == bool(file)
+    (directory / "tokenizer.json").write_text("{}")
+    check_tokenizer("NAME", directory)
 
 
 def test_serve_starts_no_worker(tmp_path: Path) -> None:

@@ -68,6 +68,21 @@ def of_directory(directory: Path, *, is_loaded_here: bool) -> str | None:
     return _of_weights(directory, names, has_weights) if is_loaded_here else None
 
 
+def of_tokenizer(directory: Path) -> str | None:
+    """Return why the directory has no tokenizer that the scheduler reads, or None."""
+    if (directory / "tokenizer.json").exists():
+        return None
+    other = next((name for name in ("tokenizer.model", "vocab.json") if (directory / name).is_file()), None)
+    if other is None:
+        return "has no tokenizer.json, which makes tokens of text; copy that of the original model into it"
+    # Later releases need a protobuf that is too new for many packages of gRPC.
+    return (
+        f"has its tokenizer as {other}, and lineclear reads tokenizer.json. Make it: pip install"
+        " 'sentencepiece<0.2.3' && python -c \"from transformers import AutoTokenizer;"
+        f" AutoTokenizer.from_pretrained('{directory}').save_pretrained('{directory}')\""
+    )
+
+
 def _of_weights(directory: Path, names: list[str], has_weights: bool) -> str | None:
     if "config.json" in names and has_weights:
         pointer = next((p for p in sorted(directory.glob("*.safetensors")) if _begins(p, _LFS)), None)

@@ -54,6 +54,12 @@ def check(model: str, directory: Path, flag: str = "--model", *, is_loaded_here:
         raise NotServable(f"{flag} {model} {reason}")
 
 
+def check_tokenizer(model: str, directory: Path) -> None:
+    """Raise NotServable if the directory has no tokenizer that the scheduler reads."""
+    if reason := directory_check.of_tokenizer(directory):
+        raise NotServable(f"--model {model} {reason}")
+
+
 def _of_gguf(path: Path, flag: str) -> Path:
     from . import gguf_directory  # other models do without it
 

@@ -112,6 +112,7 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
                     if settings.draft_model:
                         draft = model_directory.locate(settings.draft_model, "--draft-model")
                         model_directory.check(settings.draft_model, draft, "--draft-model")
+                model_directory.check_tokenizer(settings.model or "--demo", model)
                 pool.start()
             from lineclear.scheduler.app import App
 

@@ -28,6 +28,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Tokenizer as LibraryTokenizer
 
+from lineclear.model_files import directory_check
 from lineclear.model_files.special_tokens import mark_special, special_names
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.text.special_token_seal import Seal
@@ -153,10 +154,9 @@ class Tokenizer:
 
 def load_tokenizer(model: Path) -> Tokenizer:
     """Load the tokenizer of a model directory. Raises ConfigurationError with the reason."""
-    path = model / "tokenizer.json"
-    definition = read_json(path)
+    definition = read_json(model / "tokenizer.json")
     if definition is None:
-        raise ConfigurationError(f"{path} does not exist; lineclear needs the tokenizer in this format")
+        raise ConfigurationError(f"{model} {directory_check.of_tokenizer(model)}")
     return Tokenizer(definition, special_names(read_json(model / "tokenizer_config.json") or {}))
 
 
