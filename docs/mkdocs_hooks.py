@@ -1,7 +1,8 @@
 """A hook of mkdocs: pages that lie outside docs/, and links to files that are no pages.
 
-deploy/README.md, CONTRIBUTING.md and CHANGELOG.md become pages of the site. A link to any other file of the repository
-becomes one to LINECLEAR_REPOSITORY_URL, such as https://host/owner/lineclear/blob/main; without it, plain text.
+deploy/README.md, examples/README.md, CONTRIBUTING.md and CHANGELOG.md become pages of the site. A link to another file of
+the repository becomes one to LINECLEAR_REPOSITORY_URL, such as https://host/owner/lineclear/blob/main; without it, plain
+text.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ PAGES = {
     "deploy/README.md": "deploy.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "examples/README.md": "examples.md",
     "README.md": "index.md",
 }
 """Pages of the site by their path in the repository, besides those in docs/."""
