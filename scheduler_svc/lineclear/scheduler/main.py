@@ -107,12 +107,7 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
         )
         try:
             if settings.spawn_worker:
-                if not settings.worker_command:  # another worker program may need no weights
-                    model_directory.check(settings.model or "--demo", model)
-                    if settings.draft_model:
-                        draft = model_directory.locate(settings.draft_model, "--draft-model")
-                        model_directory.check(settings.draft_model, draft, "--draft-model")
-                model_directory.check_tokenizer(settings.model or "--demo", model)
+                _check_models(settings, model)
                 pool.start()
             from lineclear.scheduler.app import App
 
@@ -125,6 +120,15 @@ async def _serve(settings: SchedulerSettings, worker_flags: Sequence[str]) -> in
             guard.start()
     log.info("stopped", exit_code=int(shutdown.exit_code))
     return shutdown.exit_code
+
+
+def _check_models(settings: SchedulerSettings, model: Path) -> None:
+    if not settings.worker_command:  # another worker program may need no weights
+        model_directory.check(settings.model or "--demo", model)
+        if settings.draft_model:
+            draft = model_directory.locate(settings.draft_model, "--draft-model")
+            model_directory.check(settings.draft_model, draft, "--draft-model")
+    model_directory.check_tokenizer(settings.model or "--demo", model)
 
 
 def _model(settings: SchedulerSettings) -> Path:
