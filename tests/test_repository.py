@@ -118,7 +118,7 @@ DISTRIBUTION = {
     "google.protobuf": "protobuf",
     "smg_grpc_proto": "smg-grpc-proto",
 }
-OPTIONAL = {"triton", "flashinfer", "flash_attn"}
+OPTIONAL = {"triton", "flashinfer", "flash_attn", "lm_eval", "mkdocs"}
 
 
 EXTRAS = {
