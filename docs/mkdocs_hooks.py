@@ -1,8 +1,8 @@
 """A hook of mkdocs: pages that lie outside docs/, and links to files that are no pages.
 
-deploy/README.md, examples/README.md, CONTRIBUTING.md and CHANGELOG.md become pages of the site. A link to another file of
-the repository becomes one to LINECLEAR_REPOSITORY_URL, such as https://host/owner/lineclear/blob/main; without it, plain
-text.
+deploy/README.md, examples/README.md, CONTRIBUTING.md and CHANGELOG.md become pages of the site. A link to another file
+of the repository becomes one to LINECLEAR_REPOSITORY_URL, such as https://host/owner/lineclear/blob/main; without it,
+plain text.
 """
 
 from __future__ import annotations
