@@ -15,15 +15,16 @@ import grpc
 import openai
 import pytest
 from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from support.collector import Collector, collector
 from support.demo import PROMPTS, model
 from support.processes import is_running
-from support.service import Service, running, wait_for
+from support.service import DEMO_MODEL, Service, running, wait_for
 from support.sockets import free_ports
 from support.worker_kills import signal_worker
 
-LENGTH = 32
+LENGTH, BLOCK_SIZE = 32, 16
 NAME = "demo"
 ASKED: Any = [{"role": "user", "content": "Tell me about the sea."}]
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0.0}
@@ -201,6 +202,40 @@ def test_killed_worker_changes_no_answer(gateway: Gateway, client: openai.OpenAI
     signal_worker(lambda: gateway.service.worker_pid)
     texts += [piece.choices[0].text for piece in stream if piece.choices]
     assert "".join(texts) == own_text(gateway, PROMPTS[0])
+
+
+def test_engine_describes_its_load_and_model(gateway: Gateway, client: openai.OpenAI) -> None:
+    with grpc.insecure_channel(gateway.address) as channel:
+        stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        with client.chat.completions.create(messages=ASKED, max_tokens=900, stream=True, **GREEDY) as stream:
+            next(iter(stream))
+            (load,) = stub.GetLoads(vllm.GetLoadsRequest()).loads
+            gauges = gateway.service.client.stats().gauges
+        assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (1, 0, 1)
+        assert 0 < load.num_used_tokens < load.max_total_num_tokens == gauges.num_blocks * BLOCK_SIZE
+        assert load.token_usage == pytest.approx(load.num_used_tokens / load.max_total_num_tokens)
+        assert 0 < load.cache_hit_rate < 1
+        info = stub.GetModelInfo(vllm.GetModelInfoRequest())
+        assert {info.model_path, info.tokenizer_path} == {str(DEMO_MODEL)}
+        assert info.is_generation
+        server = stub.GetServerInfo(vllm.GetServerInfoRequest())
+        assert (server.server_type, server.kv_cache_dtype) == ("vllm-grpc", "auto")
+        ids = prompt_ids(PROMPTS[0])
+        vector = stub.Embed(vllm.EmbedRequest(tokenized=vllm.TokenizedInput(input_ids=ids)))
+        assert (vector.prompt_tokens, vector.embedding_dim) == (len(ids), len(vector.embedding))
+
+
+def test_prompt_logprobs_equal_those_of_our_own_client(gateway: Gateway) -> None:
+    ids = prompt_ids(PROMPTS[0])
+    own = gateway.service.client.generate(ids, temperature=0.0, max_tokens=1, prompt_logprobs=0).prompt_logprobs
+    params = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    asked = vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=ids), sampling_params=params)
+    with grpc.insecure_channel(gateway.address) as channel:
+        stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        (answer,) = stub.Generate(asked)
+    found = [entry.value for entry in answer.complete.input_logprobs.token_logprobs]
+    assert own is not None
+    assert found == pytest.approx([entry.logprob for entry in own], abs=1e-5)
 
 
 def test_prefix_cache_is_told(gateway: Gateway, client: openai.OpenAI) -> None:

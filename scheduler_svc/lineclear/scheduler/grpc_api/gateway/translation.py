@@ -102,7 +102,6 @@ class AnswerTranslation:
         self._outputs: dict[int, vllm.GenerateComplete] = {}
         self._num_tokens: dict[int, int] = {}
         self._num_outputs = max(1, request.sampling_params.n)
-        self._prompt_logprobs: vllm.InputLogProbs | None = None
 
     def add(self, response: pb.GenerateResponse) -> Iterator[vllm.GenerateResponse]:
         """Yield the messages for a response."""
