@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -115,21 +116,23 @@ def test_closing_commands_run_as_they_are_printed(demo: tuple[str, Path]) -> Non
     lines = section(demo[0], "Where to go next\n", "$").splitlines()
     serve, top, page = (re.split(r"  +", line.strip())[0] for line in lines)
     assert (REPOSITORY / page).is_file()
-    port, listen = free_ports(2)
+    listen = free_ports(1)[0]
+    with socket.socket() as probe:  # the demo's admin address is behind that of gRPC
+        probe.bind(("127.0.0.1", listen + 1))
     environment = WITHOUT_LINECLEAR | {
         "LINECLEAR_LISTEN": f"127.0.0.1:{listen}",
         "LINECLEAR_WORKER_COMMAND": f"{sys.executable} -m support.toy_worker_command",
         "TOY_OPTIONS": json.dumps({"vocab_size": 4096}),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    at_port = [command.replace("50052", str(port)) for command in (serve, top)]
-    assert at_port[0] != serve
-    server = subprocess.Popen(["/bin/sh", "-c", f"exec {at_port[0]}"], cwd=REPOSITORY, env=environment)
+    assert "50052" in top
+    top = top.replace("50052", str(listen + 1))
+    server = subprocess.Popen(["/bin/sh", "-c", f"exec {serve}"], cwd=REPOSITORY, env=environment)
     try:
         with Client(f"127.0.0.1:{listen}") as client:
             eventually(lambda: is_serving(client))
         shown = subprocess.run(
-            ["/bin/sh", "-c", at_port[1]], cwd=REPOSITORY, env=environment, capture_output=True, text=True,
+            ["/bin/sh", "-c", top], cwd=REPOSITORY, env=environment, capture_output=True, text=True,
             timeout=PATIENCE_SECONDS, check=False,
         )  # fmt: skip
         assert (shown.returncode, "slots" in shown.stdout) == (0, True), shown.stderr
