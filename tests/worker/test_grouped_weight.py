@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lineclear.worker.kernels import native_library as kernels
 from lineclear.worker.quantization.grouped_weight import GroupedWeight, quantize
 
 
@@ -41,6 +42,36 @@ def test_checkpoints_can_hold_what_quantize_makes(bits: int) -> None:
     zero = quantized.minimum / quantized.scale
     assert set(zero.flatten().tolist()) > {0.0, 15.0}
     assert set(zero.flatten().tolist()) <= set(map(float, range(16)))
+
+
+@pytest.mark.usefixtures("each_library")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "group"), [(4, 16), (4, 64), (4, 384), (8, 32), (8, 384)])
+def test_kernels_quantize_as_torch_does(bits: int, group: int, dtype: torch.dtype) -> None:
+    """Bit for bit: numbers of any size, ties, groups of one sign and of zeros, and what is not finite."""
+    torch.manual_seed(bits + group)
+    any_bits = torch.randint(-(2**31), 2**31 - 1, (300, 384), dtype=torch.int32).view(torch.float32)
+    usual = torch.randn(300, 384)
+    usual[:50] += 5
+    usual[50:100] -= 5
+    usual[100:110], usual[110:120] = 0.0, -0.0
+    usual[120:200] *= torch.logspace(-44, 38, 384)
+    usual[200:220] *= torch.logspace(-44, 38, 20)[:, None]
+    halves = torch.randint(-30, 31, (100, 384)) / 2
+    weight = torch.cat((usual, halves, torch.where(any_bits.isfinite(), any_bits, 1.0))).to(dtype)
+    weight[::50, 7] = float("nan")
+    weight = weight.clamp(-torch.finfo(dtype).max / 4, torch.finfo(dtype).max / 4)
+    found = quantize(weight, bits, group)
+    kernels.choose(kernels.NONE)
+    expected = quantize(weight, bits, group)
+    finite = expected.scale.isfinite()
+    assert not finite.all()
+    assert torch.equal(found.scale.nan_to_num(-1), expected.scale.nan_to_num(-1))
+    by_group = (matrix.values().view(len(weight), -1, group) for matrix in (found, expected))
+    assert torch.equal(*(values[finite] for values in by_group))
+    if expected.minimum is not None:
+        assert found.minimum is not None
+        assert torch.equal(found.minimum.nan_to_num(-1), expected.minimum.nan_to_num(-1))
 
 
 def test_elements_are_those_of_the_definition() -> None:

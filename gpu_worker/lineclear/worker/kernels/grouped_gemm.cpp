@@ -407,16 +407,68 @@ void gemm(const Weight* parts, int64_t count, int64_t rows, const T* x, T* out) 
   }
 }
 
+// Put the eight 4-bit values of four bytes in the order of `Kind::NIBBLES`.
+inline uint32_t in_pairs(uint32_t codes) {
+  codes = (codes & 0xff0000ff) | (codes & 0x00ff0000) >> 8 | (codes & 0x0000ff00) << 8;
+  return (codes & 0xf00ff00f) | (codes & 0x0f000f00) >> 4 | (codes & 0x00f000f0) << 4;
+}
+
 // Write a channel's values of one group into a block, behind the sums of negative values.
 void pack_channel(const Weight& w, const uint8_t* codes, uint8_t* to) {
   int32_t negative = 0;
   for (int64_t i = 0; kind_of(w) == FLIPPED && i < w.group; i++) negative += codes[i] & 128 ? codes[i] - 256 : 0;
   if (kind_of(w) == FLIPPED) std::memcpy(to - CHANNELS * 4, &negative, 4);
-  for (int64_t i = 0; i < w.group; i++)
-    if (w.kind == BYTES)
-      to[i / 4 * CHANNELS * 4 + i % 4] = codes[i] ^ BYTE_OFFSET;
-    else
-      to[i / 8 * CHANNELS * 4 + i % 4] |= (i % 2 ? codes[i / 2] >> 4 : codes[i / 2] & 15) << (i % 8 / 4 * 4);
+  for (int64_t at = 0; at < (w.kind == BYTES ? w.group : w.group / 2); at += 4) {
+    uint32_t four;
+    std::memcpy(&four, codes + at, 4);
+    four = w.kind == BYTES ? four ^ BYTE_OFFSET * 0x01010101u : in_pairs(four);
+    std::memcpy(to + at * CHANNELS, &four, 4);
+  }
+}
+
+// Quantize a group of inputs as `quantize` of quantization/grouped_weight.py. A NaN makes the scale NaN.
+template <typename T>
+void quantize_group(bool four_bits, int64_t group, const T* x, uint8_t* codes, float* scale, float* minimum) {
+  vuint low_bits = {}, high_bits = {};  // of numbers of one sign, larger magnitudes are larger integers
+  for (int64_t i = 0; i < group; i += LANES) {
+    const vuint bits = (vuint)load(x + i), negative = (vuint)((vint)bits >> 31);
+    const vuint below = bits & negative, above = bits & ~negative;
+    low_bits = below > low_bits ? below : low_bits;
+    high_bits = above > high_bits ? above : high_bits;
+  }
+  uint32_t low = 0, high = 0;
+  for (int l = 0; l < LANES; l++) {
+    low = low_bits[l] > low ? low_bits[l] : low;
+    high = high_bits[l] > high ? high_bits[l] : high;
+  }
+  if (!four_bits) high = (low & 0x7fffffff) > high ? low & 0x7fffffff : high, low = 0;
+  float range[2];
+  std::memcpy(range, &low, 4), std::memcpy(range + 1, &high, 4);
+  float step = (range[1] - range[0]) / (four_bits ? 15 : 127);
+  uint32_t rounded;  // up to a number of bfloat16
+  std::memcpy(&rounded, &step, 4);
+  rounded = step == step ? (rounded + 0xffff) & ~0xffff : 0x7fc00000;
+  std::memcpy(&step, &rounded, 4);
+  *scale = step;
+  const float divisor = step > 0 ? step : 1, zero = std::nearbyint(-range[0] / divisor);
+  if (four_bits) *minimum = zero * step;
+  for (int64_t i = 0; i < group; i += LANES) {
+    // Adding 1.5 * 2^23 leaves the rounded integer, ties to even, in the low bits.
+    vint whole = (vint)((load(x + i) / divisor + zero) + 12582912.0f) - 0x4b400000;
+    if (!four_bits) {
+      *reinterpret_cast<vsigned_u*>(codes + i) = __builtin_convertvector(whole, vsigned_u);
+      continue;
+    }
+    whole = whole < 0 ? vint{} : whole > 15 ? vint{} + 15 : whole;
+    for (int l = 0; l < LANES; l += 2) codes[(i + l) / 2] = uint8_t(whole[l] | whole[l + 1] << 4);
+  }
+}
+
+template <typename T>
+void quantize_groups(bool four_bits, int64_t groups, int64_t group, const T* x, uint8_t* codes, float* scale, float* minimum) {
+#pragma omp parallel for schedule(static)
+  for (int64_t g = 0; g < groups; g++)
+    quantize_group(four_bits, group, x + g * group, codes + g * group / (four_bits ? 2 : 1), scale + g, minimum + g);
 }
 
 }  // namespace
@@ -429,6 +481,16 @@ int64_t lineclear_grouped_channels() { return CHANNELS; }
 // Number of bytes of `blocks`.
 int64_t lineclear_grouped_size(const LineclearGroupedWeight* w) {
   return (w->outputs + CHANNELS - 1) / CHANNELS * bytes_of_block(*w);
+}
+
+// Quantize `groups` groups of inputs, a multiple of 16, to codes of 4 or 8 bits. element, of x: 0 fp32, 1 bf16. With 8 bits
+// there are no minima.
+void lineclear_quantize_groups(int64_t element, int64_t bits, int64_t groups, int64_t group, const void* x, uint8_t* codes,
+                               float* scale, float* minimum) {
+  if (element == 0)
+    quantize_groups(bits == 4, groups, group, (const float*)x, codes, scale, minimum);
+  else
+    quantize_groups(bits == 4, groups, group, (const bf16*)x, codes, scale, minimum);
 }
 
 // Fill `blocks`, which are zeros, and add to `offset` what is added to 8-bit values. codes: those of a GroupedWeight. scale and minimum: fp16 [outputs, groups].

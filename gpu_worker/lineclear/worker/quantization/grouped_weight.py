@@ -9,10 +9,12 @@ would round small ones more coarsely. So `Float8Weight` keeps the numbers, and p
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from lineclear.worker.kernels.native_library import ELEMENTS, LANES, selected_library
 
 _PIECE_ELEMENTS = 1 << 22
 """Elements of a matrix that are quantized at once, in float32."""
@@ -137,11 +139,24 @@ def quantize(weight: Tensor, bits: int, group_size: int) -> GroupedWeight:
     inputs = weight.shape[1]
     if inputs % group_size:
         raise ValueError(f"{inputs} inputs cannot be divided into groups of {group_size}")
+    native = selected_library()
+    if native is not None and weight.is_cpu and weight.dtype in ELEMENTS and group_size % LANES == 0:
+        return _quantized_at_once(native, weight, bits, group_size)
     step = max(1, _PIECE_ELEMENTS // inputs)
     parts = (weight[start : start + step] for start in range(0, len(weight), step))
     pieces = [_quantized(part.float().view(len(part), -1, group_size), bits) for part in parts]
     codes, scale, *minimum = map(torch.cat, zip(*pieces, strict=True))
     return GroupedWeight(codes, bits, scale, *minimum)
+
+
+def _quantized_at_once(native: Any, weight: Tensor, bits: int, group_size: int) -> GroupedWeight:
+    """Return what `_quantized` does, without tensors in between."""
+    weight, (outputs, inputs) = weight.contiguous(), weight.shape
+    codes = weight.new_empty(outputs, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else torch.int8)
+    scale, minimum = torch.empty(2, outputs, inputs // group_size)
+    arrays = (tensor.data_ptr() for tensor in (weight, codes, scale, minimum))
+    native.lineclear_quantize_groups(ELEMENTS[weight.dtype], bits, scale.numel(), group_size, *arrays)
+    return GroupedWeight(codes, bits, scale, minimum if bits == 4 else None)
 
 
 def _quantized(groups: Tensor, bits: int) -> tuple[Tensor, ...]:
