@@ -27,24 +27,24 @@ pytestmark = needs_kernels
 DTYPES = [torch.float32, torch.bfloat16]
 TABLE = torch.tensor([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 31], dtype=torch.uint8)
 FORMS = [
-    *[(8, group, kind) for group in (0, 16, 32, 128) for kind in ("plain", "minimum")],
+    *[(bits, group, kind) for bits in (8, 6) for group in (0, 16, 32, 128) for kind in ("plain", "minimum")],
     *[
         (4, group, kind)
         for group in (0, 16, 32, 48, 128)
         for kind in ("symmetric", "minimum", "table", "table+minimum")
     ],
-    *[(bits, 32, "order") for bits in (4, 8)],
+    *[(bits, 32, "order") for bits in (4, 6, 8)],
 ]
-"""Bits, inputs of a group (0: all), and what else is there."""
+"""Bits (6: in bytes), inputs of a group (0: all), and what else is there."""
 
 
 def weight_of(outputs: int, inputs: int, bits: int, group: int, kind: str, seed: int = 0) -> GroupedWeight:
     """Return a matrix of extreme and other values, whose scales and minima are small enough to be exact in float16."""
     torch.manual_seed(seed + outputs + inputs + bits + group)
     groups = inputs // (group or inputs)
-    if bits == 8:
-        codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
-        codes[0] = -128
+    if bits > 4:
+        codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (outputs, inputs), dtype=torch.int8)
+        codes[0], codes[1:2] = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     else:
         codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
         codes[0] = 255
@@ -56,7 +56,9 @@ def weight_of(outputs: int, inputs: int, bits: int, group: int, kind: str, seed:
         minimum = scale * 8
     order = torch.randperm(inputs) if kind == "order" else None
     table = TABLE if "table" in kind else None
-    return GroupedWeight(codes, bits, scale * size, None if minimum is None else minimum * size, table, order)
+    return GroupedWeight(
+        codes, 4 if bits == 4 else 8, scale * size, None if minimum is None else minimum * size, table, order
+    )
 
 
 def product_of(*weights: GroupedWeight, bias: Sequence[Tensor | None] = ()) -> Callable[[Tensor], Tensor]:
@@ -150,7 +152,8 @@ def test_results_do_not_depend_on_the_threads() -> None:
 
 @pytest.mark.usefixtures("each_library")
 @pytest.mark.parametrize(
-    ("bits", "group", "kind"), [(8, 0, "plain"), (4, 32, "minimum"), (4, 16, "table"), (4, 32, "order")]
+    ("bits", "group", "kind"),
+    [(8, 0, "plain"), (6, 16, "plain"), (4, 32, "minimum"), (4, 16, "table"), (4, 32, "order")],
 )
 def test_non_finite_inputs_stay_in_their_row(bits: int, group: int, kind: str) -> None:
     weight = weight_of(70, 384, bits, group, kind)
@@ -178,15 +181,29 @@ def test_parts_of_a_product_may_have_different_forms() -> None:
         (8, 0, "plain"),
         (4, 32, "minimum"),
         (4, 32, "minimum"),
+        (6, 16, "plain"),
         (8, 16, "order"),
         (4, 0, "table"),
         (8, 0, "plain"),
     ]
-    weights = [weight_of(outputs, 96, *form) for outputs, form in zip((16, 7, 33, 1, 20, 64), forms, strict=True)]
+    weights = [weight_of(outputs, 96, *form) for outputs, form in zip((16, 7, 33, 50, 1, 20, 64), forms, strict=True)]
     bias = [None if i % 2 else torch.randn(weight.shape[0]) for i, weight in enumerate(weights)]
     x = rows_of(11, 96)
     alone = [product_of(weight, bias=[b])(x) for weight, b in zip(weights, bias, strict=True)]
     assert torch.equal(product_of(*weights, bias=bias)(x), torch.cat(alone, dim=1))
+
+
+@pytest.mark.usefixtures("each_library")
+@pytest.mark.parametrize(("least", "most", "byte"), [(-32, 31, 0.75), (-33, 31, 1), (-32, 32, 1)])
+def test_bytes_of_six_bits_take_six(least: int, most: int, byte: float) -> None:
+    if "avx512" in kernels.library_name():
+        byte = 1
+    codes = torch.zeros(64, 96, dtype=torch.int8)
+    codes[3, 5], codes[63, 95] = least, most
+    weight = GroupedWeight(codes, 8, torch.ones(64, 6))
+    product = QuantizedLinear([(weight, None)], HugePageArena())
+    torch.testing.assert_close(product(torch.eye(96), torch.empty(96, 64)), codes.float().T)
+    assert max(array.nbytes for array in product._arrays) == 64 * (96 * byte + 6 * 2)
 
 
 @pytest.mark.usefixtures("each_library")

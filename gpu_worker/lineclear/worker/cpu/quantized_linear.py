@@ -131,7 +131,7 @@ class QuantizedLinear(Linear):
         first, codes = parts[0], torch.cat([part.weight.codes for part in parts])
         packed.inputs, packed.group, packed.offset = first.weight.shape[1], first.weight.group_size, first.offset
         packed.outputs, packed.has_minimum = len(codes), first.minimum is not None
-        packed.kind = 0 if first.weight.bits == 8 else 1 if first.weight.table is None else 2
+        packed.kind = first.kind
         packed.table = self._keep(first.weight.table)
         order = first.weight.input_order
         packed.order = self._keep(None if order is None else order.to(torch.int32))
@@ -164,31 +164,33 @@ class _Part(NamedTuple):
     minimum: Tensor | None
     offset: int
     """Subtracted from the values."""
+    kind: int
+    """As in `LineclearGroupedWeight`."""
 
     @classmethod
     def of(cls, weight: GroupedWeight, bias: Tensor | None) -> _Part:
         """Raises ValueError for a weight that the kernel cannot multiply."""
         _check(weight)
-        scale, minimum, offset = weight.scale.float(), weight.minimum, 0
+        scale, minimum, offset, kind = weight.scale.float(), weight.minimum, 0, _kind(weight)
         if minimum is not None:
             offset = _middle(weight)
             minimum = minimum - offset * scale  # small, so that little is lost by rounding it
             minimum = minimum if minimum.any() else None
         if scale.shape[1] == 1 and minimum is None:
-            return cls(weight, bias, scale[:, 0], torch.ones_like(scale, dtype=torch.float16), None, offset)
+            return cls(weight, bias, scale[:, 0], torch.ones_like(scale, dtype=torch.float16), None, offset, kind)
         # Powers of 2, so that scales which are fp16 numbers stay as they are.
         largest = scale.abs().amax(dim=1)
         if minimum is not None:
             largest = torch.maximum(largest, minimum.abs().amax(dim=1) / _MAX_OFFSET)
         channel = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent.clamp(min=-100))
         minimum = None if minimum is None else (minimum / channel[:, None]).half()
-        return cls(weight, bias, channel, (scale / channel[:, None]).half(), minimum, offset)
+        return cls(weight, bias, channel, (scale / channel[:, None]).half(), minimum, offset, kind)
 
     def format_key(self) -> tuple[object, ...]:
         """Return a value that is equal for parts which one product can multiply."""
         table, order = self.weight.table, self.weight.input_order
         return (
-            *(self.weight.bits, self.weight.group_size, self.minimum is None, self.offset),
+            *(self.kind, self.weight.group_size, self.minimum is None, self.offset),
             None if table is None else tuple(table.tolist()),
             None if order is None else order.numpy().tobytes(),
         )
@@ -212,6 +214,14 @@ def _check(weight: GroupedWeight) -> None:
         raise ValueError(f"a table must have 16 values up to {_MAX_PLACE}")
     if order is not None and not torch.equal(order.sort().values, torch.arange(inputs)):
         raise ValueError(f"the order of {inputs} inputs is no permutation")
+
+
+def _kind(weight: GroupedWeight) -> int:
+    """Return the kind of values: 8 bits that hold 5 or 6, as of GGUF files, are one of their own."""
+    if weight.bits == 4:
+        return 1 if weight.table is None else 2
+    least, most = weight.codes.aminmax()
+    return 3 if least >= -32 and most < 32 else 0
 
 
 def _middle(weight: GroupedWeight) -> int:

@@ -10,7 +10,8 @@
 //
 // Weights are stored in blocks of CHANNELS output channels, which are read in order. A block has for each group the scales,
 // the minima and the values. Four consecutive inputs of a channel form one 32-bit lane. 4-bit values lie in pairs: the low
-// halves of a lane are four inputs, the high halves the next four.
+// halves of a lane are four inputs, the high halves the next four. 6-bit values lie in sixteens: two such pairs with their low
+// halves, and a lane with the high two bits of all, those of the first four inputs lowest.
 //
 // With AVX2, 8-bit values are multiplied by magnitude. Activations of negative values are negated for that, an operation for
 // each row that only two of four ports can do on Zen 3. In large groups bits are flipped instead, which gives -x - 1, and the
@@ -32,7 +33,7 @@ extern "C" {
 struct LineclearGroupedWeight {
   int64_t inputs, outputs;
   int64_t group;        // inputs of a group, a multiple of 16
-  int64_t kind;         // 0: 8 bits, 1: 4 bits, 2: 4 bits, places in the table
+  int64_t kind;         // 0: 8 bits, 1: 4 bits, 2: 4 bits, places in the table, 3: 8 bits, which hold -32 to 31
   int64_t offset;       // subtracted from every value
   int64_t has_minimum;  // whether blocks have minima
   int64_t column;       // of the output, of the first channel
@@ -50,7 +51,7 @@ namespace {
 
 typedef LineclearGroupedWeight Weight;
 typedef int32_t vint_u __attribute__((vector_size(4 * LANES), aligned(4)));
-enum Kind { BYTES, NIBBLES, PLACES, FLIPPED };  // FLIPPED: 8 bits in large groups with AVX2
+enum Kind { BYTES, NIBBLES, PLACES, SIXES, FLIPPED };  // FLIPPED: 8 bits in large groups with AVX2
 
 constexpr int64_t PREFETCH_BYTES = 1024;
 constexpr int64_t TASK_BYTES = 1 << 15;  // weights that a thread claims at a time
@@ -100,6 +101,9 @@ inline void dot(vint& acc, vint values, vint x) {
 }
 #endif
 constexpr int CHANNELS = VECTORS * LANES;
+#if !defined(__AVX512F__)
+#define SIX_BITS 1  // not measured with AVX-512
+#endif
 
 Kind kind_of(const Weight& w) {
 #if defined(FLIPS)
@@ -147,7 +151,7 @@ inline vint look_up(const uint8_t* table, vint places) {
 constexpr bool is_byte(Kind kind) { return kind == BYTES || kind == FLIPPED; }
 template <Kind KIND>
 constexpr int64_t step_bytes() {  // of the values of a block for four inputs
-  return is_byte(KIND) ? CHANNELS * 4 : CHANNELS * 2;
+  return is_byte(KIND) ? CHANNELS * 4 : KIND == SIXES ? CHANNELS * 3 : CHANNELS * 2;
 }
 constexpr int64_t head_bytes(Kind kind, bool minimum) {  // of a group of a block, before the values
   return CHANNELS * ((minimum ? 4 : 2) + (kind == FLIPPED ? 4 : 0));
@@ -157,8 +161,13 @@ constexpr int64_t head_bytes(Kind kind, bool minimum) {  // of a group of a bloc
 template <Kind KIND>
 inline vint values_of(const uint8_t* values, int step, int v, const uint8_t* table) {
   if (is_byte(KIND)) return load_bytes(values + step * step_bytes<BYTES>() + v * LANES * 4);
-  const vint pair = load_bytes(values + step / 2 * CHANNELS * 4 + v * LANES * 4);
+  const int lane = KIND == SIXES ? step / 4 * 3 + step % 4 / 2 : step / 2;
+  const vint pair = load_bytes(values + lane * CHANNELS * 4 + v * LANES * 4);
   const vint places = (step % 2 ? pair >> 4 : pair) & 0x0f0f0f0f;
+  if (KIND == SIXES) {
+    const vint high = load_bytes(values + (step / 4 * 3 + 2) * CHANNELS * 4 + v * LANES * 4);
+    return places | ((step % 4 == 3 ? high >> 2 : high << (4 - step % 4 * 2)) & 0x30303030);
+  }
   return KIND == PLACES ? look_up(table, places) : places;
 }
 
@@ -280,6 +289,53 @@ void tile(const Weight& w, const uint8_t* block, const Rows& x, float* out) {
   }
 }
 
+#if defined(SIX_BITS)
+// As `tile`, of 6-bit values. In such small groups it would take twice as long: more operations on sums than products.
+template <int GROUP, bool MINIMUM, int ROWS>
+void tile_of_sixes(const Weight& w, const uint8_t* block, const Rows& x, float* out) {
+  vfloat sums[ROWS][VECTORS] = {};
+  for (int64_t g = 0; g < x.groups; g++) {
+    const uint8_t* values = block + head_bytes(SIXES, MINIMUM);
+    vint here[GROUP / 4][VECTORS];
+    vfloat scale[VECTORS], minimum[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) {
+#pragma GCC unroll 8
+      for (int step = 0; step < GROUP / 4; step++) here[step][v] = values_of<SIXES>(values, step, v, nullptr);
+      scale[v] = load_half(block + v * LANES * 2);
+      if (MINIMUM) minimum[v] = load_half(block + (CHANNELS + v * LANES) * 2);
+    }
+    const uint8_t* end = values + GROUP / 4 * step_bytes<SIXES>();
+    for (; block < end; block += 64) __builtin_prefetch(block + PREFETCH_BYTES);
+    block = end;
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      const int8_t* bytes = x.bytes + r * x.inputs + g * GROUP;
+      const int64_t at = r * x.groups + g;
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) {
+        vint acc = load_four(x.start + at);
+#pragma GCC unroll 8
+        for (int step = 0; step < GROUP / 4; step += 2) {
+          const vint first = load_four(bytes + step * 4), second = load_four(bytes + step * 4 + 4);
+#if defined(SHORT_SUMS)
+          acc += widen(products(here[step][v], first) + products(here[step + 1][v], second));  // at most 63 * 127 * 4
+#else
+          dot(acc, here[step][v], first), dot(acc, here[step + 1][v], second);
+#endif
+        }
+        sums[r][v] += __builtin_convertvector(acc, vfloat) * (scale[v] * x.scale[at]);
+        if (MINIMUM) sums[r][v] -= minimum[v] * x.scaled_sum[at];
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) store(out + r * CHANNELS + v * LANES, sums[r][v]);
+}
+#endif
+
 typedef void (*Tile)(const Weight&, const uint8_t*, const Rows&, float*);
 template <Kind KIND, bool MINIMUM>
 constexpr Tile TILES[] = {nullptr, tile<KIND, MINIMUM, 1>, tile<KIND, MINIMUM, 2>, tile<KIND, MINIMUM, 3>,
@@ -288,6 +344,11 @@ constexpr Tile TILES[] = {nullptr, tile<KIND, MINIMUM, 1>, tile<KIND, MINIMUM, 2
                           tile<KIND, MINIMUM, 5>, tile<KIND, MINIMUM, 6>
 #endif
 };
+#if defined(SIX_BITS)
+template <int GROUP, bool MINIMUM>
+constexpr Tile TILES_OF_SIXES[] = {nullptr, tile_of_sixes<GROUP, MINIMUM, 1>, tile_of_sixes<GROUP, MINIMUM, 2>,
+                                   tile_of_sixes<GROUP, MINIMUM, 3>, tile_of_sixes<GROUP, MINIMUM, 4>};
+#endif
 static_assert(sizeof(TILES<BYTES, true>) / sizeof(Tile) == TILE_ROWS + 1, "a function for each number of rows");
 
 const Tile* tiles_of(const Weight& w) {
@@ -296,12 +357,16 @@ const Tile* tiles_of(const Weight& w) {
   if (kind_of(w) == FLIPPED) return minimum ? TILES<FLIPPED, true> : TILES<FLIPPED, false>;
 #endif
   if (w.kind == BYTES) return minimum ? TILES<BYTES, true> : TILES<BYTES, false>;
+#if defined(SIX_BITS)
+  if (w.kind == SIXES && w.group == 16) return minimum ? TILES_OF_SIXES<16, true> : TILES_OF_SIXES<16, false>;
+  if (w.kind == SIXES) return minimum ? TILES_OF_SIXES<32, true> : TILES_OF_SIXES<32, false>;
+#endif
   if (w.kind == NIBBLES) return minimum ? TILES<NIBBLES, true> : TILES<NIBBLES, false>;
   return minimum ? TILES<PLACES, true> : TILES<PLACES, false>;
 }
 
 int64_t bytes_of_block(const Weight& w) {
-  const int64_t values = w.inputs * (w.kind == BYTES ? 2 : 1) / 2;
+  const int64_t values = w.inputs * (w.kind == BYTES ? 4 : w.kind == SIXES ? 3 : 2) / 4;
   return CHANNELS * values + w.inputs / w.group * head_bytes(kind_of(w), w.has_minimum);
 }
 
@@ -418,7 +483,18 @@ void pack_channel(const Weight& w, const uint8_t* codes, uint8_t* to) {
   int32_t negative = 0;
   for (int64_t i = 0; kind_of(w) == FLIPPED && i < w.group; i++) negative += codes[i] & 128 ? codes[i] - 256 : 0;
   if (kind_of(w) == FLIPPED) std::memcpy(to - CHANNELS * 4, &negative, 4);
-  for (int64_t at = 0; at < (w.kind == BYTES ? w.group : w.group / 2); at += 4) {
+  for (int64_t i = 0; w.kind == SIXES && i < w.group; i += 16, to += CHANNELS * 12) {
+    uint32_t fours[4], high = 0;
+    std::memcpy(fours, codes + i, 16);
+    for (int n = 0; n < 4; n++) {
+      fours[n] = (fours[n] & 0x3f3f3f3f) ^ 0x20202020;  // plus 32
+      high |= (fours[n] >> 4 & 0x03030303) << 2 * n;
+      fours[n] &= 0x0f0f0f0f;
+    }
+    const uint32_t lanes[] = {fours[0] | fours[1] << 4, fours[2] | fours[3] << 4, high};
+    for (int n = 0; n < 3; n++) std::memcpy(to + n * CHANNELS * 4, lanes + n, 4);
+  }
+  for (int64_t at = 0; at < (w.kind == BYTES ? w.group : w.kind == SIXES ? 0 : w.group / 2); at += 4) {
     uint32_t four;
     std::memcpy(&four, codes + at, 4);
     four = w.kind == BYTES ? four ^ BYTE_OFFSET * 0x01010101u : in_pairs(four);
@@ -478,8 +554,13 @@ extern "C" {
 // Number of channels of a block.
 int64_t lineclear_grouped_channels() { return CHANNELS; }
 
-// Number of bytes of `blocks`.
-int64_t lineclear_grouped_size(const LineclearGroupedWeight* w) {
+// Number of bytes of `blocks`. Sets `kind` to how this library holds the values.
+int64_t lineclear_grouped_size(LineclearGroupedWeight* w) {
+#if defined(SIX_BITS)
+  if (w->kind == SIXES && w->group > 32) w->kind = BYTES;
+#else
+  if (w->kind == SIXES) w->kind = BYTES;
+#endif
   return (w->outputs + CHANNELS - 1) / CHANNELS * bytes_of_block(*w);
 }
 
@@ -493,11 +574,11 @@ void lineclear_quantize_groups(int64_t element, int64_t bits, int64_t groups, in
     quantize_groups(bits == 4, groups, group, (const bf16*)x, codes, scale, minimum);
 }
 
-// Fill `blocks`, which are zeros, and add to `offset` what is added to 8-bit values. codes: those of a GroupedWeight. scale and minimum: fp16 [outputs, groups].
+// Fill `blocks`, which are zeros, and add to `offset` what is added to the values. codes: those of a GroupedWeight. scale and minimum: fp16 [outputs, groups].
 void lineclear_pack_grouped(LineclearGroupedWeight* w, const uint8_t* codes, const uint16_t* scale, const uint16_t* minimum) {
-  if (w->kind == BYTES) w->offset += BYTE_OFFSET;
+  w->offset += w->kind == BYTES ? BYTE_OFFSET : w->kind == SIXES ? 32 : 0;
   const int64_t groups = w->inputs / w->group, bytes = bytes_of_block(*w), group_bytes = bytes / groups;
-  const int64_t row_bytes = w->inputs * (w->kind == BYTES ? 2 : 1) / 2;
+  const int64_t row_bytes = w->inputs * (w->kind == BYTES || w->kind == SIXES ? 2 : 1) / 2;
 #pragma omp parallel for schedule(static)
   for (int64_t block = 0; block < (w->outputs + CHANNELS - 1) / CHANNELS; block++)
     for (int64_t c = 0; c < CHANNELS && block * CHANNELS + c < w->outputs; c++)

@@ -1,7 +1,7 @@
 """GGUF files: their tensors under transformers' names, and ggml's blocks as `GroupedWeight`.
 
-Blocks are as in ggml's ggml-quants.c. Formats of 4 bits stay 4 bits; those of 5 and 6 take 8, because a kernel for each
-would gain little. Scales and minima, products of two small numbers in the file, are exact in float32.
+Blocks are as in ggml's ggml-quants.c. Formats of 4 bits stay 4 bits; values of 5 and 6 bits lie in bytes, of which
+kernels without AVX-512 keep 6 bits. Scales and minima, products of two small numbers in the file, are exact in float32.
 """
 
 from __future__ import annotations
