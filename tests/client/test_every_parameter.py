@@ -176,6 +176,10 @@ CASES: dict[type, dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
             method_of("score", prompt="a b", continuations=[" c"]),
             {"top_logprobs": 2, "prompt": "b", "continuations": [" d"]},
         ),
+        "score_batch": (
+            method_of("score_batch", items=[("a b", [" c"])]),
+            {"items": [("b", [" c"])]},
+        ),
         "embed": (
             method_of("embed", inputs=["a"]),
             {"pooling": "mean", "normalize": False, "dimensions": 2, "inputs": ["b"]},
@@ -213,8 +217,9 @@ CASES: dict[type, dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
     },
 }
 ELSEWHERE = {("Submitted", "on_queued"), *(("Client", name) for name in ("target", "credentials", "options"))}
-ELSEWHERE |= {("Client", "transport"), ("Client", "sessions")}
-"""Arguments whose effect needs more than a recorded call. Tests of queue notices, channels and sessions have them."""
+ELSEWHERE |= {("Client", "transport"), ("Client", "sessions"), ("Client", "return_exceptions")}
+"""Arguments whose effect needs more than a recorded call. Tests of queue notices, channels, sessions and batches have
+them."""
 
 
 def arguments() -> Iterator[tuple[type, str, str]]:
