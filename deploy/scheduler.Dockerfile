@@ -1,12 +1,17 @@
 # The scheduler: CPU only, no torch. Build from the repository root: docker build -f deploy/scheduler.Dockerfile .
 # Adds two layers to the base: the dependencies, which change with pyproject.toml and constraints.txt, and the product.
-FROM python:3.12-slim-bookworm AS dependencies
+#
+# PYTHON is 3.11 or later, and REVISION the commit for the label. EXTRAS are the extras to install: scheduler,tracing for
+# --otlp-traces-endpoint, scheduler,gateway for --gateway-listen.
+ARG PYTHON=3.12
+FROM python:${PYTHON}-slim-bookworm AS dependencies
+ARG EXTRAS=scheduler
 WORKDIR /src
 ENV PIP_CONSTRAINT=/src/constraints.txt
 COPY constraints.txt pyproject.toml deploy/requirements.py ./
 # --compile overrides a pip.conf; the root filesystem is read-only at run time. The environment contains no pip.
 RUN python3 -m venv --without-pip /opt/lineclear \
-    && python3 requirements.py scheduler > requirements.txt \
+    && python3 requirements.py "$EXTRAS" > requirements.txt \
     && python3 -m pip --python /opt/lineclear/bin/python install --no-cache-dir --compile -r requirements.txt \
     && /opt/lineclear/bin/python requirements.py --link /opt/product
 
@@ -23,17 +28,14 @@ COPY tools tools
 COPY embedded embedded
 COPY demo/model demo/model
 # The base has no compiler, so the worker's kernels are not built.
-RUN python3 -m pip --python /opt/lineclear/bin/python install --no-cache-dir --compile --no-deps --prefix /opt/product .
+RUN python3 -m pip --python /opt/lineclear/bin/python install --no-cache-dir --compile --no-deps --prefix /opt/product . \
+    && /opt/lineclear/bin/python requirements.py --sbom > /opt/product/sbom.cdx.json
 
-FROM python:3.12-slim-bookworm
-LABEL org.opencontainers.image.title="lineclear-scheduler" \
-    org.opencontainers.image.version="0.1.0" \
-    org.opencontainers.image.licenses="Apache-2.0" \
-    org.opencontainers.image.description="LLM inference over gRPC: the scheduler process"
+FROM python:${PYTHON}-slim-bookworm
 # A volume mounted here inherits owner and mode. The process creates its own 0700 folder inside.
 # Packages are not installed at run time, so pip is removed.
 RUN install --directory --owner=10001 --group=10001 --mode=0700 /run/lineclear \
-    && rm -rf /usr/local/bin/pip* /usr/local/lib/python3.12/site-packages/pip /usr/local/lib/python3.12/site-packages/pip-*
+    && rm -rf /usr/local/bin/pip* /usr/local/lib/python3*/site-packages/pip*
 COPY deploy/health_check.py /opt/health_check.py
 COPY --from=dependencies /opt/lineclear /opt/lineclear
 COPY --from=product /opt/product /opt/product
@@ -47,4 +49,11 @@ EXPOSE 50051 50052 50053
 # Health name "liveness": SERVING also without a worker and while draining. The script takes 20 ms; with grpcio, 250 ms.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=15s --retries=3 \
     CMD ["python3", "-I", "-S", "/opt/health_check.py", "127.0.0.1", "50052"]
+# Last, because it differs in every build.
+ARG REVISION=
+LABEL org.opencontainers.image.title="lineclear-scheduler" \
+    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.revision="${REVISION}" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.description="LLM inference over gRPC: the scheduler process"
 ENTRYPOINT ["lineclear-scheduler"]

@@ -3,8 +3,10 @@
 #
 # TORCH is the requirement of torch for pip. The default wheel contains CUDA on Linux. For a smaller image without CUDA,
 # set a CPU build, such as torch==2.13.0+cpu, and its index as PIP_EXTRA_INDEX_URL.
+# PYTHON is 3.11 or later, and REVISION the commit for the label.
 # The build stages use the larger base image, which has a compiler for the CPU kernels. The kernels run on the slim one.
-FROM python:3.12-bookworm AS dependencies
+ARG PYTHON=3.12
+FROM python:${PYTHON}-bookworm AS dependencies
 ARG TORCH=torch==2.13.0
 ARG PIP_EXTRA_INDEX_URL=
 WORKDIR /src
@@ -32,13 +34,10 @@ COPY client client
 COPY tools tools
 COPY embedded embedded
 COPY demo/model demo/model
-RUN python3 -m pip --python /opt/lineclear/bin/python install --no-cache-dir --compile --no-deps --prefix /opt/product .
+RUN python3 -m pip --python /opt/lineclear/bin/python install --no-cache-dir --compile --no-deps --prefix /opt/product . \
+    && /opt/lineclear/bin/python requirements.py --sbom > /opt/product/sbom.cdx.json
 
-FROM python:3.12-slim-bookworm
-LABEL org.opencontainers.image.title="lineclear-worker" \
-    org.opencontainers.image.version="0.1.0" \
-    org.opencontainers.image.licenses="Apache-2.0" \
-    org.opencontainers.image.description="LLM inference over gRPC: the worker process, with torch and the model"
+FROM python:${PYTHON}-slim-bookworm
 # With CUDA, Triton builds the launchers of its kernels by a C compiler at their first use.
 ARG TORCH
 RUN case "$TORCH" in \
@@ -49,7 +48,7 @@ RUN case "$TORCH" in \
     esac
 # Packages are not installed at run time, so pip is removed.
 RUN install --directory --owner=10001 --group=10001 --mode=0700 /run/lineclear \
-    && rm -rf /usr/local/bin/pip* /usr/local/lib/python3.12/site-packages/pip /usr/local/lib/python3.12/site-packages/pip-*
+    && rm -rf /usr/local/bin/pip* /usr/local/lib/python3*/site-packages/pip*
 COPY --from=dependencies /opt/lineclear /opt/lineclear
 COPY --from=product /opt/product /opt/product
 # Disables downloads at run time. Libraries write their caches to /tmp, the only writable folder.
@@ -65,4 +64,11 @@ ENV PATH=/opt/product/bin:/opt/lineclear/bin:$PATH \
 USER 10001:10001
 # The worker has no port. The scheduler monitors it by its heartbeats.
 HEALTHCHECK NONE
+# Last, because it differs in every build.
+ARG REVISION=
+LABEL org.opencontainers.image.title="lineclear-worker" \
+    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.revision="${REVISION}" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.description="LLM inference over gRPC: the worker process, with torch and the model"
 ENTRYPOINT ["lineclear-worker"]

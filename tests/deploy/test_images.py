@@ -138,7 +138,8 @@ def health_check(port: int) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("extra", ["scheduler", "worker"])
 def test_dependency_layer_is_complete(extra: str) -> None:
     """The product is installed above this layer with --no-deps."""
-    assert f"requirements.py {extra} >" in (REPOSITORY / f"deploy/{extra}.Dockerfile").read_text()
+    dockerfile = (REPOSITORY / f"deploy/{extra}.Dockerfile").read_text()
+    assert f"requirements.py {extra} >" in dockerfile or f"ARG EXTRAS={extra}\n" in dockerfile
     script = REPOSITORY / "deploy/requirements.py"
     done = subprocess.run([sys.executable, script, extra], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     required = importlib.metadata.requires("lineclear") or ()
@@ -147,6 +148,15 @@ def test_dependency_layer_is_complete(extra: str) -> None:
     assert needed - {"lineclear"} <= listed
     assert ("torch" in listed) == (extra == "worker")
     assert "lineclear" not in listed
+
+
+def test_software_bill_of_materials() -> None:
+    """It has each installed package once, with an escaped version such as 2.13.0%2Bcpu."""
+    assert all("requirements.py --sbom > /opt/product/sbom.cdx.json" in path.read_text() for path in DOCKERFILES)
+    command = [sys.executable, REPOSITORY / "deploy/requirements.py", "--sbom"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["components"]
+    assert len({part["name"] for part in found}) == len(found) > 20
+    assert all(re.fullmatch(r"pkg:pypi/[a-z0-9-]+@[\w.%-]+", part["purl"]) for part in found)
 
 
 def test_layers_and_labels(dockerfile: Path) -> None:
@@ -167,6 +177,8 @@ def test_layers_and_labels(dockerfile: Path) -> None:
     version = PROJECT["version"]
     for label in (f'title="lineclear-{dockerfile.stem}"', f'version="{version}"', 'licenses="Apache-2.0"'):
         assert f"org.opencontainers.image.{label}" in labels
+    assert 'org.opencontainers.image.revision="${REVISION}"' in labels
+    assert not re.search(r"x86|amd64|arm64|aarch64", dockerfile.read_text()), "images are for each architecture"
 
 
 def test_copied_files_build_the_package(dockerfile: Path, tmp_path: Path) -> None:
