@@ -47,9 +47,10 @@ class Manifest:
 
 
 NAMES = ("sidecar-cpu", "sidecar-gpu", "service-cpu", "service-gpu", "service-several-gpus", "service-cpu-two-workers")
+NAMES += ("service-gpu-download",)
 MANIFESTS = {name: Manifest(name) for name in NAMES}
 SIDECAR, SERVICE = MANIFESTS["sidecar-gpu"], MANIFESTS["service-gpu"]
-SEVERAL_GPUS = MANIFESTS["service-several-gpus"]
+SEVERAL_GPUS, DOWNLOAD = MANIFESTS["service-several-gpus"], MANIFESTS["service-gpu-download"]
 
 
 @pytest.fixture(params=MANIFESTS.values(), ids=MANIFESTS)
@@ -80,7 +81,7 @@ def seconds(text: str) -> float:
 
 
 def test_every_variant_is_tested() -> None:
-    assert {path.name for path in KUBERNETES.iterdir()} - {"base", "variants"} == set(MANIFESTS)
+    assert {path.name for path in KUBERNETES.iterdir()} - {"base", "variants", "inference-pool"} == set(MANIFESTS)
 
 
 def test_second_worker_stops_after_the_scheduler() -> None:
@@ -104,7 +105,7 @@ def test_kustomize_builds_the_same_manifests(name: str) -> None:
 
 def test_only_the_worker_of_a_gpu_variant_has_the_gpu(manifest: Manifest) -> None:
     limits = {name: container["resources"]["limits"] for name, container in manifest.containers.items()}
-    is_gpu = manifest in (SIDECAR, SERVICE, SEVERAL_GPUS)
+    is_gpu = manifest in (SIDECAR, SERVICE, SEVERAL_GPUS, DOWNLOAD)
     assert {name for name, limit in limits.items() if "nvidia.com/gpu" in limit} == ({OURS[0]} if is_gpu else set())
     assert all("memory" in limit for limit in limits.values())
     assert worker_settings.load(manifest.worker["args"]).device == ("cuda" if is_gpu else "cpu")
@@ -128,7 +129,8 @@ def test_manifest_is_valid_kubernetes(manifest: Manifest, version: str) -> None:
 def test_stop_order_is_app_scheduler_worker() -> None:
     """Sidecars stop in reverse order, after the containers; schemas do not check the word `Always`."""
     for manifest in MANIFESTS.values():
-        assert {c.get("restartPolicy") for c in manifest.pod["initContainers"]} == {"Always"}
+        sidecars = manifest.pod["initContainers"][manifest is DOWNLOAD :]
+        assert {c.get("restartPolicy") for c in sidecars} == {"Always"}
     assert list(SIDECAR.containers) == [*OURS, "app"]
     assert [c["name"] for c in SIDECAR.pod["containers"]] == ["app"]
     assert list(SERVICE.containers) == list(OURS)
@@ -173,6 +175,28 @@ def test_volumes_are_used_and_bounded(manifest: Manifest) -> None:
         models = manifest.mounts(name)["models"]
         assert models["readOnly"] is True
         assert flags(manifest.containers[name])["model"].startswith(models["mountPath"] + "/")
+
+
+def test_model_is_downloaded_before_the_worker_starts() -> None:
+    """Into a volume of the pod, by the worker's image."""
+    first = DOWNLOAD.pod["initContainers"][0]
+    assert "restartPolicy" not in first
+    assert first["image"] == DOWNLOAD.worker["image"]
+    assert first["securityContext"] == DOWNLOAD.worker["securityContext"]
+    assert f"--local-dir={flags(DOWNLOAD.worker)['model']}" in first["command"]
+    assert "readOnly" not in DOWNLOAD.mounts(first["name"])["models"]
+    assert "emptyDir" in DOWNLOAD.pod["volumes"][0]
+
+
+def test_inference_pool_reaches_the_gateway_port() -> None:
+    manifest = Manifest("inference-pool")
+    settings, _ = load(manifest.scheduler["args"])
+    pool, picker = manifest.documents[4:]
+    assert pool["spec"]["selector"]["matchLabels"] == manifest.template["metadata"]["labels"]
+    assert pool["spec"]["targetPorts"] == [{"number": parse_address(settings.gateway_listen)[1]}]
+    assert manifest.scheduler["ports"][-1] == {"name": "gateway", "containerPort": 50061}
+    config = yaml.safe_load(picker["data"]["config.yaml"])
+    assert config["parser"]["pluginRef"] in {plugin["type"] for plugin in config["plugins"]}
 
 
 def test_probes_ask_the_health_port(manifest: Manifest) -> None:

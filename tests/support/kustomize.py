@@ -35,16 +35,17 @@ def _operate(document: Any, op: str, path: str, value: Any = None, **source: str
         op, value = "add", copy.deepcopy(_at(document, source["from"]))
     parent, _, last = path.rpartition("/")
     place = _at(document, parent)
-    last = last.replace("~1", "/")
+    key: Any = last.replace("~1", "/")
     if isinstance(place, list):
-        assert op == "add"
-        place.insert(len(place) if last == "-" else int(last), value)
-        return
-    assert op == "add" or last in place
+        key = len(place) if last == "-" else int(last)
+        if op == "add":
+            place.insert(key, value)
+            return
     if op == "test":
-        assert place[last] == value
+        assert place[key] == value
     else:
-        place[last] = value
+        assert op == "add" or place[key] is not None
+        place[key] = value
 
 
 def _at(document: Any, path: str) -> Any:
