@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from support.sources import REPOSITORY
+from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.scheduler import settings as scheduler
 from lineclear.worker import settings as worker
@@ -77,9 +81,19 @@ def test_every_mentioned_flag_exists(path: Path) -> None:
         for name in model.model_fields
     }
     others = {
-        *("--build", "--build-arg", "--format", "--from", "--scale"),  # docker, podman
+        *(
+            "--build",
+            "--build-arg",
+            "--entrypoint",
+            "--format",
+            "--from",
+            "--platform",
+            "--rm",
+            "--scale",
+        ),  # docker, podman
         *("--no-cache-dir", "--no-deps", "--compile", "--prefix", "--python", "--without-pip"),  # pip, venv
-        "--link",  # requirements.py
+        *("--link", "--sbom"),  # requirements.py
+        *("--revision", "--local-dir", "--model-server-metrics-port"),  # hf, endpoint picker
         *("--yes", "--no-install-recommends"),  # apt-get
         *("--directory", "--owner", "--group", "--mode"),  # install
         "--from-literal",  # kubectl
@@ -88,3 +102,20 @@ def test_every_mentioned_flag_exists(path: Path) -> None:
     }
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", path.read_text()))
     assert mentioned <= settings | others
+
+
+def test_systemd_unit(tmp_path: Path) -> None:
+    """It waits for the drain, does not repeat what cannot help, and is what systemd accepts and calls protected."""
+    text = (DEPLOY / "systemd/lineclear.service").read_text()
+    unit = dict(re.findall(r"^(\w+)=(.+)$", text.replace("\\\n", " "), re.MULTILINE))
+    program, command, *flags = shlex.split(unit["ExecStart"])
+    assert (Path(program).name, command) == ("lineclear", "serve")
+    assert int(unit["TimeoutStopSec"]) > scheduler.load(flags)[0].drain_timeout_seconds + 10
+    assert unit["RestartPreventExitStatus"] == "78 79"
+    if (analyze := shutil.which("systemd-analyze")) is None:
+        pytest.skip("systemd-analyze is not installed: apt-get install systemd")
+    path = tmp_path / "lineclear.service"
+    path.write_text(text.replace(program, "/bin/true"))
+    for words in (["verify", "--man=no"], ["security", "--offline=true", "--threshold=25"]):
+        done = subprocess.run([analyze, *words, path], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+        assert (done.returncode, done.stderr) == (0, "")
