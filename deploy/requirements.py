@@ -40,11 +40,11 @@ def link(prefix: str) -> None:
 
 def sbom() -> str:
     """Return the installed packages as CycloneDX, in the order of their names and without a time."""
-    components: dict[str, dict[str, Any]] = {}
+    components = {}
     for found in metadata.distributions():
         name = re.sub(r"[-_.]+", "-", found.metadata["Name"]).lower()
         purl = f"pkg:pypi/{name}@{quote(found.version)}"
-        component = {"type": "library", "bom-ref": purl, "name": name, "version": found.version, "purl": purl}
+        component: dict[str, Any] = {"type": "library", "name": name, "version": found.version, "purl": purl}
         if expression := found.metadata["License-Expression"]:
             component["licenses"] = [{"expression": expression}]
         elif len(text := found.metadata["License"] or "") in range(1, 60):

@@ -1,9 +1,12 @@
-"""Build both images, and check that 16 streams complete when both containers are stopped at once.
+"""Build both images, and check that 16 streams complete while containers are killed, upgraded and stopped.
 
     python deploy/try_images.py [--builder podman|docker] [-- FLAGS OF THE BUILD]
 
-Exits with 0 if neither podman nor docker works. Exits with 1 if a build fails, the product's layer exceeds 20 MB, a
-stream is incomplete, or a process exits with an error.
+One after the other: the worker's container is killed, the worker and the scheduler are replaced by those of a new tag,
+both by those of another model, and both are stopped at once. Every answer must have the tokens that it has without.
+
+Exits with 0 if neither podman nor docker works. Exits with 1 if a build fails, the product's layer exceeds 20 MB, an
+answer is incomplete or another one, or a process exits with an error.
 """
 
 from __future__ import annotations
@@ -16,20 +19,29 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from lineclear.client import Client, Generation, HealthStatus
+from lineclear.client import Client
 from lineclear.errors import LineclearError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_STREAMS, NUM_TOKENS = 16, 400
 READY_SECONDS = 180.0
 MAX_PRODUCT_BYTES = 20_000_000
+MODEL = REPOSITORY / "demo/model"
+SCHEDULER, WORKER = "lineclear-try-scheduler", "lineclear-try-worker"
+FLAGS = ["--model=/models/model", "--log-format=json", "--socket-directory=/run/lineclear/sockets"]
+OWN_FLAGS = {
+    SCHEDULER: ["--listen=unix:/api/api.sock", "--drain-timeout-seconds=60"],
+    WORKER: ["--drain-timeout-seconds=70", "--deterministic"],
+}
 HARDENED = [
     *("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"),
-    *("--security-opt", "no-new-privileges", "--user", "10001:10001"),
+    *("--security-opt", "no-new-privileges", "--user", "10001:10001", "--network", "none"),
     "--no-healthcheck",  # podman needs systemd for it
 ]
 
@@ -53,7 +65,7 @@ def build(builder: str, flags: list[str]) -> dict[str, str]:
     # Podman's own format has no health check.
     flags = [*(["--format", "docker"] if Path(builder).name == "podman" else []), *flags]
     for process in ("scheduler", "worker"):
-        images[process] = image = f"lineclear-{process}:try"
+        images[f"lineclear-try-{process}"] = image = f"lineclear-{process}:try"
         begin = time.monotonic()
         file = str(REPOSITORY / f"deploy/{process}.Dockerfile")
         run(builder, "build", *flags, "-t", image, "-f", file, str(REPOSITORY))
@@ -75,39 +87,116 @@ def bytes_of(size: str) -> float:
     return float(match[1]) * 1000 ** " kMG".index(match[2] or " ")
 
 
-def try_out(builder: str, images: dict[str, str], folder: Path) -> None:
-    """Start both containers, stop them at once under streams, and check that every stream completes."""
-    sockets, api, model = folder / "sockets", folder / "api", REPOSITORY / "demo/model"
-    for directory in (sockets, api):
+class Answer(NamedTuple):
+    """The answer of a stream, how often the stream was cut, and its longest pause in seconds."""
+
+    seed: int
+    token_ids: tuple[int, ...]
+    resumes: int
+    pause: float
+
+
+class Trial:
+    """The containers of a scheduler and its workers, and streams whose every answer must be that of calm times."""
+
+    def __init__(self, builder: str, images: dict[str, str], folder: Path) -> None:
+        self.builder, self.images, self.folder = builder, images, folder
+        self.containers: list[str] = []
+        self.calm: set[tuple[int, tuple[int, ...]]] = set()  # seed and tokens
+
+    def start(self, process: str, suffix: str = "", model: Path = MODEL) -> None:
+        """Start a container from the image with this suffix of its tag."""
+        self.containers.append(name := process + suffix)
+        remove(self.builder, [name])  # left by an interrupted run
+        mounts = ["-v", f"{self.folder}/sockets:/run/lineclear", "-v", f"{model}:/models/model:ro"]
+        mounts += ["-v", f"{self.folder}/api:/api"] if process == SCHEDULER else []
+        container = [*HARDENED, *mounts, self.images[process] + suffix, *FLAGS, *OWN_FLAGS[process]]
+        run(self.builder, "run", "-d", "--name", name, *container)
+
+    def stop(self, *names: str, kill: bool = False) -> None:
+        """Stop containers at once, and check that each one ended as it should."""
+        stop = ["kill"] if kill else ["stop", "--time", "90"]
+        for process in [subprocess.Popen([self.builder, *stop, name], stdout=subprocess.DEVNULL) for name in names]:
+            process.wait()
+        codes = {name: int(run(self.builder, "wait", name)) for name in names}
+        if set(codes.values()) != {137 if kill else 0}:
+            sys.exit(f"images: a container failed: {codes}")
+
+    def read(self, client: Client, *actions: Callable[[], None], once: bool = True) -> list[Answer]:
+        """Perform actions while each stream reads one answer, or answer after answer, and return the answers."""
+        started, done = threading.Barrier(NUM_STREAMS + 1, timeout=READY_SECONDS), threading.Event()
+
+        def read_stream(seed: int) -> list[Answer]:
+            answers: list[Answer] = []
+            while not answers or not (once or done.is_set()):
+                pause = 0.0
+                with client.stream("Once upon a time", seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True) as stream:
+                    next(stream)
+                    if not answers:
+                        started.wait()
+                    last = time.monotonic()
+                    for _ in stream:
+                        pause, last = max(pause, time.monotonic() - last), time.monotonic()
+                answers.append(Answer(seed, stream.result.token_ids, stream.result.resumes, pause))
+            return answers
+
+        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+            reading = [pool.submit(read_stream, seed) for seed in range(NUM_STREAMS)]
+            try:
+                started.wait()
+                for action in actions:
+                    action()
+            finally:
+                done.set()
+            return [answer for stream in reading for answer in stream.result()]
+
+    def check(self, event: str, answers: list[Answer]) -> None:
+        """Describe the answers read during an event. Exits if one is not that of calm times."""
+        right = sum(answer[:2] in self.calm and not answer.resumes for answer in answers)
+        pause = max(answer.pause for answer in answers)
+        print(f"{event}: {right} of {len(answers)} answers are right and were not cut, longest pause {pause:.1f} s")
+        if right < len(answers):
+            sys.exit("images: an answer is incomplete or another one, or its stream was cut")
+
+
+def try_out(trial: Trial) -> None:
+    """Kill, replace and stop the containers under streams."""
+    for directory in (trial.folder / "sockets", trial.folder / "api"):
         directory.mkdir()
         directory.chmod(0o777)
-    shared = [*HARDENED, "--network", "none", "-v", f"{sockets}:/run/lineclear", "-v", f"{model}:/models/model:ro"]
-    common = ["--model=/models/model", "--log-format=json"]
-    containers = {name: f"lineclear-try-{name}" for name in images}
-    listen = ["--listen=unix:/api/api.sock", "--socket-directory=/run/lineclear/sockets", "--drain-timeout-seconds=60"]
-    remove(builder, containers.values())  # left by an interrupted run
-    begin = time.monotonic()
-    scheduler = ["-v", f"{api}:/api", images["scheduler"], *common, *listen]
-    worker = [images["worker"], *common, "--socket-directory=/run/lineclear/sockets", "--drain-timeout-seconds=70"]
-    try:
-        run(builder, "run", "-d", "--name", containers["scheduler"], *shared, *scheduler)
-        run(builder, "run", "-d", "--name", containers["worker"], *shared, *worker)
-        with Client(f"unix:{api}/api.sock", max_attempts=1) as client:
-            wait_until_ready(client)
-            print(f"ready after {time.monotonic() - begin:.1f} s")
-            answers = stream_while_stopping(client, [builder, "stop", "--time", "90", *containers.values()])
-        complete = sum(len(answer.token_ids) == NUM_TOKENS and not answer.resumes for answer in answers)
-        codes = [run(builder, "inspect", "--format", "{{.State.ExitCode}}", name) for name in containers.values()]
-        print(f"{complete} of {NUM_STREAMS} streams complete, exit codes {codes}")
-        if complete < NUM_STREAMS or set(codes) != {"0"}:
-            sys.exit("images: a stream is incomplete or a container failed")
-    except BaseException:
-        for name in containers.values():
-            print(f"--- log of {name}", flush=True)
-            subprocess.run([builder, "logs", "--tail", "20", name], stderr=subprocess.STDOUT)
-        raise
-    finally:
-        remove(builder, containers.values())
+    other = shutil.copytree(MODEL, trial.folder / "other") / "config.json"  # another model with the same tokenizer
+    other.write_text(other.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
+    for image in trial.images.values():
+        run(trial.builder, "tag", image, f"{image}-next")
+
+    def start(*processes: str, **more: Any) -> None:
+        begin = time.monotonic()
+        for process in processes:
+            trial.start(process, **more)
+        wait_until(lambda: [worker.state for worker in client.stats().workers] == ["joined"])
+        print(f"ready {time.monotonic() - begin:.1f} s after the start of {' and '.join(processes)}")
+
+    def replace_worker() -> None:
+        trial.start(WORKER, "-next")
+        wait_until(lambda: [worker.state for worker in client.stats().workers] == ["joined"] * 2)
+        trial.stop(WORKER)
+
+    with Client(f"unix:{trial.folder}/api/api.sock") as client:
+        start(SCHEDULER, WORKER)
+        trial.calm = {answer[:2] for answer in trial.read(client)}
+        kill, stop = partial(trial.stop, WORKER, kill=True), partial(trial.stop, SCHEDULER)
+        trial.check("worker killed", trial.read(client, kill, partial(start, WORKER), once=False))
+        trial.check("worker upgraded", trial.read(client, replace_worker, once=False))
+        upgrade = partial(start, SCHEDULER, suffix="-next")
+        trial.check("scheduler upgraded", trial.read(client, stop, upgrade, once=False))
+        stop = partial(trial.stop, f"{SCHEDULER}-next", f"{WORKER}-next")
+        change = partial(start, SCHEDULER, WORKER, model=other.parent)
+        changed = trial.read(client, stop, change, once=False)
+        trial.calm |= {answer[:2] for answer in trial.read(client)}
+        trial.check("model upgraded", changed)
+        trial.check("both stopped", trial.read(client, partial(trial.stop, SCHEDULER, WORKER)))
+    if len(trial.calm) != 2 * NUM_STREAMS:
+        sys.exit("images: the models do not differ")
 
 
 def remove(builder: str, containers: Iterable[str]) -> None:
@@ -116,40 +205,17 @@ def remove(builder: str, containers: Iterable[str]) -> None:
         subprocess.run([builder, "rm", "--force", name], capture_output=True)
 
 
-def wait_until_ready(client: Client) -> None:
-    """Wait until the server is ready. Exits after READY_SECONDS."""
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait until something holds. Exits after READY_SECONDS."""
     deadline = time.monotonic() + READY_SECONDS
-    while True:
+    while time.monotonic() < deadline:
         try:
-            if client.health(timeout_seconds=1.0) is HealthStatus.SERVING:
+            if holds():
                 return
         except LineclearError:
             pass
-        if time.monotonic() > deadline:
-            sys.exit(f"not ready after {READY_SECONDS:g} s")
         time.sleep(0.2)
-
-
-def stream_while_stopping(client: Client, stop: list[str]) -> list[Generation]:
-    """Stop both containers after every stream has started, and return the results of the streams."""
-    started = threading.Barrier(NUM_STREAMS + 1, timeout=READY_SECONDS)
-
-    def read(seed: int) -> Generation:
-        with client.stream("Once upon a time", seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True) as stream:
-            next(stream)
-            started.wait()
-            for _ in stream:
-                pass
-        return stream.result
-
-    with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        answers = [pool.submit(read, seed) for seed in range(NUM_STREAMS)]
-        started.wait()
-        stopping = [subprocess.Popen([*stop[:4], name], stdout=subprocess.DEVNULL) for name in stop[4:]]
-        results = [answer.result() for answer in answers]
-    for process in stopping:
-        process.wait()
-    return results
+    sys.exit(f"not ready after {READY_SECONDS:g} s")
 
 
 def main() -> None:
@@ -167,7 +233,16 @@ def main() -> None:
     try:
         images = build(builder, arguments.flags)
         with tempfile.TemporaryDirectory(prefix="lineclear-", dir="/tmp") as folder:
-            try_out(builder, images, Path(folder))
+            trial = Trial(builder, images, Path(folder))
+            try:
+                try_out(trial)
+            except BaseException:
+                for name in trial.containers:
+                    print(f"--- log of {name}", flush=True)
+                    subprocess.run([builder, "logs", "--tail", "20", name], stderr=subprocess.STDOUT)
+                raise
+            finally:
+                remove(builder, trial.containers)
     except subprocess.CalledProcessError as error:
         sys.exit(f"images: `{builder} {error.cmd[1]}` failed with {error.returncode}; its output is above")
 

@@ -46,8 +46,7 @@ class Manifest:
         return {m["name"]: m for m in self.containers[name]["volumeMounts"]}
 
 
-NAMES = ("sidecar-cpu", "sidecar-gpu", "service-cpu", "service-gpu", "service-several-gpus", "service-cpu-two-workers")
-NAMES += ("service-gpu-download",)
+NAMES = sorted({path.name for path in KUBERNETES.iterdir()} - {"base", "variants", "inference-pool"})
 MANIFESTS = {name: Manifest(name) for name in NAMES}
 SIDECAR, SERVICE = MANIFESTS["sidecar-gpu"], MANIFESTS["service-gpu"]
 SEVERAL_GPUS, DOWNLOAD = MANIFESTS["service-several-gpus"], MANIFESTS["service-gpu-download"]
@@ -78,10 +77,6 @@ def seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+)s", text)
     assert match is not None
     return float(match[1])
-
-
-def test_every_variant_is_tested() -> None:
-    assert {path.name for path in KUBERNETES.iterdir()} - {"base", "variants", "inference-pool"} == set(MANIFESTS)
 
 
 def test_second_worker_stops_after_the_scheduler() -> None:
@@ -194,7 +189,6 @@ def test_inference_pool_reaches_the_gateway_port() -> None:
     pool, picker = manifest.documents[4:]
     assert pool["spec"]["selector"]["matchLabels"] == manifest.template["metadata"]["labels"]
     assert pool["spec"]["targetPorts"] == [{"number": parse_address(settings.gateway_listen)[1]}]
-    assert manifest.scheduler["ports"][-1] == {"name": "gateway", "containerPort": 50061}
     config = yaml.safe_load(picker["data"]["config.yaml"])
     assert config["parser"]["pluginRef"] in {plugin["type"] for plugin in config["plugins"]}
 

@@ -81,23 +81,13 @@ def test_every_mentioned_flag_exists(path: Path) -> None:
         for name in model.model_fields
     }
     others = {
-        *(
-            "--build",
-            "--build-arg",
-            "--entrypoint",
-            "--format",
-            "--from",
-            "--platform",
-            "--rm",
-            "--scale",
-        ),  # docker, podman
+        *("--build", "--build-arg", "--format", "--from", "--platform", "--scale"),  # docker, podman
+        *("--entrypoint", "--rm", "--time"),  # docker run, docker stop
         *("--no-cache-dir", "--no-deps", "--compile", "--prefix", "--python", "--without-pip"),  # pip, venv
         *("--link", "--sbom"),  # requirements.py
-        *("--revision", "--local-dir", "--model-server-metrics-port"),  # hf, endpoint picker
         *("--yes", "--no-install-recommends"),  # apt-get
         *("--directory", "--owner", "--group", "--mode"),  # install
-        "--from-literal",  # kubectl
-        "--time",  # docker stop
+        *("--from-literal", "--revision", "--local-dir", "--model-server-metrics-port"),  # kubectl, hf, endpoint picker
         *("--interval", "--timeout", "--start-period", "--retries"),  # HEALTHCHECK
     }
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", path.read_text()))
