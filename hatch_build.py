@@ -1,18 +1,18 @@
 """Generates the client for threads, and builds the C++ kernels into the worker's package.
 
-Runs with every wheel and editable install. There is one library for each instruction set of this machine's kind.
-Without a compiler, or with LINECLEAR_NATIVE=0, none is built and the worker computes with torch: a client or a
-scheduler must install anywhere.
+Runs with every wheel and editable install. There is one library for each instruction set of this machine's kind, or
+of that in _PYTHON_HOST_PLATFORM (`linux-aarch64`, with CXX=aarch64-linux-gnu-g++). Without a compiler, or with
+LINECLEAR_NATIVE=0, none is built and the worker computes with torch: a client or a scheduler must install anywhere.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +46,16 @@ class GeneratedFiles(BuildHookInterface):  # type: ignore[type-arg]
         runpy.run_path(str(Path(self.root) / "client/generate_sources.py"))["main"]()
         generated = ("_sync/*.py", "call_params.py", "message_classes.py")
         build_data["artifacts"] += [f"/client/lineclear/client/{name}" for name in generated]
-        if build(Path(self.root)):
+        if libraries := build(Path(self.root)):
             build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{_platform_tag()}"
-            build_data["artifacts"].append(f"/{KERNELS}/*.so")
+            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+            build_data["artifacts"] += [f"/{KERNELS}/{library.name}" for library in libraries]
 
 
 def build(root: Path) -> list[Path]:
     """Compile the variants that are missing or older than their source. Returns the libraries there are now."""
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
-    variants = VARIANTS.get(platform.machine().lower(), {})
+    variants = VARIANTS.get(sysconfig.get_platform().rpartition("-")[2], {})
     if os.environ.get("LINECLEAR_NATIVE") == "0" or not variants:
         return []
     folder = root / KERNELS
@@ -83,9 +83,3 @@ def _compile(compiler: str, out: Path, flags: list[str]) -> subprocess.Popen[byt
     sources = sorted(map(str, out.parent.glob("*.cpp")))
     command = [compiler, *COMMON, *flags, *sources, "-o", str(out.with_suffix(".part"))]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
-def _platform_tag() -> str:
-    import sysconfig
-
-    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
