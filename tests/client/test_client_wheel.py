@@ -27,6 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
     subprocess.run(build, cwd=CLIENT, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
     (archive,) = out.glob("*.whl")
+    assert archive.name == f"lineclear_client-{project(REPOSITORY)['version']}-py3-none-any.whl"
     with zipfile.ZipFile(archive) as content:
         content.extractall(out / "content")
     return out / "content"
@@ -38,7 +39,7 @@ def project(folder: Path) -> dict[str, Any]:
 
 def test_projects_agree() -> None:
     ours, whole = project(CLIENT), project(REPOSITORY)
-    for name in ("version", "dependencies", "requires-python", "license", "license-files"):
+    for name in ("dependencies", "requires-python", "license", "license-files"):
         assert ours[name] == whole[name], name
     assert ours["optional-dependencies"] == {name: whole["optional-dependencies"][name] for name in ("cli", "lm-eval")}
     assert ours["scripts"] == {"lineclear": whole["scripts"]["lineclear"]}
