@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # Modules to compile at set-up, by importing them.
 SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner_factory, lineclear.cli.app
 
-.PHONY: help demo test test-slow test-exhaustive serve bench bench-micro bench-gpu gpu-dry-run bench-neighbour browser-test examples simulation fuzz chaos mutants privacy soak hostile images docs lint size format stubs baseline alerts clean ready
+.PHONY: help demo test test-slow test-exhaustive serve bench bench-micro bench-gpu gpu-dry-run bench-neighbour browser-test examples simulation fuzz chaos mutants privacy soak hostile images release docs lint size format stubs baseline alerts clean ready
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -143,6 +143,9 @@ hostile: ready ## Run SECONDS (60) of each kind of hostile client beside a strea
 
 images: ready ## Build both images with BUILDER (podman, docker) and test them with 16 streams
 	@$(BIN)/python deploy/try_images.py $(if $(BUILDER),--builder $(BUILDER)) -- $(BUILD_FLAGS)
+
+release: ready ## Build sdist, wheels, SBOM, licences and sums into dist/, twice, and use each: all but the upload
+	@$(BIN)/python deploy/release.py
 
 docs: ready ## Build the pages as a site into build/site, and check their links; with search, no network needed to read it
 	@$(BIN)/python -c 'import material' 2>/dev/null || $(PIP) mkdocs-material
