@@ -106,7 +106,7 @@ class Environment:
                 answer = self.run("lineclear", "generate", "-t", target, "-n", "8", "Once upon a time")
             finally:
                 server.terminate()
-        kernels = log.read_text().partition('"cpu_kernels":')[2].split('"')[1]
+        kernels = log.read_text().rpartition('"cpu_kernels":')[2].split('"')[1]
         print(f"`serve --demo` answers {answer.splitlines()[0]!r}, kernels: {kernels}", flush=True)
         return kernels
 
