@@ -35,6 +35,9 @@ BOUNDED = {
         "embedded/lineclear/embedded/step_loop.py:StepLoop._call:"
         "asyncio.run_coroutine_threadsafe(_as_coroutine(found), self._loop).result()"
     ): "a daemon thread; the caller's step function bounds its time",
+    "gpu_worker/lineclear/worker/model/quantized_model.py:_made_in_order:made.popleft().result()": (
+        "the work of loading one matrix"
+    ),
     "gpu_worker/lineclear/worker/result_collector.py:ResultCollector._run:self._items.get()": (
         "a daemon thread's queue; close joins with a timeout"
     ),
