@@ -207,7 +207,7 @@ def test_text_round_trip(kind: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "does not exist"),
+        (None, "has no tokenizer.json"),
         ("{", "is not JSON"),
         ("[]", "does not contain a JSON object"),
         ('{"model": 3}', "cannot be used"),
