@@ -18,9 +18,12 @@ _FURTHER_FUSED = {
     *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "gpt2", "ministral"),
     *("ministral3", "olmo3", "opt", "phi", "seed_oss", "stablelm", "starcoder2"),
 }
+_LIKE_LLAMA = {
+    *("ernie4_5_moe", "glm4_moe", "gpt_neox", "granite", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+}
 _EXPERTS = {"dots1", "granitemoe", "mixtral", "olmoe"}
 EXHAUSTIVE = {
-    "e2e/test_deterministic.py": _FURTHER_FUSED - {"gpt2"} | _EXPERTS | {"qwen3_moe"},
+    "e2e/test_deterministic.py": _FURTHER_FUSED - {"gpt2"} | _EXPERTS | _LIKE_LLAMA,
     "e2e/test_int8.py": _FURTHER_FUSED | _EXPERTS | {"gpt_oss", "qwen3_moe"},
     "e2e/test_recurrent_families.py": {
         *("bamba", "falcon_mamba", "lfm2_moe", "mamba", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text")
@@ -30,7 +33,8 @@ EXHAUSTIVE = {
     "worker/test_gguf.py": {"gemma2", "mixtral", "qwen2", "qwen3_moe"},
     "worker/test_lora.py": {"phi3", "qwen2"},
     "worker/test_triton_kernels.py": {"80", "100"},
+    "worker/test_quantize_command.py": {"15"},
     "worker/test_quantized_checkpoints.py": {"gemma3_text", "qwen2", "qwen3"},
 }
-"""By file, the families and GPUs left to `make test-exhaustive`. Another one there runs the same code of ours.
+"""By file, the families, GPUs and signals left to `make test-exhaustive`. Another one there runs the same code of ours.
 So are those of FURTHER_CONFIGS, which the tests mark themselves."""
