@@ -228,7 +228,8 @@ class ModelBlocks:
         if not self.states.is_recurrent or end % interval or 4 * num_running > self.states.num_places:
             return
         block = sequence.blocks[end // self.size - 1]
-        self.states.leave(block, sequence, self._key_of.get(block))
+        if block in self._key_of or end > sequence.num_offered:  # it is published, or may be later
+            self.states.leave(block, sequence, self._key_of.get(block))
         sequence.state_at = end
         if end - 2 * interval > len(sequence.request.prompt):
             self.states.drop(sequence.blocks[(end - 2 * interval) // self.size - 1])

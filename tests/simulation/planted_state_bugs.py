@@ -68,18 +68,23 @@ STATE_BUGS: Bugs = {
         ),
         "a cached prefix is used without its state": never("self.pool.states is not None and with_state"),
         "outputs of one prompt do not wait for its state": always("states is None or not states.has_coming"),
+        "the state of an answer is kept behind a block that another one stands for": always(
+            "end > sequence.num_offered or self.pool.is_published(block)"
+        ),
         "a row at a boundary leaves no state": never("sequence.boundaries and sequence.boundaries[0] == end"),
         "the state is kept behind the block before": replace(
             "sequence.blocks[end // self.pool.block_size - 1]",
             "sequence.blocks[max(0, end // self.pool.block_size - 2)]",
         ),
-        "the state of a tainted or replaced block is kept": always("self.pool.is_published(block)"),
+        "the state of a tainted or replaced block is kept": replace(
+            "self.pool.states is not None and self.pool.is_published(block)", "self.pool.states is not None"
+        ),
         "the states of answers take every snapshot": never("4 * len(self.running) > states.num_snapshots"),
         "a long answer keeps all its states": drop("states.drop(sequence.blocks[old // size - 1])"),
         "the state of an answer is kept behind the block before": replace(
             "sequence.blocks[end // size - 1]", "sequence.blocks[end // size - 2]"
         ),
-        "a preemption loses the whole answer": drop("sequence.state_at = end", after="states.reach(_1, _2)"),
+        "a preemption loses the whole answer": drop("sequence.state_at = end"),
     },
     Sequence: {
         "a row goes on behind a boundary": never("self.boundaries and end > self.boundaries[0]"),

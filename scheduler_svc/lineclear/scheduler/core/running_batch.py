@@ -346,8 +346,10 @@ class RunningBatch:
         interval = _ANSWER_BLOCKS * size
         if states is None or end % interval or 4 * len(self.running) > states.num_snapshots:
             return
-        states.reach(sequence.blocks[end // size - 1], sequence.slot)
         sequence.state_at = end
+        block = sequence.blocks[end // size - 1]
+        if end > sequence.num_offered or self.pool.is_published(block):  # else another block has this state
+            states.reach(block, sequence.slot)
         if (old := end - 2 * interval) > sequence.prompt_len:
             states.drop(sequence.blocks[old // size - 1])
 
