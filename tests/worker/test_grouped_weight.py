@@ -74,6 +74,29 @@ def test_kernels_quantize_as_torch_does(bits: int, group: int, dtype: torch.dtyp
         assert torch.equal(found.minimum.nan_to_num(-1), expected.minimum.nan_to_num(-1))
 
 
+@pytest.mark.usefixtures("each_library")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["4 bits", "with minima", "of a table", "in another order", "8 bits"])
+def test_kernels_dequantize_as_torch_does(form: str, dtype: torch.dtype) -> None:
+    """Bit for bit, also of rows that are looked up and of scales that are not finite."""
+    torch.manual_seed(1)
+    bits = 8 if form == "8 bits" else 4
+    codes = torch.randint(0, 256, (300, 96 * bits // 8), dtype=torch.uint8)
+    scale, minimum = torch.randn(2, 300, 3) * torch.logspace(-42, 38, 300)[:, None]
+    scale[7], scale[8] = float("nan"), float("inf")
+    table = torch.randint(0, 32, (16,), dtype=torch.uint8) if form == "of a table" else None
+    order = torch.randperm(96) if form == "in another order" else None
+    signed = codes.view(torch.int8) if bits == 8 else codes
+    weight = GroupedWeight(signed, bits, scale, None if form == "4 bits" else minimum, table, order)
+    weights = (weight, weight.rows(torch.tensor([5, 0, 5])), weight.rows(slice(100, 300)))
+    found = [matrix.dequantized(dtype) for matrix in weights]
+    kernels.choose(kernels.NONE)
+    for one, matrix in zip(found, weights, strict=True):
+        expected = matrix.dequantized(dtype)
+        assert torch.equal(one.isfinite(), expected.isfinite())
+        assert torch.equal(one.nan_to_num(1.0), expected.nan_to_num(1.0))
+
+
 def test_elements_are_those_of_the_definition() -> None:
     codes = torch.tensor([[0x10, 0xF2]], dtype=torch.uint8)  # 0, 1, 2, 15
     scale, minimum = torch.tensor([[2.0, 0.5]]), torch.tensor([[1.0, 0.25]])

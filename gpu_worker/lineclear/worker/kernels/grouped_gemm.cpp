@@ -547,6 +547,34 @@ void quantize_groups(bool four_bits, int64_t groups, int64_t group, const T* x, 
     quantize_group(four_bits, group, x + g * group, codes + g * group / (four_bits ? 2 : 1), scale + g, minimum + g);
 }
 
+// Return the values of 16 inputs of GroupedWeight.codes. buffer: where they are put unless they lie there as they are.
+inline const int8_t* sixteen_values(int64_t bits, const uint8_t* codes, const uint8_t* table, int8_t* buffer) {
+  if (bits == 8) return reinterpret_cast<const int8_t*>(codes);
+  typedef uint8_t bytes_u __attribute__((vector_size(8), aligned(1)));
+  typedef uint16_t pairs __attribute__((vector_size(16)));
+  pairs both = __builtin_convertvector(*reinterpret_cast<const bytes_u*>(codes), pairs);
+  both = (both & 15) | both >> 4 << 8;
+  std::memcpy(buffer, &both, 16);
+  for (int i = 0; table && i < 16; i++) buffer[i] = int8_t(table[buffer[i]]);
+  return buffer;
+}
+
+template <typename T>
+void dequantize(int64_t bits, int64_t groups, int64_t group, const uint8_t* codes, const uint8_t* table, const float* scale,
+                const float* minimum, T* out) {
+#pragma omp parallel for schedule(static) if (groups * group > TASK_BYTES)
+  for (int64_t g = 0; g < groups; g++)
+    for (int64_t i = g * group; i < (g + 1) * group; i += 16) {
+      int8_t buffer[16];
+      const int8_t* values = sixteen_values(bits, codes + i * bits / 8, table, buffer);
+      for (int l = 0; l < 16; l += LANES) {
+        vfloat y = load(values + l) * scale[g];
+        asm("" : "+m"(y));  // rounded here, without a fused multiply-add
+        store(out + i + l, minimum ? y - minimum[g] : y);
+      }
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -572,6 +600,16 @@ void lineclear_quantize_groups(int64_t element, int64_t bits, int64_t groups, in
     quantize_groups(bits == 4, groups, group, (const float*)x, codes, scale, minimum);
   else
     quantize_groups(bits == 4, groups, group, (const bf16*)x, codes, scale, minimum);
+}
+
+// out [groups * group] = value * scale - minimum of each group of a GroupedWeight. table: [16], or null; minimum may be null.
+// element, of out: as above.
+void lineclear_dequantize(int64_t element, int64_t bits, int64_t groups, int64_t group, const uint8_t* codes,
+                          const uint8_t* table, const float* scale, const float* minimum, void* out) {
+  if (element == 0)
+    dequantize(bits, groups, group, codes, table, scale, minimum, (float*)out);
+  else
+    dequantize(bits, groups, group, codes, table, scale, minimum, (bf16*)out);
 }
 
 // Fill `blocks`, which are zeros, and add to `offset` what is added to the values. codes: those of a GroupedWeight. scale and minimum: fp16 [outputs, groups].

@@ -24,7 +24,7 @@ MAX_EXPERTS = 1024
 AUTO, NONE = "auto", "none"
 """Names that `choose` accepts besides those of libraries: the best library, or none."""
 
-_ABI = 17
+_ABI = 18
 _FOLDER = Path(__file__).parent
 _INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 FUNCTIONS: dict[str, list[Any]] = {
@@ -43,6 +43,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "lineclear_grouped_channels": [],
     "lineclear_grouped_size": [_POINTER],
     "lineclear_quantize_groups": [*[_INTEGER] * 4, *[_POINTER] * 4],
+    "lineclear_dequantize": [*[_INTEGER] * 4, *[_POINTER] * 5],
     "lineclear_pack_grouped": [_POINTER] * 4,
     "lineclear_grouped_gemm": [_POINTER, *[_INTEGER] * 3, *[_POINTER] * 2],
     "lineclear_grouped_gemm_experts": [*[_POINTER] * 2, *[_INTEGER] * 2, *[_POINTER] * 3],

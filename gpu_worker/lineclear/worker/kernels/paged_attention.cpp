@@ -528,7 +528,7 @@ void run(const LineclearLayer& layer, const LineclearBatch& batch, const T* quer
 extern "C" {
 
 // Raised with every change to a struct or an exported function; native_library.py refuses libraries with another number.
-int64_t lineclear_abi(void) { return 17; }
+int64_t lineclear_abi(void) { return 18; }
 
 // Queries of a work item. `num_items` of a batch counts the items of all chunks for one KV head.
 int64_t lineclear_queries_per_item(int64_t num_heads, int64_t num_kv_heads) {

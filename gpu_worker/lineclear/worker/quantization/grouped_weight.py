@@ -77,14 +77,26 @@ class GroupedWeight(_Stored):
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the matrix in the order of the inputs, computed in float32 and rounded once to `dtype`."""
-        outputs, inputs = self.shape
-        wide = self.values().view(outputs, -1, self.group_size) * self.scale[:, :, None]
-        if self.minimum is not None:
-            wide -= self.minimum[:, :, None]
-        matrix = wide.view(outputs, inputs)
+        native = selected_library()
+        if native is not None and self.codes.is_cpu and dtype in ELEMENTS and self.group_size % LANES == 0:
+            matrix = self._dequantized_at_once(native, dtype)
+        else:
+            wide = self.values().view(*self.scale.shape, -1) * self.scale[:, :, None]
+            if self.minimum is not None:
+                wide -= self.minimum[:, :, None]
+            matrix = wide.view(self.shape).to(dtype)
         if self.input_order is not None:
             matrix = torch.empty_like(matrix).index_copy_(1, self.input_order, matrix)
-        return matrix.to(dtype)
+        return matrix
+
+    def _dequantized_at_once(self, native: Any, dtype: torch.dtype) -> Tensor:
+        """Return what torch computes in many passes over memory."""
+        matrix = self.scale.new_empty(self.shape, dtype=dtype)
+        optional = (self.codes, self.table, self.scale, self.minimum)
+        arrays = [None if tensor is None else tensor.contiguous() for tensor in optional]
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in (*arrays, matrix))
+        native.lineclear_dequantize(ELEMENTS[dtype], self.bits, self.scale.numel(), self.group_size, *pointers)
+        return matrix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
