@@ -24,7 +24,7 @@ JOBS ?= 3
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 
 # Modules to compile at set-up, by importing them.
-SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner_factory, lineclear.cli.app
+SERVED := import lineclear.scheduler.app, lineclear.worker.app, lineclear.worker.runner.runner_factory, lineclear.cli.app
 
 .PHONY: help demo test test-slow test-exhaustive serve bench bench-micro bench-gpu gpu-dry-run bench-neighbour browser-test examples simulation fuzz chaos mutants privacy soak hostile images release docs lint size format stubs baseline alerts clean ready
 .DEFAULT_GOAL := help

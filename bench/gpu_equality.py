@@ -25,7 +25,7 @@ from bench.gpu_sizes import FAMILIES
 from bench.models import build_family
 from bench.slots import Slots
 from lineclear.process.logging_setup import configure
-from lineclear.worker.runner_factory import make_runner
+from lineclear.worker.runner.runner_factory import make_runner
 from lineclear.worker.settings import load
 
 TIE = {"float32": 0.01, "bfloat16": 0.3}

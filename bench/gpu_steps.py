@@ -22,7 +22,7 @@ from lineclear.process.logging_setup import configure
 from lineclear.worker.attention.base import block_bytes
 from lineclear.worker.model.decode_graphs import DecodeGraphs, cuda_capture
 from lineclear.worker.model.loader import build_cuda, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 BLOCK_SIZE = 16
 MAX_STEP_TOKENS = 2048

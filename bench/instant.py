@@ -37,7 +37,7 @@ class InstantStep:
 
 
 class InstantRunner:
-    """A Runner (lineclear.worker.runner_interface) without state."""
+    """A Runner (lineclear.worker.loop.runner_interface) without state."""
 
     def __init__(self, num_slots: int = 1024, vocab_size: int = 1 << 17, step_seconds: float = 0.0) -> None:
         self._num_slots, self._vocab_size, self._step_seconds = num_slots, vocab_size, step_seconds
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM."""
     supervised = die_with_parent()
     from lineclear.process.logging_setup import configure
-    from lineclear.worker.step_loop import run
+    from lineclear.worker.loop.step_loop import run
 
     configure("worker", "warning")
 

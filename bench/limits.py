@@ -25,7 +25,7 @@ from bench.figures import Figure, arguments, main, seconds_per_call_of_wall
 from bench.workloads import Workload, make
 from lineclear.worker.cpu.linear import Packer, pack
 from lineclear.worker.cpu.quantized_linear import pack_int8
-from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.device.huge_pages import HugePageArena
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 BUDGETS = (64, 128, 256, 512)

@@ -21,7 +21,7 @@ from bench.slots import Slots
 from lineclear.process.logging_setup import configure
 from lineclear.wire.messages import Sampling, SlotInit
 from lineclear.worker.kernels.call_graph import CallGraph
-from lineclear.worker.runner_factory import make_runner
+from lineclear.worker.runner.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings, load
 
 BATCHES = (1, 8, 32, 64)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit, StepPlan, StepResult
-from lineclear.worker.model_runner import ModelRunner
-from lineclear.worker.runner_interface import InflightStep
+from lineclear.worker.loop.runner_interface import InflightStep
+from lineclear.worker.runner.model_runner import ModelRunner
 
 _IN_FLIGHT = 2  # as the scheduler's default
 

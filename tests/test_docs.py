@@ -293,8 +293,8 @@ def test_sampling_page_has_every_parameter() -> None:
     schema |= {*sampling_pb2.StopConditions.DESCRIPTOR.fields_by_name}
     assert schema - named == set()
     tests = set(re.findall(r"`([a-z0-9_]+/[a-z0-9_]+\.py)`", page)) - {
-        "worker/logit_changes.py",
-        "worker/truncation.py",
+        "sampling/logit_changes.py",
+        "sampling/truncation.py",
     }
     assert len(tests) > 8
     assert [test for test in tests if not (REPOSITORY / "tests" / test).exists()] == []

@@ -40,7 +40,7 @@ VIOLATIONS = {
         "from lineclear.scheduler import engine",
     ),
     "Worker: app, runner, model, attention, kernels": (
-        "gpu_worker/lineclear/worker/huge_pages",
+        "gpu_worker/lineclear/worker/device/huge_pages",
         "from lineclear.worker import app",
     ),
     "Client and CLI use the public schema only": (
@@ -64,8 +64,8 @@ VIOLATIONS = {
     ),
     "The worker needs no gRPC": ("common/lineclear/wire/codec", "import grpc"),
     "The worker's threads need no torch": (
-        "gpu_worker/lineclear/worker/step_loop",
-        "from lineclear.worker import model_runner",
+        "gpu_worker/lineclear/worker/loop/step_loop",
+        "from lineclear.worker.runner import model_runner",
     ),
     "Only the two links and the step loop use ZeroMQ": (f"{SCHEDULER}/engine/engine", "import zmq"),
     "Messages, errors and limits have no dependencies": ("protos/lineclear/errors", "import grpc"),

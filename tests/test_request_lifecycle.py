@@ -24,8 +24,8 @@ BACKGROUND = frozenset(
     {
         *("lineclear.errors", "lineclear.scheduler.app", "lineclear.scheduler.stall_watchdog"),
         *("lineclear.scheduler.grpc_api.server", "lineclear.scheduler.grpc_api.health_service"),
-        *("lineclear.scheduler.core.invariants", "lineclear.worker.kv_prefault"),
-        *("lineclear.worker.memory_budget", "lineclear.worker.host_info", "lineclear.worker.cpu.linear"),
+        *("lineclear.scheduler.core.invariants", "lineclear.worker.kv_cache.kv_prefault"),
+        *("lineclear.worker.device.memory_budget", "lineclear.worker.device.host_info", "lineclear.worker.cpu.linear"),
     }
 )
 """Modules that run with or without a request: errors, watchdog, health, work in idle time; and products of torch, which

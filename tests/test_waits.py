@@ -38,43 +38,44 @@ BOUNDED = {
     "gpu_worker/lineclear/worker/model/quantized_model.py:_made_in_order:made.popleft().result()": (
         "the work of loading one matrix"
     ),
-    "gpu_worker/lineclear/worker/result_collector.py:ResultCollector._run:self._items.get()": (
+    "gpu_worker/lineclear/worker/loop/result_collector.py:ResultCollector._run:self._items.get()": (
         "a daemon thread's queue; close joins with a timeout"
     ),
-    "gpu_worker/lineclear/worker/result_collector.py:ResultCollector._finish:launched.inflight.result()": (
+    "gpu_worker/lineclear/worker/loop/result_collector.py:ResultCollector._finish:launched.inflight.result()": (
         "the device; the scheduler replaces a worker whose step takes too long, and a stop waits until it is overdue"
     ),
-    "gpu_worker/lineclear/worker/self_test.py:_generate:runner.launch(plan).result()": (
+    "gpu_worker/lineclear/worker/runner/self_test.py:_generate:runner.launch(plan).result()": (
         "the device, before the worker joins; start_timeout_seconds"
     ),
-    "gpu_worker/lineclear/worker/memory_profile.py:run_largest_steps:runner.launch(plan).result()": (
+    "gpu_worker/lineclear/worker/runner/memory_profile.py:run_largest_steps:runner.launch(plan).result()": (
         "the device, before the worker joins; start_timeout_seconds"
     ),
-    "gpu_worker/lineclear/worker/mask_threads.py:MaskThreads.wait:self._changed.wait()": (
+    "gpu_worker/lineclear/worker/structured_output/mask_threads.py:MaskThreads.wait:self._changed.wait()": (
         "the device's step before; the scheduler replaces a worker whose step takes too long"
     ),
-    "gpu_worker/lineclear/worker/model_runner.py:ModelRunner._compute:pending.result()": (
+    "gpu_worker/lineclear/worker/runner/model_runner.py:ModelRunner._compute:pending.result()": (
         "MaskThreads.wait, which is bounded"
     ),
-    "gpu_worker/lineclear/worker/rank_runner.py:_LeadingConstraints.start:pending.result()": (
+    "gpu_worker/lineclear/worker/runner/rank_runner.py:_LeadingConstraints.start:pending.result()": (
         "MaskThreads.wait, which is bounded"
     ),
-    "gpu_worker/lineclear/worker/rank_runner.py:_FollowingDraws.compare:self.steps.popleft().result()": (
+    "gpu_worker/lineclear/worker/runner/rank_runner.py:_FollowingDraws.compare:self.steps.popleft().result()": (
         "the step is over"
     ),
-    "gpu_worker/lineclear/worker/rank_runner.py:_LeadingStep.result:self._step.result()": (
+    "gpu_worker/lineclear/worker/runner/rank_runner.py:_LeadingStep.result:self._step.result()": (
         "the scheduler's step timeout, as for a worker of one process"
     ),
-    "gpu_worker/lineclear/worker/ranks.py:Ranks._watch:self._processes[rank - 1].wait()": (
+    "gpu_worker/lineclear/worker/tensor_parallel/ranks.py:Ranks._watch:self._processes[rank - 1].wait()": (
         "called once pidfd reports the exit"
     ),
-    "gpu_worker/lineclear/worker/grammar_constraints.py:_Constraint.advance:self._matcher.result()": (
+    "gpu_worker/lineclear/worker/structured_output/grammar_constraints.py:_Constraint.advance:self._matcher.result()": (
         "the scheduler compiles a grammar within max_grammar_seconds before a worker gets it"
     ),
-    "gpu_worker/lineclear/worker/grammar_compiler.py:GrammarCompiler.matcher.on_compiled:compiled.result()": (
-        "the future is done"
-    ),
-    "gpu_worker/lineclear/worker/launched_step.py:LaunchedStep._finish:self._timer.wait()": (
+    (
+        "gpu_worker/lineclear/worker/structured_output/grammar_compiler.py:"
+        "GrammarCompiler.matcher.on_compiled:compiled.result()"
+    ): "the future is done",
+    "gpu_worker/lineclear/worker/runner/launched_step.py:LaunchedStep._finish:self._timer.wait()": (
         "as ResultCollector._finish"
     ),
 }

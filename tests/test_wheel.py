@@ -154,7 +154,7 @@ BARE = "lineclear grpc grpc_status google typing_extensions"
         ("lineclear.embedded", "lineclear", "google grpc zmq torch"),
         ("lineclear.scheduler.*", "", "torch transformers lineclear.worker lineclear.client"),
         (
-            *("lineclear.worker.runner_interface lineclear.worker.step_loop lineclear.worker.scheduler_link", ""),
+            *("lineclear.worker.loop.step_loop lineclear.worker.loop.scheduler_link", ""),
             "torch transformers grpc lineclear.scheduler lineclear.client",
         ),
     ],

@@ -17,7 +17,7 @@ from bench.figures import Figure
 from bench.gpu import PARTS, Context, Part, absent_packages, run_all
 from bench.gpu_device import Device, idle_share
 from bench.gpu_sizes import CARD, FAMILIES, REHEARSAL, sizes_of
-from lineclear.worker import model_runner
+from lineclear.worker.runner import model_runner
 
 
 def part(name: str, *scripts: str, seconds: float = 10.0, least: float = 0.0, package: str = "") -> Part:

@@ -88,10 +88,7 @@ AREAS = (
     Area((f"{_SCHEDULER}/grpc_api/*.py",), ("tests/grpc_api", "tests/security", "tests/scheduler")),
     Area((f"{_SCHEDULER}/observe/*.py", f"{_SCHEDULER}/status_page/*.py"), ("tests/observe", "tests/grpc_api")),
     Area((f"{_SCHEDULER}/flight_recorder/*.py",), ("tests/core", "tests/process", "tests/simulation")),
-    Area(
-        (f"{_WORKER}/*.py", f"{_WORKER}/drafts/*.py", f"{_WORKER}/lora/*.py"),
-        ("tests/worker", "tests/process", "tests/e2e"),
-    ),
+    Area((f"{_WORKER}/**/*.py",), ("tests/worker", "tests/process", "tests/e2e")),
 )
 
 _OPERATORS: dict[type[ast.AST], tuple[str, str]] = {

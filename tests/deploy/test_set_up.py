@@ -29,5 +29,5 @@ def test_modules_are_compiled_despite_the_environment(tmp_path: Path) -> None:
 
 def test_set_up_imports_scheduler_and_worker() -> None:
     (line,) = (line for line in recipe(f"VENV={sys.prefix}") if "import lineclear" in line)
-    for module in ("lineclear.scheduler.app", "lineclear.worker.app", "lineclear.worker.runner_factory"):
+    for module in ("lineclear.scheduler.app", "lineclear.worker.app", "lineclear.worker.runner.runner_factory"):
         assert module in line

@@ -20,8 +20,8 @@ from lineclear.wire.messages import Sampling
 from lineclear.worker.kernels import native_library as kernels
 from lineclear.worker.kernels.native_library import library_name
 from lineclear.worker.model.loader import build_fused, load
-from lineclear.worker.model_runner import ModelRunner
-from lineclear.worker.runner_factory import make_runner
+from lineclear.worker.runner.model_runner import ModelRunner
+from lineclear.worker.runner.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
 
 TEXTS = ["Once upon a time", "The signal", "There was a small station at the end of the line. Every morning"]

@@ -15,16 +15,16 @@ from support.kernel_variants import needs_kernels
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Logprobs, Row, Sampling
-from lineclear.worker import deterministic
 from lineclear.worker.cpu import linear
 from lineclear.worker.cpu.linear import pack_by_row
-from lineclear.worker.decoder_layers import FAMILIES
-from lineclear.worker.deterministic import DeterministicRunner, OneTokenRunner, runner_type
+from lineclear.worker.decoder.decoder_layers import FAMILIES
 from lineclear.worker.drafts.verification import Drafts, ReadTokens
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, to_quantized, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.sampling_metadata import SamplingTable
+from lineclear.worker.runner import deterministic
+from lineclear.worker.runner.deterministic import DeterministicRunner, OneTokenRunner, runner_type
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.sampling.sampling_metadata import SamplingTable
 
 VOCAB_SIZE = 211  # no multiple of the elements that torch computes at once, so that the end of a row is special
 SIZES = WIDE | {"vocab_size": VOCAB_SIZE}

@@ -20,12 +20,12 @@ from lineclear.wire.messages import Sampling
 from lineclear.worker.attention.base import Batch
 from lineclear.worker.attention.registry import BACKENDS
 from lineclear.worker.attention.torch_paged import TorchPagedAttention
+from lineclear.worker.device.staging import Staging
 from lineclear.worker.model.decode_graphs import DecodeGraphs
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import wrap_model
 from lineclear.worker.model.verified_families import VERIFIED
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.staging import Staging
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 BLOCK_SIZE = 4
 PROMPT_LENS = (5, 1, 16, 33, 9)

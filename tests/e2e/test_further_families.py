@@ -17,7 +17,7 @@ from worker.test_drafts import KnownAnswers
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.sampling import Sampling
 from lineclear.worker.model.loader import wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 OPTIONS = RunnerOptions(num_blocks=20, block_size=BLOCK_SIZE, num_slots=4, max_step_tokens=64)
 

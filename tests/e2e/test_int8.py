@@ -13,10 +13,10 @@ from support.kernel_variants import needs_kernels
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
-from lineclear.worker.decoder_layers import FAMILIES
+from lineclear.worker.decoder.decoder_layers import FAMILIES
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import to_quantized, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 pytestmark = needs_kernels
 PROMPT_LENS = (5, 1, 17, 33, 40, 24)

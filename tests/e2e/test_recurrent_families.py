@@ -22,12 +22,12 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Row, RowOutput, SlotInit, StateCopy, StepErrorKind
 from lineclear.worker.attention.registry import BACKENDS
+from lineclear.worker.device.staging import Staging
+from lineclear.worker.loop.runner_interface import StepFailed
 from lineclear.worker.model.decode_graphs import DecodeGraphs
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.runner_interface import StepFailed
-from lineclear.worker.staging import Staging
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 BLOCK_SIZE, NUM_SLOTS, NUM_SNAPSHOTS = 4, 8, 3
 OPTIONS = RunnerOptions(

@@ -19,12 +19,12 @@ from support.inprocess import InProcess
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
-from lineclear.worker.logits import with_argmax
 from lineclear.worker.model.compatibility_probe import TOLERANCE
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.recurrent.states import RecurrentStates
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.sampling.logits import with_argmax
 
 _NUM_SLOTS, _TINY = 6, 2e-6  # a bit of a log-probability in float32
 

@@ -17,12 +17,12 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, Sampling
 from lineclear.worker.attention.base import IntArray
-from lineclear.worker.input_batch import OutputRow
-from lineclear.worker.logits import Logits, with_argmax
 from lineclear.worker.model.loaded_model import LoadedModel, ModelForward
 from lineclear.worker.model.loader import build_fused, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.scores_and_vectors import PIECE, RowOutputs
+from lineclear.worker.runner.input_batch import OutputRow
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.scores_and_vectors import PIECE, RowOutputs
+from lineclear.worker.sampling.logits import Logits, with_argmax
 
 NUM_TOP = 3
 LAST, MEAN = PoolingKind

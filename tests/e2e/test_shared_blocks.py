@@ -21,7 +21,7 @@ from lineclear.worker.attention.registry import BACKENDS, ON_CUDA
 from lineclear.worker.kernels.native_library import selected_library
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, to_quantized, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 BLOCK_SIZE, MAX_TOKENS = 16, 6
 PREFIX = tuple(3 + i * 37 % 200 for i in range(52))

@@ -27,11 +27,11 @@ from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.schema_to_grammar import grammar_of
 from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.wire.messages import Row, Sampling
-from lineclear.worker import grammar_constraints
 from lineclear.worker.drafts.verification import Drafts, ReadTokens
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.structured_output import grammar_constraints
 
 TOKENIZER = load_tokenizer(DEMO_MODEL)
 EOS = frozenset({2})

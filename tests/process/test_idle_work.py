@@ -15,8 +15,8 @@ from support.toy_runner import ToyRunner, ToyStep
 from lineclear.process.private_dir import SocketDir, private_socket_dir
 from lineclear.wire.codec import encode
 from lineclear.wire.messages import ControlMessage, Rejoin, StepPlan
-from lineclear.worker.scheduler_link import PlanSocket, Waker
-from lineclear.worker.step_loop import LoopLimits, _EpochEnd, _Loop
+from lineclear.worker.loop.scheduler_link import PlanSocket, Waker
+from lineclear.worker.loop.step_loop import LoopLimits, _EpochEnd, _Loop
 
 IDLE = 0.25
 """Seconds, of a clock that these tests do not look at."""

@@ -75,7 +75,7 @@ class Imported(types.ModuleType):
         kept.extend([] for _ in range(100_000))
         counts.append(len(collections) - before)
         return make_runner if name == "make_runner" else type(name, (Exception,), {})
-for name in ("self_test", "model.loaded_model", "runner_factory"):
+for name in ("runner.self_test", "model.loaded_model", "runner.runner_factory"):
     sys.modules[f"lineclear.worker.{name}"] = Imported(name)
 sys.exit(app.serve(["--model", sys.argv[1], "--socket-directory", "absent"], False))
 """)
@@ -90,7 +90,7 @@ from lineclear.process import settings_base
 from lineclear.worker import app
 def make_runner(found, ranks):
     raise settings_base.ConfigurationError("enough")
-for name in ("self_test", "model.loaded_model", "runner_factory"):
+for name in ("runner.self_test", "model.loaded_model", "runner.runner_factory"):
     sys.modules[f"lineclear.worker.{{name}}"] = types.SimpleNamespace(
         make_runner=make_runner, SelfTestFailed=KeyError, ModelRefused=KeyError, ModelFilesChanged=KeyError
     )
@@ -110,7 +110,7 @@ from lineclear.worker.settings import WorkerSettings
 name = "transformers.models.llama.modeling_llama"
 before = name in sys.modules
 app._prepare(WorkerSettings(model=sys.argv[1], socket_directory="unused"))
-parts = {f"lineclear.worker.{part}" for part in ("ranks", "rank_runner", "model.division")}
+parts = {f"lineclear.worker.{part}" for part in ("tensor_parallel.ranks", "runner.rank_runner", "model.division")}
 print(before, name in sys.modules, parts & {*sys.modules})
 """)
     assert (done.returncode, done.stdout) == (0, "False True set()\n"), done.stderr

@@ -7,7 +7,7 @@ from simulation.mutations import Bugs, drop, replace, without
 from lineclear.scheduler.engine.grammar_preparation import GrammarPreparation
 from lineclear.scheduler.requests.answer.answer import Answer
 from lineclear.scheduler.requests.answer.beams import Beams
-from lineclear.worker import grammar_constraints
+from lineclear.worker.structured_output import grammar_constraints
 
 REQUEST_BUGS: Bugs = {
     GrammarPreparation: {

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from lineclear.worker import input_batch
-from lineclear.worker.staging import Staging
+from lineclear.worker.device.staging import Staging
+from lineclear.worker.runner import input_batch
 
 NAME = "A card"
 GIB = 1 << 30

@@ -19,9 +19,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lineclear.worker import triton_threshold
 from lineclear.worker.attention import triton_paged as paged
 from lineclear.worker.cuda import layer_kernels
+from lineclear.worker.sampling import triton_threshold
 
 POINTERS = {"tiles": "*i32", "blocks": "*i32", "cells": "*i64", "targets": "*fp64", "found": "*i32"} | dict.fromkeys(
     ("partial", "maxima", "sums"), "*fp32"

@@ -19,14 +19,15 @@ import torch
 
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
-from lineclear.worker import input_batch, launched_step, logits, truncation
+from lineclear.worker.device.staging import Staging
 from lineclear.worker.model.decode_graphs import DecodeGraphs
 from lineclear.worker.model.division import load_divided
 from lineclear.worker.model.loader import build_cuda, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.rank_runner import FollowingRunner, LeadingRunner, follow
-from lineclear.worker.ranks import Ranks
-from lineclear.worker.staging import Staging
+from lineclear.worker.runner import input_batch, launched_step
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.rank_runner import FollowingRunner, LeadingRunner, follow
+from lineclear.worker.sampling import logits, truncation
+from lineclear.worker.tensor_parallel.ranks import Ranks
 
 from .divided_models import FUSED, model_of, requests
 from .graphs import recorded

@@ -28,9 +28,9 @@ from lineclear.wire.messages import Sampling
 from lineclear.worker.model.division import load_divided
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.rank_runner import FollowingRunner, LeadingRunner, follow
-from lineclear.worker.ranks import Kind, Ranks
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.rank_runner import FollowingRunner, LeadingRunner, follow
+from lineclear.worker.tensor_parallel.ranks import Kind, Ranks
 
 _OPTIONS = RunnerOptions(num_blocks=256, block_size=4, num_slots=16, max_step_tokens=512)
 _LIMITS = CoreLimits(max_batch_size=16, target_batch_tokens=24, prefix_cache=False)

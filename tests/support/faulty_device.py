@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from lineclear.wire.messages import Hello, StepPlan
-from lineclear.worker.launched_step import StepTimer
 from lineclear.worker.main import main
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.runner.launched_step import StepTimer
+from lineclear.worker.runner.model_runner import ModelRunner
 
 
 class FaultyDevice:

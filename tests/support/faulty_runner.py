@@ -12,7 +12,7 @@ from support.toy_runner import ToyRunner, ToyStep
 from support.toy_worker import ToyOptions
 
 from lineclear.wire.messages import Hello, StepErrorKind, StepPlan, StepResult
-from lineclear.worker.runner_interface import StepFailed
+from lineclear.worker.loop.runner_interface import StepFailed
 
 
 class _FaultyStep:

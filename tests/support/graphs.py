@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lineclear.worker.logits import Logits
+from lineclear.worker.sampling.logits import Logits
 
 
 def recorded(run: Callable[[], Logits]) -> tuple[Logits, Callable[[], None]]:

@@ -23,7 +23,7 @@ from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.core.stats import Counters
 from lineclear.wire.codec import decode, encode
 from lineclear.wire.messages import Hello, Logprobs, StepPlan, StepResult
-from lineclear.worker.runner_interface import InflightStep, Runner
+from lineclear.worker.loop.runner_interface import InflightStep, Runner
 
 
 class Failure(AssertionError):

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from lineclear.worker.cuda import layer_kernels
-from lineclear.worker.decoder_layers import ACTIVATIONS, Norm
+from lineclear.worker.decoder.decoder_layers import ACTIVATIONS, Norm
 from lineclear.worker.lora.adapter_set import AdapterSet, Factors
 from lineclear.worker.model import compatibility_probe, loader
 from lineclear.worker.model.compatibility_probe import paged_logits, relative_error

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from lineclear.worker import triton_threshold, truncation
+from lineclear.worker.sampling import triton_threshold, truncation
 
 
 def main(first: int, end: int) -> None:

@@ -16,14 +16,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit, StepPlan
-from lineclear.worker import launched_step, logits, truncation
-from lineclear.worker.decoder_layers import describe
-from lineclear.worker.launched_step import StepTimer
-from lineclear.worker.logits import Logits
+from lineclear.worker.decoder.decoder_layers import describe
+from lineclear.worker.device.staging import Staging
 from lineclear.worker.model.decode_graphs import DecodeGraphs
 from lineclear.worker.model.loaded_model import LoadedModel
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.staging import Staging
+from lineclear.worker.runner import launched_step
+from lineclear.worker.runner.launched_step import StepTimer
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.sampling import logits, truncation
+from lineclear.worker.sampling.logits import Logits
 
 from .graphs import recorded
 from .triton_package import FOLDER
@@ -71,7 +72,7 @@ class Launches(TorchDispatchMode):
 _KERNELS = {
     "lineclear.worker.attention.triton_paged": ("attend_kernel", "combine_kernel", "write_kernel"),
     "lineclear.worker.cuda.layer_kernels": ("add_norm_kernel", "rotate_kernel", "activate_kernel"),
-    "lineclear.worker.triton_threshold": ("largest_reaching_kernel",),
+    "lineclear.worker.sampling.triton_threshold": ("largest_reaching_kernel",),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 
-from lineclear.worker.mask_threads import Bits, Mask, MaskThreads
+from lineclear.worker.structured_output.mask_threads import Bits, Mask, MaskThreads
 
 
 class PromptThreads(MaskThreads):

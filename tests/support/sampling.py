@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lineclear.wire.sampling import Sampling
-from lineclear.worker.logits import with_argmax
-from lineclear.worker.sampler import Sampled, sample
-from lineclear.worker.sampling_metadata import SamplingTable
+from lineclear.worker.sampling.logits import with_argmax
+from lineclear.worker.sampling.sampler import Sampled, sample
+from lineclear.worker.sampling.sampling_metadata import SamplingTable
 
 History = list[tuple[list[int], int]]
 """For each row its tokens so far, and how many of them are the prompt."""

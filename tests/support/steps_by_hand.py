@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lineclear.wire.messages import Row, RowOutput, SlotInit, StateCopy, StepPlan, StepResult
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.runner.model_runner import ModelRunner
 
 
 class Steps:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from lineclear.wire.messages import Sampling, SlotInit
-from lineclear.worker.grammar_constraints import Bits, Matcher
+from lineclear.worker.structured_output.grammar_constraints import Bits, Matcher
 
 END_IDS = (0,)
 _PREFIX = "toy "

@@ -18,7 +18,7 @@ from support.toy_grammar import ToyGrammars, applied, tokens_of
 
 from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.wire.messages import Hello, Logprobs, Row, RowOutput, Scores, SlotInit, StepPlan, StepResult
-from lineclear.worker.grammar_constraints import ConstraintTable, Masks
+from lineclear.worker.structured_output.grammar_constraints import ConstraintTable, Masks
 
 HOLE = -1
 """Content of a cell before the first write."""
@@ -48,7 +48,7 @@ class ToyStep:
 
 
 class ToyRunner:
-    """A Runner (lineclear.worker.runner_interface) over integer cells that asserts valid plans.
+    """A Runner (lineclear.worker.loop.runner_interface) over integer cells that asserts valid plans.
 
     `is_bad(context)` returns whether the logits after `context` are non-finite.
     """

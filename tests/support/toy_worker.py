@@ -68,7 +68,7 @@ def main() -> int:
     from support.faulty_runner import FaultyRunner
 
     from lineclear.process.logging_setup import configure
-    from lineclear.worker.step_loop import LoopLimits, run
+    from lineclear.worker.loop.step_loop import LoopLimits, run
 
     options = ToyOptions(**json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
     configure("worker", form="json")

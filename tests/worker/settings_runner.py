@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lineclear.worker.model_runner import ModelRunner
-from lineclear.worker.runner_factory import make_runner
+from lineclear.worker.runner.model_runner import ModelRunner
+from lineclear.worker.runner.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings
 
 

@@ -11,9 +11,9 @@ import torch
 from support.graphs import recorded
 from torch import Tensor
 
-from lineclear.worker.logits import Logits, with_argmax
 from lineclear.worker.model import decode_graphs
 from lineclear.worker.model.decode_graphs import DecodeGraphs
+from lineclear.worker.sampling.logits import Logits, with_argmax
 
 
 class Step:

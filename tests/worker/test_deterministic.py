@@ -16,16 +16,16 @@ from worker.settings_runner import runner_with
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.wire.messages import Pooling, PoolingKind, RowOutput, SlotInit
 from lineclear.wire.sampling import Sampling
-from lineclear.worker import runner_factory
 from lineclear.worker.cpu.rotary_cache import RotaryCache
-from lineclear.worker.decoder_layers import Rotary
-from lineclear.worker.deterministic import DeterministicRunner, OneTokenRunner
-from lineclear.worker.input_batch import OutputRow
+from lineclear.worker.decoder.decoder_layers import Rotary
 from lineclear.worker.kernels.native_library import NONE
-from lineclear.worker.logits import Logits, with_argmax
 from lineclear.worker.model.loaded_model import ModelForward
-from lineclear.worker.model_runner import ModelRunner
-from lineclear.worker.scores_and_vectors import ReportedRows, RowOutputs, RowOutputsByRow
+from lineclear.worker.runner import runner_factory
+from lineclear.worker.runner.deterministic import DeterministicRunner, OneTokenRunner
+from lineclear.worker.runner.input_batch import OutputRow
+from lineclear.worker.runner.model_runner import ModelRunner
+from lineclear.worker.runner.scores_and_vectors import ReportedRows, RowOutputs, RowOutputsByRow
+from lineclear.worker.sampling.logits import Logits, with_argmax
 
 CPU = torch.device("cpu")
 

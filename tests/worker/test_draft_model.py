@@ -16,10 +16,10 @@ from worker.settings_runner import runner_with
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
-from lineclear.worker.draft_model import check_vocabulary
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import build_fused, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.draft_model import check_vocabulary
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 LIMITS = CoreLimits(max_batch_size=8, adaptive_drafts=False)
 

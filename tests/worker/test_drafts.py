@@ -17,9 +17,9 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Row, RowOutput, Sampling, SlotInit, StepPlan
 from lineclear.worker.drafts.verification import Drafter, Drafts, ReadTokens
+from lineclear.worker.loop.runner_interface import StepFailed
 from lineclear.worker.model.loader import build_fused, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.runner_interface import StepFailed
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 LIMITS = CoreLimits(max_batch_size=8, adaptive_drafts=False)
 

@@ -13,7 +13,7 @@ from support.sampling import all_logprobs, random_logits, run
 from support.tensor_work import count_elements
 
 from lineclear.wire.sampling import Sampling
-from lineclear.worker.repetitions import MAX_REPEAT
+from lineclear.worker.sampling.repetitions import MAX_REPEAT
 
 VOCABULARY = 6
 tokens = st.integers(0, VOCABULARY - 1)

@@ -34,14 +34,15 @@ from lineclear.wire.messages import (
     SlotInit,
     StepPlan,
 )
-from lineclear.worker import input_batch, launched_step, shard
+from lineclear.worker.device.staging import Staging
+from lineclear.worker.loop.runner_interface import StepFailed
 from lineclear.worker.model.decode_graphs import DecodeGraphs
 from lineclear.worker.model.division import divide
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.runner_interface import StepFailed
-from lineclear.worker.staging import Staging
+from lineclear.worker.runner import input_batch, launched_step
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.tensor_parallel import shard
 
 FAMILIES = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss")
 FUSED, RANK = "fused ", "rank of "

@@ -17,8 +17,8 @@ from lineclear.worker.cpu.experts import ExpertBuffers, PackedExperts
 from lineclear.worker.cpu.linear import Packer, leave_unpacked, pack, pack_twice
 from lineclear.worker.cpu.quantized_linear import pack_int8
 from lineclear.worker.cpu.row_kernels import RowKernels
-from lineclear.worker.decoder_experts import Experts, experts_of
-from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.decoder.decoder_experts import Experts, experts_of
+from lineclear.worker.device.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import CallGraph, DynamicInt
 from lineclear.worker.kernels.native_library import ELEMENTS, selected_library
 from lineclear.worker.model import loader

@@ -23,15 +23,15 @@ from worker.settings_runner import runner_with
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
-from lineclear.worker import triton_support
 from lineclear.worker.cpu import fused_decoder
-from lineclear.worker.decoder_layers import EXPERT_FAMILIES, FAMILIES
+from lineclear.worker.decoder.decoder_layers import EXPERT_FAMILIES, FAMILIES
+from lineclear.worker.kernels import triton_support
 from lineclear.worker.kernels.native_library import NONE
 from lineclear.worker.model import loader
 from lineclear.worker.model.compatibility_probe import paged_logits, relative_error
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, to_quantized, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 
 def requests() -> list[Request]:

@@ -22,13 +22,13 @@ from tokenizers import Tokenizer
 from lineclear.model_files import gguf_config, gguf_file, gguf_tokenizer, model_directory
 from lineclear.model_files.gguf_file import TYPES, GgufBroken, read_head
 from lineclear.model_files.gguf_tokenizer import _SPLITS
-from lineclear.worker import self_test
 from lineclear.worker.model.compatibility_probe import eager_logits, paged_logits, relative_error
 from lineclear.worker.model.loaded_model import LoadedModel, ModelRefused
 from lineclear.worker.model.loader import build_fused, load
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.quantization.gguf import matrix_of
 from lineclear.worker.quantization.modules import QuantizedEmbedding, QuantizedLinear
+from lineclear.worker.runner import self_test
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 CPU = torch.device("cpu")
 BLOCKS = [kind for kind in Type if kind.name in {each.name for each in TYPES.values() if each.block > 1}]

@@ -17,13 +17,14 @@ from lineclear.process.device_names import split_devices
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.main import _placements
 from lineclear.scheduler.settings import SchedulerSettings
-from lineclear.worker import gpus, memory_budget, runner_factory
-from lineclear.worker.gpus import claim_gpu, device_name, keep_instance, visible_instances
-from lineclear.worker.machine_share import MachineShare, claim
-from lineclear.worker.memory_budget import blocks_that_fit
-from lineclear.worker.ranks import Ranks
-from lineclear.worker.runner_factory import choose_device, make_runner
+from lineclear.worker.device import gpus, memory_budget
+from lineclear.worker.device.gpus import claim_gpu, device_name, keep_instance, visible_instances
+from lineclear.worker.device.machine_share import MachineShare, claim
+from lineclear.worker.device.memory_budget import blocks_that_fit
+from lineclear.worker.runner import runner_factory
+from lineclear.worker.runner.runner_factory import choose_device, make_runner
 from lineclear.worker.settings import WorkerSettings
+from lineclear.worker.tensor_parallel.ranks import Ranks
 
 GIB = 1 << 30
 WHOLE, SECOND = MachineShare(), MachineShare(1, 2)

@@ -18,11 +18,11 @@ from support.small_tokenizers import byte_level, save
 from lineclear.scheduler.text.detokenizer import decode
 from lineclear.scheduler.text.tokenizer import load_tokenizer
 from lineclear.wire.messages import Sampling, SlotInit
-from lineclear.worker.grammar_compiler import GrammarCompiler
-from lineclear.worker.grammar_constraints import ConstraintTable, Masks
-from lineclear.worker.logits import with_argmax
-from lineclear.worker.sampler import apply_masks, sample
-from lineclear.worker.sampling_metadata import SamplingTable
+from lineclear.worker.sampling.logits import with_argmax
+from lineclear.worker.sampling.sampler import apply_masks, sample
+from lineclear.worker.sampling.sampling_metadata import SamplingTable
+from lineclear.worker.structured_output.grammar_compiler import GrammarCompiler
+from lineclear.worker.structured_output.grammar_constraints import ConstraintTable, Masks
 
 VOCABULARY, EOS = 4096, 2
 TOKENIZER = load_tokenizer(DEMO_MODEL)

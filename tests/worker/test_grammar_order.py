@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lineclear.worker.grammar_compiler import GrammarCompiler
+from lineclear.worker.structured_output.grammar_compiler import GrammarCompiler
 
 _BOUND_SECONDS = 60.0
 

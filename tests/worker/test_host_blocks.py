@@ -11,13 +11,13 @@ from support.kernel_variants import needs_kernels
 from worker.test_attention import CPU, Story
 
 from lineclear.wire.messages import BlockCopy
-from lineclear.worker import model_runner
 from lineclear.worker.attention.base import AttentionBackend
 from lineclear.worker.attention.registry import BACKENDS
-from lineclear.worker.host_blocks import HostBlocks
+from lineclear.worker.kv_cache.host_blocks import HostBlocks
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner import model_runner
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 CASES = [
     ("torch_paged", torch.float32, None),

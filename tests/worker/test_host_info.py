@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lineclear.worker.host_info import allocator, huge_pages, usable_cores
+from lineclear.worker.device.host_info import allocator, huge_pages, usable_cores
 
 
 def put(root: Path, name: str, text: str) -> None:

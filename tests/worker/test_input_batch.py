@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lineclear.wire.messages import NO_DECODES, BlockCopy, Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan
-from lineclear.worker.input_batch import InputBatch, PackedInputs
-from lineclear.worker.runner_interface import StepFailed
-from lineclear.worker.slot_table import Capacity
-from lineclear.worker.staging import Staging
+from lineclear.worker.device.staging import Staging
+from lineclear.worker.kv_cache.slot_table import Capacity
+from lineclear.worker.loop.runner_interface import StepFailed
+from lineclear.worker.runner.input_batch import InputBatch, PackedInputs
 
 CAPACITY = Capacity(4, 10, 4, max_model_len=18, max_step_tokens=16, vocab_size=50, num_swap_blocks=2)
 

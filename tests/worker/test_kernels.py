@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from lineclear.worker.attention import cpu_native
 from lineclear.worker.attention.base import Chunk, LayerSpec, pack_chunks
 from lineclear.worker.attention.reference import ReferenceAttention
-from lineclear.worker.decoder_layers import ACTIVATIONS
+from lineclear.worker.decoder.decoder_layers import ACTIVATIONS
 from lineclear.worker.kernels.native_library import ELEMENTS, selected_library
 
 pytestmark = pytest.mark.usefixtures("each_library")

@@ -20,11 +20,11 @@ from lineclear.process.settings_base import ConfigurationError
 from lineclear.wire.messages import Row, Sampling, SlotInit, StepPlan
 from lineclear.worker.app import serve
 from lineclear.worker.attention.base import AttentionBackend
-from lineclear.worker.huge_pages import HugePageArena
-from lineclear.worker.kv_prefault import KvPrefaulter
+from lineclear.worker.device.huge_pages import HugePageArena
+from lineclear.worker.kv_cache.kv_prefault import KvPrefaulter
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 MANY = 1 << 40
 
@@ -122,7 +122,7 @@ def test_preallocation_beyond_free_memory_is_refused(
         memory_of(backend, free=95 << 20).prefault_all()
     assert not backend.calls
     tiny_model("llama").save_pretrained(tmp_path)
-    monkeypatch.setattr("lineclear.worker.memory_budget._available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("lineclear.worker.device.memory_budget._available_bytes", lambda: 1_000_000)
     flags = ["--model", str(tmp_path), "--socket-directory", str(tmp_path), "--device", "cpu", "--num-blocks", "4096"]
     assert serve([*flags, "--preallocate-kv-cache"], supervised=False) == ExitCode.CONFIGURATION
     assert "--preallocate-kv-cache: 4096 blocks need" in capfd.readouterr().err

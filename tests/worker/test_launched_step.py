@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lineclear.worker.launched_step import StepTimer
+from lineclear.worker.runner.launched_step import StepTimer
 
 
 class Event:
@@ -41,7 +41,7 @@ def test_a_step_on_cuda_takes_the_time_between_its_events(monkeypatch: pytest.Mo
 
 def test_a_step_on_a_cpu_takes_the_time_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([3.0, 5.5])
-    monkeypatch.setattr("lineclear.worker.launched_step.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("lineclear.worker.runner.launched_step.time.perf_counter", lambda: next(times))
     timer = StepTimer(torch.device("cpu"), "cpu")
     assert timer.stop()
     assert timer.wait() == 2.5

@@ -15,12 +15,13 @@ from support.launches import WAITS, Launches, counted, fused_on_cuda, last_step,
 
 from lineclear.model_files.adapter_files import read as read_adapter
 from lineclear.wire.messages import Row, RowOutput, Sampling, StepPlan
-from lineclear.worker import draft_model, shard
 from lineclear.worker.drafts.verification import Drafts, ReadTokens
 from lineclear.worker.model.division import divide
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import wrap_model
-from lineclear.worker.model_runner import ModelRunner
+from lineclear.worker.runner import draft_model
+from lineclear.worker.runner.model_runner import ModelRunner
+from lineclear.worker.tensor_parallel import shard
 
 FAMILIES = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss")
 

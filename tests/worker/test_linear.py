@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lineclear.worker.cpu import linear
-from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.device.huge_pages import HugePageArena
 from lineclear.worker.kernels import native_library
 from lineclear.worker.kernels.call_graph import DynamicInt
 from lineclear.worker.kernels.native_library import onednn_packs

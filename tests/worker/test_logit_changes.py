@@ -17,9 +17,9 @@ from worker.test_dry import by_llama_cpp
 from worker.test_sampler import drawn_sampling
 
 from lineclear.wire.sampling import Sampling
-from lineclear.worker.logits import with_argmax
-from lineclear.worker.sampler import sample
-from lineclear.worker.sampling_metadata import SamplingTable
+from lineclear.worker.sampling.logits import with_argmax
+from lineclear.worker.sampling.sampler import sample
+from lineclear.worker.sampling.sampling_metadata import SamplingTable
 
 VOCABULARY = 14
 """Few tokens, so that sequences repeat."""

@@ -29,9 +29,9 @@ from lineclear.scheduler.core.events import Pooled, Scored
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request, Scoring
 from lineclear.wire.messages import Pooling, PoolingKind, Row, Sampling, SlotInit, StepErrorKind, StepPlan
+from lineclear.worker.loop.runner_interface import StepFailed
 from lineclear.worker.model.loader import build_fused, load, to_quantized, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.runner_interface import StepFailed
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 FAMILIES = {"llama": ALL_LINEAR, "qwen2": ALL_LINEAR, "phi3": PHI3, "olmo2": ALL_LINEAR}

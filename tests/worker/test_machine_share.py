@@ -14,9 +14,9 @@ from worker.test_host_info import put
 
 from lineclear.process.device_names import split_devices
 from lineclear.process.settings_base import ConfigurationError
-from lineclear.worker.host_info import divide_quota, usable_cores
-from lineclear.worker.machine_share import MachineShare, bind, claim, cores_of, named_cores
-from lineclear.worker.runner_factory import choose_device
+from lineclear.worker.device.host_info import divide_quota, usable_cores
+from lineclear.worker.device.machine_share import MachineShare, bind, claim, cores_of, named_cores
+from lineclear.worker.runner.runner_factory import choose_device
 
 
 def nodes(root: Path, *cpu_lists: str) -> None:
@@ -102,7 +102,7 @@ def test_a_core_that_is_not_usable_is_a_configuration_error() -> None:
 
 BOUND = """
 import os, threading
-from lineclear.worker.machine_share import bind
+from lineclear.worker.device.machine_share import bind
 started, done = threading.Event(), threading.Event()
 found = []
 def run():
@@ -126,7 +126,7 @@ WHOLE, HALF = MachineShare(), MachineShare(0, 2)
 def claimed(directory: Path, cores: list[int], gpu: str = "", share: MachineShare = WHOLE) -> subprocess.Popen[str]:
     """Start a process that claims the places and then waits for its end."""
     code = (
-        "import sys; from pathlib import Path; from lineclear.worker.machine_share import MachineShare, claim\n"
+        "import sys; from pathlib import Path; from lineclear.worker.device.machine_share import MachineShare, claim\n"
         f"print(claim(Path({str(directory)!r}), {cores}, {gpu!r}, {share}), flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(

@@ -12,9 +12,9 @@ import pytest
 from support.toy_grammar import ToyGrammars, ToyMatcher, grammar
 
 from lineclear.wire.messages import Sampling, SlotInit
-from lineclear.worker import mask_threads
-from lineclear.worker.grammar_constraints import ConstraintTable, Masks, Matcher
-from lineclear.worker.mask_threads import Bits, MaskThreads
+from lineclear.worker.structured_output import mask_threads
+from lineclear.worker.structured_output.grammar_constraints import ConstraintTable, Masks, Matcher
+from lineclear.worker.structured_output.mask_threads import Bits, MaskThreads
 
 VOCABULARY = 97
 PATIENCE_SECONDS = 30.0

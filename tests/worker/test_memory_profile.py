@@ -18,19 +18,20 @@ from worker.settings_runner import runner_with
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.wire.messages import StepPlan
-from lineclear.worker import input_batch, memory_budget, runner_factory, self_test
 from lineclear.worker.attention.base import block_bytes
-from lineclear.worker.logits import Logits
-from lineclear.worker.memory_profile import largest_step_bytes, run_largest_steps
+from lineclear.worker.device import memory_budget
+from lineclear.worker.device.staging import Staging
+from lineclear.worker.kv_cache.pool_memory import fitting_blocks
 from lineclear.worker.model.decode_graphs import DecodeGraphs
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.pool_memory import fitting_blocks
-from lineclear.worker.sampler import Sampled, sample
-from lineclear.worker.sampling_metadata import SamplingMetadata
-from lineclear.worker.self_test import SelfTestFailed
-from lineclear.worker.staging import Staging
+from lineclear.worker.runner import input_batch, runner_factory, self_test
+from lineclear.worker.runner.memory_profile import largest_step_bytes, run_largest_steps
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.self_test import SelfTestFailed
+from lineclear.worker.sampling.logits import Logits
+from lineclear.worker.sampling.sampler import Sampled, sample
+from lineclear.worker.sampling.sampling_metadata import SamplingMetadata
 
 OPTIONS = RunnerOptions(num_slots=6, max_step_tokens=40, block_size=16)
 CONTEXT = 256

@@ -16,10 +16,10 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Decodes, Row, Sampling, SlotInit, StepErrorKind, StepPlan, StepResult
 from lineclear.worker.kernels.native_library import NONE
+from lineclear.worker.loop.runner_interface import StepFailed
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.runner_interface import StepFailed
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 DEVICES = [
     "cpu",
@@ -95,7 +95,7 @@ def test_num_blocks_is_limited_by_slots() -> None:
 
 
 def test_too_little_memory_for_a_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lineclear.worker.memory_budget.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("lineclear.worker.device.memory_budget.free_bytes", lambda device: 1000)
     with pytest.raises(ConfigurationError, match=r"does not hold one KV block of [0-9]+ bytes$"):
         ModelRunner(wrap_model(tiny_model("llama")))
 

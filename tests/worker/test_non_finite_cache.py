@@ -19,7 +19,7 @@ from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Logprobs, Sampling
 from lineclear.worker.model.loader import to_quantized, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 pytestmark = needs_kernels
 POISON = 7

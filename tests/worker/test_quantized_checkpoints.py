@@ -20,13 +20,13 @@ from support.families import WIDE
 from support.kernel_variants import modules_reason, needs_kernels
 from support.quantized_checkpoints import FORMATS, edit, write
 
-from lineclear.worker import self_test
 from lineclear.worker.model.compatibility_probe import eager_logits, paged_logits, relative_error, weight_bytes
 from lineclear.worker.model.loaded_model import LoadedModel, ModelRefused
 from lineclear.worker.model.loader import build_fused, load, to_quantized
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.quantization import grouped_weight, modules
 from lineclear.worker.quantization.modules import QuantizedExperts, QuantizedLinear
+from lineclear.worker.runner import self_test
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 CPU = torch.device("cpu")
 CASES = [

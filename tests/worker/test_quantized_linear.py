@@ -16,7 +16,7 @@ from worker.settings_runner import runner_with
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker.cpu.quantized_linear import QuantizedLinear, by_group, by_row, pack_int8, pack_quantized
-from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.device.huge_pages import HugePageArena
 from lineclear.worker.kernels import native_library as kernels
 from lineclear.worker.model import loader
 from lineclear.worker.model.loaded_model import ModelRefused

@@ -20,22 +20,23 @@ from lineclear.process.settings_base import ConfigurationError
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Row, RowOutput, Sampling, SlotInit
-from lineclear.worker import memory_budget, self_test
 from lineclear.worker.attention.base import Chunk, block_bytes, pack_chunks
-from lineclear.worker.deterministic import OneTokenRunner
-from lineclear.worker.draft_model import check_vocabulary
+from lineclear.worker.device import memory_budget
 from lineclear.worker.drafts.verification import Drafter
-from lineclear.worker.grammar_constraints import ConstraintTable
-from lineclear.worker.memory_profile import largest_step_bytes
+from lineclear.worker.kv_cache.pool_memory import fitting_blocks, fitting_snapshots
 from lineclear.worker.model import compatibility_probe
 from lineclear.worker.model.loaded_model import LoadedModel, ModelRefused
 from lineclear.worker.model.loader import wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.pool_memory import fitting_blocks, fitting_snapshots
 from lineclear.worker.recurrent import convolution, gated_delta, states
 from lineclear.worker.recurrent.mixers import MIXERS, recurrent_layers
 from lineclear.worker.recurrent.states import RecurrentStates, Rows
-from lineclear.worker.self_test import SelfTestFailed
+from lineclear.worker.runner import self_test
+from lineclear.worker.runner.deterministic import OneTokenRunner
+from lineclear.worker.runner.draft_model import check_vocabulary
+from lineclear.worker.runner.memory_profile import largest_step_bytes
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.self_test import SelfTestFailed
+from lineclear.worker.structured_output.grammar_constraints import ConstraintTable
 
 LIMITS = CoreLimits(prefix_cache=False)
 PROMPT = tuple(range(3, 40))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from lineclear.wire.messages import Hello, Message, StepErrorKind, StepResult
-from lineclear.worker.heartbeat import StepProgress
-from lineclear.worker.result_collector import DeviceStuck, ResultCollector
-from lineclear.worker.runner_interface import StepFailed
-from lineclear.worker.scheduler_link import Waker
+from lineclear.worker.loop.heartbeat import StepProgress
+from lineclear.worker.loop.result_collector import DeviceStuck, ResultCollector
+from lineclear.worker.loop.runner_interface import StepFailed
+from lineclear.worker.loop.scheduler_link import Waker
 
 PATIENCE_SECONDS = 20.0
 

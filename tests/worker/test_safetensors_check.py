@@ -207,7 +207,7 @@ def test_code_and_pickles_in_a_model_directory_never_run(tmp_path: Path) -> None
     marker.unlink()
     program = (
         "from lineclear.worker.settings import WorkerSettings\n"
-        "from lineclear.worker.runner_factory import make_runner\n"
+        "from lineclear.worker.runner.runner_factory import make_runner\n"
         "make_runner(WorkerSettings(model='.', socket_directory='/nowhere', device='cpu', num_blocks=64))\n"
     )
     # -P, as the scheduler starts its worker: the current directory is not on the path.

@@ -14,9 +14,9 @@ from support.sampling import all_logprobs, random_logits, run
 from worker.test_truncation import by_warpers
 
 from lineclear.wire.sampling import SCALARS, Sampling
-from lineclear.worker import sampling_metadata
-from lineclear.worker.logits import with_argmax
-from lineclear.worker.uniform_noise import uniform
+from lineclear.worker.sampling import sampling_metadata
+from lineclear.worker.sampling.logits import with_argmax
+from lineclear.worker.sampling.uniform_noise import uniform
 
 EXAMPLES: dict[str, float] = {
     "temperature": 0.1,

@@ -13,16 +13,16 @@ from simulation.mutations import Bug, planted
 from support.families import WIDE, tiny_model
 
 from lineclear.wire.messages import Row, Sampling, SlotInit, StepErrorKind, StepPlan
-from lineclear.worker import self_test
 from lineclear.worker.attention.cpu_native import NativeAttention
 from lineclear.worker.attention.torch_paged import TorchPagedAttention
-from lineclear.worker.input_batch import InputBatch
 from lineclear.worker.kernels.native_library import NONE, selected_library
+from lineclear.worker.loop.runner_interface import StepFailed
 from lineclear.worker.model.loaded_model import LoadedModel
 from lineclear.worker.model.loader import build_fused, to_quantized, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
-from lineclear.worker.runner_interface import StepFailed
-from lineclear.worker.self_test import SelfTestFailed
+from lineclear.worker.runner import self_test
+from lineclear.worker.runner.input_batch import InputBatch
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.self_test import SelfTestFailed
 
 
 def runner_of(loaded: LoadedModel, **settings: Any) -> ModelRunner:

@@ -9,9 +9,9 @@ import torch
 
 from lineclear.process.settings_base import ConfigurationError
 from lineclear.worker.attention.registry import BACKENDS
-from lineclear.worker.machine_share import MachineShare
-from lineclear.worker.memory_budget import _cgroup_bytes, blocks_that_fit
-from lineclear.worker.runner_factory import choose_device, graph_batch_sizes
+from lineclear.worker.device.machine_share import MachineShare
+from lineclear.worker.device.memory_budget import _cgroup_bytes, blocks_that_fit
+from lineclear.worker.runner.runner_factory import choose_device, graph_batch_sizes
 from lineclear.worker.settings import WorkerSettings, load
 
 REQUIRED = ["--model", "a-model", "--socket-directory", "/run/sockets"]
@@ -86,8 +86,8 @@ def test_workers_of_a_gpu_divide_its_memory(num_devices: int, most: int, monkeyp
 
 def test_num_blocks_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr("lineclear.worker.memory_budget._available_bytes", lambda: 1_000_000)
-    monkeypatch.setattr("lineclear.worker.memory_budget._cgroup_bytes", lambda: 400_000)
+    monkeypatch.setattr("lineclear.worker.device.memory_budget._available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("lineclear.worker.device.memory_budget._cgroup_bytes", lambda: 400_000)
     assert blocks_that_fit(1000, max_blocks=10_000, fraction=0.0, device=cpu) == 200
     assert blocks_that_fit(1000, max_blocks=10_000, fraction=0.9, device=cpu) == 360
     assert blocks_that_fit(1000, max_blocks=30, fraction=0.9, device=cpu) == 30

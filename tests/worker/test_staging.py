@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lineclear.worker.staging import Staging
+from lineclear.worker.device.staging import Staging
 
 CPU = torch.device("cpu")
 ARRAYS = (

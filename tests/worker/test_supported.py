@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 from lineclear.worker.attention.registry import BACKENDS
-from lineclear.worker.decoder_layers import EXPERT_FAMILIES, FAMILIES
+from lineclear.worker.decoder.decoder_layers import EXPERT_FAMILIES, FAMILIES
 from lineclear.worker.model.verified_families import VERIFIED
 
 ROOT = Path(__file__).parents[2]

@@ -27,18 +27,19 @@ from torch import nn
 from lineclear.exit_codes import ExitCode
 from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.wire.messages import StepErrorKind, StepPlan, StepResult
-from lineclear.worker import rank_runner, ranks, runner_factory, shard
+from lineclear.worker.device.machine_share import MachineShare
 from lineclear.worker.drafts.verification import Drafts, PendingDrafts
 from lineclear.worker.kernels.native_library import selected_library
-from lineclear.worker.machine_share import MachineShare
+from lineclear.worker.loop.runner_interface import StepFailed
 from lineclear.worker.model import division
 from lineclear.worker.model.loaded_model import ModelRefused
 from lineclear.worker.model.loader import wrap_model
-from lineclear.worker.model_runner import ModelRunner
-from lineclear.worker.rank_runner import LeadingRunner
-from lineclear.worker.ranks import Kind, OutOfStep, Ranks
-from lineclear.worker.runner_interface import StepFailed
+from lineclear.worker.runner import rank_runner, runner_factory
+from lineclear.worker.runner.model_runner import ModelRunner
+from lineclear.worker.runner.rank_runner import LeadingRunner
 from lineclear.worker.settings import WorkerSettings
+from lineclear.worker.tensor_parallel import ranks, shard
+from lineclear.worker.tensor_parallel.ranks import Kind, OutOfStep, Ranks
 
 WITH_WHOLE_ATTENTION = {"deepseek_v3": 1, "olmo2": 4, "phi3": 4}
 """Families of which each rank computes all heads, and the number of heads in its KV cache."""
@@ -137,7 +138,7 @@ def test_each_rank_has_its_own_part_of_the_machine() -> None:
 
 _ONE_DIES = """
 import os, signal, sys, time
-from lineclear.worker.ranks import Kind, Ranks
+from lineclear.worker.tensor_parallel.ranks import Kind, Ranks
 
 ranks = Ranks.join(3, [sys.executable, "-c", sys.argv[1], *sys.argv[1:]])
 if ranks.rank == 2:
@@ -164,7 +165,7 @@ def test_worker_ends_as_its_rank_does(death: str, code: int) -> None:
 _ALL_END = """
 import os, signal, subprocess, sys
 from lineclear.process import parent_death
-from lineclear.worker.ranks import Kind, Ranks
+from lineclear.worker.tensor_parallel.ranks import Kind, Ranks
 
 parent_death.die_with_parent()
 ranks = Ranks.join(3, [sys.executable, "-c", sys.argv[1], *sys.argv[1:]])

@@ -16,8 +16,8 @@ from support.inprocess import InProcess
 
 from lineclear.worker.model import text_backbone
 from lineclear.worker.model.loader import load
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.quantization.checkpoint import Checkpoint
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 CPU = torch.device("cpu")
 OPTIONS = RunnerOptions(num_blocks=64, block_size=BLOCK_SIZE, num_slots=4, max_step_tokens=64)

@@ -18,13 +18,13 @@ from worker.settings_runner import runner_with
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
-from lineclear.worker import runner_factory
 from lineclear.worker.cpu import thread_tuner as threads_module
 from lineclear.worker.cpu.thread_tuner import ThreadTuner, openmp_setter
 from lineclear.worker.model import compatibility_probe
 from lineclear.worker.model import loaded_model as model_module
 from lineclear.worker.model.loader import build_fused, to_quantized, wrap_model
-from lineclear.worker.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner import runner_factory
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 
 
 class Clock:

@@ -15,10 +15,10 @@ import pytest
 import torch
 from support.triton_package import FOLDER
 
-from lineclear.worker import triton_support
 from lineclear.worker.attention.base import LayerSpec
 from lineclear.worker.attention.registry import choose
-from lineclear.worker.decoder_layers import EXPERT_FAMILIES, FAMILIES
+from lineclear.worker.decoder.decoder_layers import EXPERT_FAMILIES, FAMILIES
+from lineclear.worker.kernels import triton_support
 
 TESTS = Path(__file__).parents[1]
 TOLERANCE = {"torch.float32": 2e-5, "torch.float16": 8e-3}

@@ -17,9 +17,9 @@ from support.sampling import random_logits, run
 from torch import Tensor
 
 from lineclear.wire.sampling import Sampling
-from lineclear.worker import truncation
-from lineclear.worker.sampling_metadata import SamplingTable
-from lineclear.worker.truncation import truncated_weights
+from lineclear.worker.sampling import truncation
+from lineclear.worker.sampling.sampling_metadata import SamplingTable
+from lineclear.worker.sampling.truncation import truncated_weights
 
 BASE = Sampling(temperature=1.0)
 

@@ -12,7 +12,7 @@ from support.kernel_variants import needs_kernels
 from torch import Tensor, nn
 
 from lineclear.worker.cpu import linear
-from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.device.huge_pages import HugePageArena
 from lineclear.worker.kernels import native_library as kernels
 from lineclear.worker.model import loader
 from lineclear.worker.model.loader import build_fused, wrap_model

@@ -23,12 +23,12 @@ from lineclear.process.standard_error import write_stderr
 from lineclear.process.standby import Standby
 from lineclear.wire.messages import Hello
 
-from . import host_info
+from .device import host_info
+from .loop.step_loop import LoopLimits, run
 from .settings import WorkerSettings, load
-from .step_loop import LoopLimits, run
 
 if TYPE_CHECKING:
-    from .ranks import Ranks
+    from .tensor_parallel.ranks import Ranks
 
 log = structlog.get_logger()
 
@@ -62,7 +62,7 @@ def _serve(settings: WorkerSettings, argv: Sequence[str], supervised: bool) -> i
         return ExitCode.CONFIGURATION
     if settings.tensor_parallel_size == 1:
         return _run(settings, supervised, started_at)
-    from .ranks import Ranks, part_of  # here, so that other workers do not pay for it
+    from .tensor_parallel.ranks import Ranks, part_of  # here, so that other workers do not pay for it
 
     command = [sys.executable, "-P", "-m", "lineclear.worker.main", *argv]
     ranks = Ranks.join(settings.tensor_parallel_size, command)  # they import torch at the same time
@@ -77,8 +77,8 @@ def _serve(settings: WorkerSettings, argv: Sequence[str], supervised: bool) -> i
 def _run(settings: WorkerSettings, supervised: bool, started_at: float, ranks: Ranks | None = None) -> int:
     with _importing():
         from .model.loaded_model import ModelFilesChanged, ModelRefused
-        from .runner_factory import make_runner
-        from .self_test import SelfTestFailed
+        from .runner.runner_factory import make_runner
+        from .runner.self_test import SelfTestFailed
 
     is_console = logging_setup.chosen(settings.log_format) == "console"
     log.info("worker_starting", **settings.model_dump(mode="json", exclude_defaults=is_console))
@@ -94,7 +94,7 @@ def _run(settings: WorkerSettings, supervised: bool, started_at: float, ranks: R
         log.error("model_files_changed", reason=str(error))
         return ExitCode.INTERNAL
     if ranks is not None and ranks.rank:
-        from .rank_runner import follow
+        from .runner.rank_runner import follow
 
         return follow(runner, ranks)
     runner.load_seconds = time.monotonic() - started_at
@@ -158,5 +158,5 @@ def _importing() -> Iterator[None]:
 def _prepare(settings: WorkerSettings) -> None:
     """Do the work of a standby that needs no weights."""
     with _importing():
-        from .runner_factory import warm_up
+        from .runner.runner_factory import warm_up
     warm_up(settings)

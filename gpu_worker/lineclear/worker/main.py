@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _import_app() -> None:
-    from . import app  # noqa: F401
+    pass
 
 
 def run() -> NoReturn:

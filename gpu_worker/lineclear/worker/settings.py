@@ -15,7 +15,7 @@ from lineclear.process import settings_base
 from lineclear.process.command_line import Hints
 from lineclear.process.device_names import check_device
 from lineclear.process.setting_fields import Group
-from lineclear.worker.machine_share import MachineShare
+from lineclear.worker.device.machine_share import MachineShare
 
 AttentionBackendName = Literal["auto", "torch_paged", "triton_paged", "flash", "reference", "native"]
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lineclear.wire.messages import BlockCopy
+from lineclear.worker.device.staging import Put, to_device
 from lineclear.worker.kernels.call_graph import Call, DynamicInt
-from lineclear.worker.staging import Put, to_device
 
 IntArray = npt.NDArray[np.int64]
 Indices = IntArray | Tensor

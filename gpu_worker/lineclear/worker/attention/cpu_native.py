@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lineclear.wire.messages import BlockCopy
-from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.device.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, address, fields, pointer, pointer_to
 from lineclear.worker.kernels.native_library import ELEMENTS, LANES, MAX_HEAD_DIM, selected_library
 

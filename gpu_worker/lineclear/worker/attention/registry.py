@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lineclear.worker import triton_support
+from lineclear.worker.kernels import triton_support
 
 from .base import AttentionBackend, LayerSpec
 from .cpu_native import NativeAttention, unsupported_reason

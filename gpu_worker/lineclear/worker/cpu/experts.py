@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lineclear.worker.decoder_experts import Experts, ExpertStack, Router
-from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.decoder.decoder_experts import Experts, ExpertStack, Router
+from lineclear.worker.device.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, fields, pointer, pointer_to
 from lineclear.worker.kernels.native_library import ELEMENTS, selected_library
 

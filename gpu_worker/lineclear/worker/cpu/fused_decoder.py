@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from lineclear.worker.attention.base import AttentionBackend, Indices, IntArray
-from lineclear.worker.decoder_layers import DecoderLayer, DecoderModel, Norm, Part, is_partial
-from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.decoder.decoder_layers import DecoderLayer, DecoderModel, Norm, Part, is_partial
+from lineclear.worker.device.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, CallGraph, DynamicInt, DynamicPointer, address, pointer
 from lineclear.worker.kernels.native_library import ELEMENTS, LANES, MAX_EXPERTS, MAX_HEAD_DIM, selected_library
-from lineclear.worker.logits import Logits
 from lineclear.worker.lora.adapter_set import AdapterSet
 from lineclear.worker.lora.fused_lora import AdapterCalls
-from lineclear.worker.shard import add_over_ranks, gather_over_ranks, shard_of
+from lineclear.worker.sampling.logits import Logits
+from lineclear.worker.tensor_parallel.shard import add_over_ranks, gather_over_ranks, shard_of
 
 from .experts import ExpertBuffers, PackedExperts
 from .linear import Linear, Packer

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineclear.worker.decoder_experts import ExpertMatrix
-from lineclear.worker.decoder_layers import fused_weights
-from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.decoder.decoder_experts import ExpertMatrix
+from lineclear.worker.decoder.decoder_layers import fused_weights
+from lineclear.worker.device.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, pointer, pointers
 from lineclear.worker.kernels.native_library import (
     ELEMENTS,

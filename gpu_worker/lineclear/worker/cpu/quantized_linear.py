@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineclear.worker.huge_pages import HugePageArena
+from lineclear.worker.device.huge_pages import HugePageArena
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, Kernel, fields, pointer, pointer_to
 from lineclear.worker.kernels.native_library import ELEMENTS, LANES, selected_library
 from lineclear.worker.quantization.grouped_weight import GroupedWeight, quantize

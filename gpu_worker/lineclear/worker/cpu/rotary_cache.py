@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lineclear.worker.decoder_layers import Rotary
+from lineclear.worker.decoder.decoder_layers import Rotary
 
 _SERIAL_ELEMENTS = 1 << 14
 """Values computed at once. torch divides more of them among threads, and the last bits depend on where it cuts."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lineclear.worker.decoder_layers import DecoderModel, Norm
+from lineclear.worker.decoder.decoder_layers import DecoderModel, Norm
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, DynamicPointer, Kernel, pointer
 from lineclear.worker.kernels.native_library import ELEMENTS, selected_library
 

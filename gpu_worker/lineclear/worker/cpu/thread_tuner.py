@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from lineclear.worker import host_info
+from lineclear.worker.device import host_info
 from lineclear.worker.kernels.native_library import selected_library
 
 from .thread_policy import ThreadPolicy

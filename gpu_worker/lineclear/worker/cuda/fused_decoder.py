@@ -14,11 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineclear.worker.attention.base import AttentionBackend, Indices, IntArray
-from lineclear.worker.decoder_layers import DecoderLayer, DecoderModel, Norm, Part, Rotary, fused_weights, is_partial
-from lineclear.worker.logits import Logits, with_argmax
+from lineclear.worker.decoder.decoder_layers import (
+    DecoderLayer,
+    DecoderModel,
+    Norm,
+    Part,
+    Rotary,
+    fused_weights,
+    is_partial,
+)
+from lineclear.worker.device.staging import to_device
 from lineclear.worker.lora.adapter_set import AdapterSet
-from lineclear.worker.shard import add_over_ranks
-from lineclear.worker.staging import to_device
+from lineclear.worker.sampling.logits import Logits, with_argmax
+from lineclear.worker.tensor_parallel.shard import add_over_ranks
 
 from .layer_kernels import activate, add_norm, rotate
 

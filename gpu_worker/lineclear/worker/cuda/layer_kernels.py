@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineclear.worker.decoder_layers import Norm
+from lineclear.worker.decoder.decoder_layers import Norm
 
 TILE = 1024
 """Values of a program that need not have a whole row."""

@@ -19,9 +19,9 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from lineclear.model_files.adapter_files import WEIGHTS, AdapterFiles, AdapterFilesRefused, read
+from lineclear.worker.device.staging import Put, to_device
 from lineclear.worker.quantization.modules import QuantizedLinear
-from lineclear.worker.shard import shard_of, take
-from lineclear.worker.staging import Put, to_device
+from lineclear.worker.tensor_parallel.shard import shard_of, take
 
 _ANY_RANK = 1 << 20  # the scheduler has the limit
 

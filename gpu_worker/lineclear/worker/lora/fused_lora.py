@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineclear.worker.decoder_layers import Part
+from lineclear.worker.decoder.decoder_layers import Part
 from lineclear.worker.kernels.call_graph import Call, DynamicInt, DynamicPointer, Kernel, fields, pointer, pointer_to
 from lineclear.worker.kernels.native_library import ELEMENTS
 

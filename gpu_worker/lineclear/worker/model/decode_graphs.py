@@ -21,9 +21,9 @@ import structlog
 import torch
 from torch import Tensor
 
-from lineclear.worker.logits import Logits
-from lineclear.worker.memory_budget import is_out_of_memory
-from lineclear.worker.shard import Agree
+from lineclear.worker.device.memory_budget import is_out_of_memory
+from lineclear.worker.sampling.logits import Logits
+from lineclear.worker.tensor_parallel.shard import Agree
 
 log = structlog.get_logger(__name__)
 

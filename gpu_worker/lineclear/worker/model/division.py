@@ -18,8 +18,16 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from lineclear.worker.ranks import Ranks
-from lineclear.worker.shard import Pieces, Shard, add_over_ranks, equal_piece, gather_over_ranks, mark, take
+from lineclear.worker.tensor_parallel.ranks import Ranks
+from lineclear.worker.tensor_parallel.shard import (
+    Pieces,
+    Shard,
+    add_over_ranks,
+    equal_piece,
+    gather_over_ranks,
+    mark,
+    take,
+)
 
 from .compatibility_probe import TOLERANCE, eager_logits, relative_error
 from .loaded_model import LoadedModel, ModelRefused

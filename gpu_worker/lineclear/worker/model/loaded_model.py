@@ -17,8 +17,8 @@ from transformers import AttentionInterface
 
 from lineclear.worker.attention.base import AttentionBackend, Indices, IntArray, LayerSpec
 from lineclear.worker.cpu.fused_decoder import FusedDecoder
-from lineclear.worker.logits import Logits, with_argmax
-from lineclear.worker.staging import to_device
+from lineclear.worker.device.staging import to_device
+from lineclear.worker.sampling.logits import Logits, with_argmax
 
 from .attention_layers import attend_by
 

@@ -22,15 +22,15 @@ from transformers.utils.import_utils import is_accelerate_available
 
 from lineclear.model_files import config_check, fingerprint, model_directory, quantization_check
 from lineclear.model_files.gguf_file import LINK, GgufBroken
-from lineclear.worker import triton_support
 from lineclear.worker.cpu.fused_decoder import FusedDecoder, problem_of
 from lineclear.worker.cpu.linear import Packer, free_after_packing, leave_unpacked, pack, pack_twice
 from lineclear.worker.cpu.quantized_linear import can_pack, packer_of, stored_packer
 from lineclear.worker.cpu.thread_tuner import probe_threads
-from lineclear.worker.decoder_layers import FAMILIES, DecoderModel, describe, transpose_weights
+from lineclear.worker.decoder.decoder_layers import FAMILIES, DecoderModel, describe, transpose_weights
+from lineclear.worker.device.memory_budget import free_bytes
+from lineclear.worker.kernels import triton_support
 from lineclear.worker.kernels.native_library import prefers_bf16_gemm_for_few_rows
-from lineclear.worker.memory_budget import free_bytes
-from lineclear.worker.shard import Agree
+from lineclear.worker.tensor_parallel.shard import Agree
 
 from .compatibility_probe import (
     NUM_TOKENS,

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lineclear.model_files import config_check, fingerprint
 from lineclear.model_files import safetensors_check as files
-from lineclear.worker.decoder_layers import describe
+from lineclear.worker.decoder.decoder_layers import describe
 from lineclear.worker.quantization import compressed_tensors
 from lineclear.worker.quantization.grouped_weight import quantize
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lineclear.worker.attention.base import Batch
-from lineclear.worker.staging import Put, to_device
+from lineclear.worker.device.staging import Put, to_device
 
 _BLOCK_TOKENS = 64
 
