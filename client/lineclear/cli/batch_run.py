@@ -89,7 +89,6 @@ class ManyPrompts:
             raise typer.BadParameter("needs several prompts", param_hint="--concurrency")
 
     def entries(self, prompts: Sequence[str], make: Callable[[Any], Request]) -> Entries:
-        """Return the prompts of the file, or `prompts`."""
         if self.file is None:
             return [Entry(make(prompt), {"prompt": prompt}) for prompt in prompts]
         return PromptFile(sys.stdin.buffer if str(self.file) == "-" else self.file, self.file_format, make)
@@ -158,7 +157,6 @@ class _Asked:
 
 @contextmanager
 def _opened(out: Path | None, resume: bool) -> Iterator[_Results]:
-    """Open the file of the results."""
     if out is None:
         yield _Results(sys.stdout)
         return
@@ -203,7 +201,6 @@ class _Results:
         return typer.BadParameter(f"{self._path}, line {index + 1}: {text}", param_hint="--resume")
 
     def write(self, result: dict[str, Any]) -> None:
-        """Write and flush one result."""
         self._file.write(output.json_line(result, self._file.encoding))
         self._file.flush()
 

@@ -284,7 +284,6 @@ def _worker_table(workers: Sequence[WorkerStats]) -> Table:
 
 
 def model_view(model: Model) -> Table:
-    """Return the table of GetModel."""
     return _pairs(
         "model",
         ("id", strip_control_chars(model.model_id)),

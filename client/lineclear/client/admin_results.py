@@ -73,7 +73,6 @@ def seconds_of(duration: Duration) -> float:
 
 
 def adapter_of(message: pb.LoadedAdapter) -> LoadedAdapter:
-    """Return the adapter of a message."""
     return LoadedAdapter(*(getattr(message, name) for name in LoadedAdapter._fields))
 
 

@@ -137,7 +137,6 @@ class OutputAssembler:
 
     @property
     def next_index(self) -> int:
-        """The index of the next token."""
         return self._first_index + len(self.token_ids)
 
     @property

@@ -176,7 +176,6 @@ class AnswerSoFar:
 
     @property
     def reasoning(self) -> str:
-        """The reasoning received so far."""
         return self._progress.assembler.outputs[0].reasoning
 
     @property

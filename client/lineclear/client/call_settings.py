@@ -100,7 +100,6 @@ class ClientConfig:
         timeout_seconds: float | None,
         on_queued: OnQueued | None = None,
     ) -> CallOptions:
-        """Return the options of a call that attaches to a submitted request."""
         message = filled(pb.AttachRequest(), request_id=request_id, from_index=from_index)
         return CallOptions(message, timeout_seconds, metadata, self, on_queued=on_queued)
 

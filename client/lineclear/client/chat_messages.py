@@ -79,7 +79,6 @@ _MESSAGE_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "nam
 
 
 def is_chat(prompt: object) -> TypeGuard[Sequence[Any]]:
-    """Whether a prompt is a conversation."""
     return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], ChatMessage | Mapping)
 
 

@@ -97,7 +97,6 @@ class AsyncInbox(Generic[T]):
         self._timer = None if timeout_seconds is None else loop.call_later(timeout_seconds, self._expire)
 
     def put(self, item: T) -> None:
-        """Add an item."""
         self._items.append(item)
         self._wake()
 
@@ -132,7 +131,6 @@ class Inbox(Generic[T]):
         self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
 
     def put(self, item: T) -> None:
-        """Add an item."""
         self._items.put(item)
 
     def get(self) -> T:

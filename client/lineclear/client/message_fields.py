@@ -19,7 +19,6 @@ def filled(message: _Message, **fields: Any) -> _Message:
 
 
 def set_field(message: Any, name: str, value: Any, path: str | None = None) -> None:
-    """Set a field unless the value is None."""
     if value is not None:
         set_given(message, name, value, path or name)
 

@@ -22,7 +22,6 @@ class Display(Protocol):
 
 
 def display(progress: Progress) -> Display:
-    """Return the display for a `progress` argument."""
     if callable(progress):
         return _Callback(progress)
     if not progress or not sys.stderr.isatty():

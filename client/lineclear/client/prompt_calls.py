@@ -125,7 +125,6 @@ def embed_request(
 
 
 def scores_from(response: pb.ScoreResponse) -> Scores:
-    """Return the result of Score."""
     scores = (
         ContinuationScore(tuple(x.token_ids), tuple(map(token_logprobs, x.logprobs)), x.total_logprob)
         for x in response.scores
@@ -134,7 +133,6 @@ def scores_from(response: pb.ScoreResponse) -> Scores:
 
 
 def embeddings_from(response: pb.EmbedResponse) -> Embeddings:
-    """Return the result of Embed."""
     vectors = tuple(tuple(x.values) for x in response.embeddings)
     return Embeddings(vectors, response.prompt_tokens, response.model_fingerprint)
 

@@ -106,7 +106,6 @@ def decode_health_response(data: bytes) -> HealthStatus:
 
 
 def _method(service: str, request: type[_Req], response: type[_Res]) -> Method[_Req, _Res]:
-    """Return the method with the name of its request."""
     path = f"/{service}/{request.__name__.removesuffix('Request')}"
     return Method(path, request.SerializeToString, response.FromString)
 

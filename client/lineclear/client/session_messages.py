@@ -108,7 +108,6 @@ def num_open_outputs(request: pb.GenerateRequest) -> int:
 def submit_command(
     handle: int, request: pb.GenerateRequest, timeout_seconds: float | None, tenant: str = ""
 ) -> pb.SubmitCommand:
-    """Return the command that starts a request."""
     command = pb.SubmitCommand(handle=handle, request=request, tenant=tenant)
     if timeout_seconds is not None:
         command.timeout.FromNanoseconds(round(timeout_seconds * 1e9))

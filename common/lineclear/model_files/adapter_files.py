@@ -132,7 +132,6 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 def _check_config(config: dict[str, Any], max_rank: int) -> tuple[int, float]:
-    """Return rank and scale."""
     if config.get("peft_type") != "LORA":
         raise AdapterFilesRefused("its peft_type is not LORA")
     for name, reason in _UNSUPPORTED.items():

@@ -143,8 +143,6 @@ def _architectures(config: dict[str, Any]) -> list[str]:
 
 
 class InstalledTypes(NamedTuple):
-    """Model types of the installed transformers."""
-
     version: str
     all: frozenset[str]
     causal: frozenset[str]

@@ -30,8 +30,6 @@ Factors = Callable[[str], list[float] | None]
 
 
 class _Keys:
-    """The metadata of one architecture."""
-
     def __init__(self, head: GgufHead, architecture: str) -> None:
         self.metadata, self._prefix = head.metadata, architecture
 

@@ -166,7 +166,6 @@ class _Cursor:
         self._raw, self._size, self.at = raw, size, 0
 
     def take(self, length: int) -> bytes:
-        """Return the next bytes."""
         end = self.at + length
         if end > self._size:
             raise GgufBroken("is cut short within its header; copy or download it again")
@@ -177,7 +176,6 @@ class _Cursor:
         return taken
 
     def number(self, code: str) -> Any:
-        """Return the next number."""
         return struct.unpack("<" + code, self.take(struct.calcsize(code)))[0]
 
     def count(self, least_bytes: int) -> int:
@@ -188,7 +186,6 @@ class _Cursor:
         return count
 
     def string(self, limit: int | None = None) -> str:
-        """Return the next text."""
         length = self.count(1)
         if limit is not None and length > limit:
             raise GgufBroken(f"has a name of {length} bytes")

@@ -130,5 +130,4 @@ def flags_of_worker() -> dict[str, str]:
 
 
 def names_of(setting: str) -> tuple[str, ...]:
-    """Return the names of a setting, its own first."""
     return (setting, *ALIASES.get(setting, ()))

@@ -26,7 +26,6 @@ class ParentDeathPipe:
         self._reading, self._writing = os.pipe()
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of a worker."""
         return {_VARIABLE: f"{os.getpid()}:{self._reading}"}
 
     @property

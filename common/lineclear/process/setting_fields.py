@@ -29,7 +29,6 @@ def groups(kind: type[BaseModel]) -> dict[str, dict[str, FieldInfo]]:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting."""
     return f"--{name.replace('_', '-')}"
 
 

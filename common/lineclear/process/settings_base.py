@@ -145,7 +145,6 @@ class Sources:
         return Source(flag_of(name), flag_of(name))
 
     def problem(self, error: Mapping[str, Any]) -> str:
-        """Return the sentence for an error of pydantic."""
         message = self.named(str(error["msg"]).removeprefix("Value error, "))
         if not error["loc"]:
             return message

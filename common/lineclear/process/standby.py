@@ -38,7 +38,6 @@ class StandbyLine:
         return self._theirs.fileno()
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of the standby."""
         return {_VARIABLE: str(self._theirs.fileno())}
 
     def started(self) -> None:
@@ -64,8 +63,6 @@ class StandbyLine:
 
 
 class Standby:
-    """The standby's end."""
-
     def __init__(self, line: socket.socket) -> None:
         self._line = line
 

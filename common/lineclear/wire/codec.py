@@ -70,7 +70,6 @@ class ProtocolMismatch(DecodeError):
 
 
 def encode(message: Message) -> bytes:
-    """One frame."""
     kind, to_payload, _ = _KINDS[type(message)]
     payload = to_payload(message).SerializeToString()
     step = getattr(message, "step", 0)

@@ -170,7 +170,6 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        """`len(rows)`."""
         return len(self.decodes.slots) + len(self.chunks)
 
     @property
@@ -180,7 +179,6 @@ class StepPlan:
 
     @property
     def num_samples(self) -> int:
-        """Rows that sample."""
         return len(self.decodes.slots) + sum(row.sample for row in self.chunks)
 
 
@@ -251,7 +249,6 @@ class StepResult:
 
     @property
     def num_outputs(self) -> int:
-        """Number of rows with an output."""
         return len(self.counts or self.tokens) + len(self.scores) + len(self.vectors)
 
 
@@ -322,8 +319,6 @@ class Heartbeat:
 
 
 class StepErrorKind(Enum):
-    """Why a step failed."""
-
     OUT_OF_MEMORY = 1
     EXCEPTION = 2
     PROTOCOL = 3
@@ -371,8 +366,6 @@ class Stopping:
 
 
 class LogLevel(Enum):
-    """Severity of a log line."""
-
     DEBUG = 1
     INFO = 2
     WARNING = 3

@@ -48,7 +48,6 @@ class SchedulerSettings(SchedulerFields):
 
     @property
     def batch_timeout_seconds(self) -> float:
-        """batch_timeout_ms in seconds."""
         return self.batch_timeout_ms / 1000
 
     @property
@@ -58,7 +57,6 @@ class SchedulerSettings(SchedulerFields):
 
     @property
     def target_inter_token_latency_seconds(self) -> float:
-        """target_inter_token_latency_ms in seconds."""
         return self.target_inter_token_latency_ms / 1000
 
     @property
@@ -78,7 +76,6 @@ class SchedulerSettings(SchedulerFields):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weights by the name of the tenant."""
         return parse_weights(self.tenant_weights)
 
     @property

@@ -115,8 +115,6 @@ LOGS = Group("Configuration file and logs")
 
 
 class SchedulerFields(settings_base.ProcessSettings):
-    """The fields of SchedulerSettings."""
-
     # No field may be called `port`, `service_host` or `service_port`: Kubernetes sets LINECLEAR_PORT and its like in
     # every pod beside a Service named lineclear. Variables that name no field are ignored.
 

@@ -223,7 +223,6 @@ def _with_ratios(timing: StepTiming, steps: Sequence[MeasuredStep]) -> Fit:
 
 
 def _by_size(values: Iterable[tuple[StepWork, _T]], least: int = _MIN_OF_SIZE) -> dict[int, list[_T]]:
-    """Return the values of each size of steps, for sizes with at least `least` of them."""
     found: dict[int, list[_T]] = {}
     for work, value in values:
         found.setdefault(work.tokens.bit_length(), []).append(value)

@@ -189,7 +189,6 @@ def _window(params: WindowParams) -> int:
 def _items(
     prompts: Mapping[Key, Prompt | Request] | Iterable[Prompt | Request],
 ) -> tuple[Iterable[Prompt | Request], list[Key] | None]:
-    """Return the prompts, and the keys of a mapping."""
     return (list(prompts.values()), list(prompts)) if isinstance(prompts, Mapping) else (prompts, None)
 
 

@@ -161,7 +161,6 @@ class AttentionBackend(ABC):
         self._pools = [*self._keys, *values]
 
     def zero(self, blocks: Sequence[int]) -> None:
-        """Zero the blocks in every layer."""
         places = to_device(np.array(blocks, np.int64), self.device)
         for view in self.block_views:
             view.index_fill_(0, places, 0)

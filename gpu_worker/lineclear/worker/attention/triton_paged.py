@@ -37,7 +37,6 @@ def write_kernel(
     key_token, key_head, value_token, value_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, HEADS_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys and values of one token to its cell."""
     token = tl.program_id(0)
     cell = tl.load(cells + token).to(tl.int64)
     heads, dims = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, DIM_PAD)[None, :]

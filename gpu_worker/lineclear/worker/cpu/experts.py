@@ -64,8 +64,6 @@ class _Router(ctypes.Structure):
 
 
 class PackedExperts:
-    """The experts of a layer with packed weights."""
-
     def __init__(self, experts: Experts, packer: Packer, arena: HugePageArena, *, has_shared: bool) -> None:
         """`has_shared`: shared experts, or an MLP, write the output first, and these add theirs."""
         self._experts, self._router, self._has_shared = experts, _Router.of(experts.router), has_shared

@@ -107,7 +107,6 @@ class Experts:
 
     @property
     def count(self) -> int:
-        """Return the number of experts."""
         return len(self.router.weight)
 
 

@@ -88,7 +88,6 @@ class Part(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """Return the width of its part of the output."""
         return self.linear.out_features
 
 

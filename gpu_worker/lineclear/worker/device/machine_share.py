@@ -134,7 +134,6 @@ def _cores(text: str) -> frozenset[int]:
 
 
 def core_list(cores: Iterable[int]) -> str:
-    """Return a list of cores as the kernel writes it."""
     ranges: list[list[int]] = []
     for core in sorted(cores):
         if ranges and core == ranges[-1][1] + 1:

@@ -22,8 +22,6 @@ _MAX_SNAPSHOTS_BY_SLOT = 16
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """Sizes and kinds of a runner."""
-
     num_blocks: int = 0
     """Of KV memory. 0: as many as fit in `kv_cache_memory_fraction` of the free memory."""
     kv_cache_memory_fraction: float = 0.0
@@ -105,6 +103,5 @@ def memory_figures(
 
 
 def _block_bytes(loaded: LoadedModel, options: RunnerOptions, draft: LoadedModel | None) -> int:
-    """Return the bytes of a block, with that of the draft model beside it."""
     size = block_bytes(loaded.layers, options.block_size, options.kv_dtype or loaded.dtype)
     return size + (0 if draft is None else block_bytes(draft.layers, options.block_size, draft.dtype))

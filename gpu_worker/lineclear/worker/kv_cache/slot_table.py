@@ -142,7 +142,6 @@ class SlotTable:
         return found
 
     def blocks_of(self, slot: int) -> IntArray:
-        """Return a copy of the block table of a slot."""
         return self.blocks[slot, : self._num_blocks[slot]].astype(np.int64)
 
     def row_adapters(self, slots: list[int], counts: list[int]) -> npt.NDArray[np.int32] | None:

@@ -32,7 +32,6 @@ class StepProgress:
         """Set when a heartbeat should be sent at once."""
 
     def start_epoch(self, epoch: int) -> None:
-        """Start an epoch. Its steps count from 1."""
         self._launched = self._finished = 0
         self.epoch = epoch
 

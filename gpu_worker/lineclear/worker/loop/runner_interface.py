@@ -21,8 +21,6 @@ class StepFailed(Exception):
 
 
 class InflightStep(Protocol):
-    """A launched plan."""
-
     @property
     def is_complete(self) -> bool:
         """The device has finished, so `result` returns at once."""

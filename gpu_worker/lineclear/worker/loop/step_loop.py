@@ -57,8 +57,6 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class LoopLimits:
-    """Limits and timeouts of the loop."""
-
     heartbeat_seconds: float = 0.5
     max_inflight_steps: int = 8
     max_plan_bytes: int = 256 * 2**20
@@ -90,8 +88,6 @@ def run(runner: Runner, directory: Path, *, supervised: bool = False, limits: Lo
 
 
 class _EpochEnd(Enum):
-    """How an epoch ended."""
-
     STOPPED = 1
     REJOIN = 2
     REFUSED = 3

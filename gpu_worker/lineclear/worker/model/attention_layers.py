@@ -108,7 +108,6 @@ class _Positions:
         self._positions = positions
 
     def get_seq_length(self, layer: int = 0) -> Tensor:
-        """Return the length for each token of the row."""
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
     def update(self, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:

@@ -41,8 +41,6 @@ class _Graph(NamedTuple):
 
 
 class DecodeGraphs:
-    """The captured graphs of one model."""
-
     def __init__(self, batch_sizes: Sequence[int], capture: Capture, agree: Agree = bool) -> None:
         """`batch_sizes`: numbers of rows to capture graphs for; empty: none."""
         self._batch_sizes = sorted(set(batch_sizes))

@@ -40,8 +40,6 @@ class ModelFilesChanged(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model on its device and its properties."""
-
     model: Any
     layers: tuple[LayerSpec, ...]
     attention_modules: tuple[nn.Module, ...]

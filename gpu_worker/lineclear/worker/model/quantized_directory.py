@@ -45,8 +45,6 @@ class _Form(NamedTuple):
 
 
 class _Matrices(NamedTuple):
-    """The matrices of a model that are quantized."""
-
     forms: dict[str, _Form]
     """By module."""
     output_layer: str
@@ -191,7 +189,6 @@ def _write_shard(shard: _Shard, target: Path, matrices: _Matrices) -> None:
 
 
 def _read(file: BinaryIO, tensor: files.Tensor, data_start: int) -> Tensor:
-    """Return a tensor in bfloat16."""
     file.seek(data_start + tensor.start)
     stored = torch.empty(tensor.end - tensor.start, dtype=torch.uint8)
     file.readinto(stored.numpy().data)  # type: ignore[attr-defined]

@@ -71,8 +71,6 @@ class PackedInputs(NamedTuple):
 
 
 class InputBatch:
-    """The slots and their tokens."""
-
     def __init__(
         self, capacity: Capacity, device: torch.device, adapters: Container[int] = (), staging: Staging | None = None
     ) -> None:

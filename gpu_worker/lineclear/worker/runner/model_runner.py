@@ -55,8 +55,6 @@ _NUMERICS_VERSION = 2
 
 
 class ModelRunner:
-    """A `Runner` for a transformers model."""
-
     _sample: Callable[..., Sampled] = staticmethod(sample)
     load_seconds = 0.0
     """From the start of the process until this runner was ready."""

@@ -57,8 +57,6 @@ _DIGEST = struct.Struct("<QI")  # number of steps, CRC-32 of their tokens
 
 
 class LeadingRunner(ModelRunner):
-    """The runner of rank 0."""
-
     def __init__(
         self,
         ranks: Ranks,
@@ -148,8 +146,6 @@ class _LeadingStep:
 
 
 class FollowingRunner(ModelRunner):
-    """The runner of another rank."""
-
     def __init__(
         self, ranks: Ranks, loaded: LoadedModel, options: RunnerOptions, graphs: DecodeGraphs | None = None
     ) -> None:

@@ -232,7 +232,6 @@ def _load(settings: WorkerSettings, device: torch.device, ranks: Ranks | None = 
 
 
 def _load_draft(settings: WorkerSettings, device: torch.device, served: LoadedModel) -> LoadedModel:
-    """Load the draft model in the dtype of the served one."""
 
     def load_once() -> LoadedModel:
         return load(settings.draft_model, device, served.dtype, flag="--draft-model")

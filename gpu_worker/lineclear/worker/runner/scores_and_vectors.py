@@ -25,8 +25,6 @@ PIECE = 64
 
 
 class ScoreColumns(NamedTuple):
-    """Scores of all scored positions of a step."""
-
     logprobs: Tensor
     top_ids: Tensor
     """[num_positions, most of any row]."""

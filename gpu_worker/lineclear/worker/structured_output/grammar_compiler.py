@@ -86,7 +86,6 @@ class GrammarCompiler:
             return future
 
     def _compile_next(self) -> None:
-        """Compile the next of the waiting grammars."""
         with self._lock:
             _, _, grammar, future = heapq.heappop(self._waiting)
             self._num_taken += len(grammar)

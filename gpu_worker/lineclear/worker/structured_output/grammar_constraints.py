@@ -69,8 +69,6 @@ class Masks(NamedTuple):
 
 
 class _Constraint:
-    """The constraint of one slot."""
-
     def __init__(self, init: SlotInit, grammars: Grammars) -> None:
         sampling, self._grammars = init.sampling, grammars
         self._matcher = grammars.matcher(sampling.grammar)

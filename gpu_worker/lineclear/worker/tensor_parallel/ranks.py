@@ -173,7 +173,6 @@ class Ranks:
         self._store.set(f"{name}-{self.rank}", "")
 
     def least(self, value: int) -> int:
-        """Return the smallest `value` of all ranks."""
         name = next(self._names)
         self._store.set(f"{name}-{self.rank}", str(int(value)))
         return min(int(self._store.get(f"{name}-{rank}")) for rank in range(self.count))
@@ -252,7 +251,6 @@ class Ranks:
         return message
 
     def answer(self, message: bytes) -> None:
-        """Answer a call of rank 0."""
         self._lines[0].send(Kind.ANSWER, self._num_calls, message)
 
 

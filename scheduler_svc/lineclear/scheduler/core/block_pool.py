@@ -93,7 +93,6 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Number of blocks with a reference."""
         return self.num_blocks - self.num_free
 
     def take(self, count: int) -> list[int]:
@@ -212,7 +211,6 @@ class BlockPool:
         return True
 
     def is_published(self, block: int) -> bool:
-        """Return whether the block is in the prefix cache."""
         return self._keys[block] is not None
 
     def offer(self, block: int, parent: bytes, tokens: bytes) -> None:
@@ -252,7 +250,6 @@ class BlockPool:
         return block if block is not None and self._tokens[block] == tokens else None
 
     def is_free(self, block: int) -> bool:
-        """Return whether the block has no reference."""
         return self._references[block] == 0
 
     def reference_counts(self) -> bytes:

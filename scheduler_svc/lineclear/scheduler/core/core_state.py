@@ -50,7 +50,6 @@ class TokenBudget:
         self._halvings = 0
 
     def count_step(self) -> None:
-        """Count a step that was planned."""
         if self._halvings:
             self._steps_to_doubling -= 1
             if self._steps_to_doubling == 0:
@@ -239,7 +238,6 @@ class SharedState:
 
     @classmethod
     def of(cls, limits: CoreLimits) -> SharedState:
-        """Return the state of a new core."""
         return cls(
             limits=limits,
             queue_order=QUEUE_ORDERS[limits.scheduling_policy](limits.policy),
@@ -248,7 +246,6 @@ class SharedState:
         )
 
     def takes_requests(self, worker: WorkerState) -> bool:
-        """Return whether a worker admits waiting requests."""
         return worker.epoch != self.isolation_epoch
 
     def may_take(self, worker: WorkerState, sequence: Sequence) -> bool:
@@ -259,7 +256,6 @@ class SharedState:
         return sequence.in_flight == 0 or sequence.epoch == worker.epoch
 
     def batching_state(self, worker: WorkerState, now: float) -> BatchingState:
-        """Return the input of the batching strategy of `worker`."""
         batch = worker.batch
         num_waiting, oldest_arrival = self._num_waiting(worker)
         num_resuming = sum(self.may_take(worker, sequence) for sequence in self.resuming) if self.resuming else 0
@@ -322,15 +318,12 @@ class LiveRequests:
         return request_id in self._by_id
 
     def search_steps(self) -> list[Sequence]:
-        """Return the requests that are steps of beam searches."""
         return [s for s in self._by_id.values() if s.request.is_search_step] if self._num_search_steps else []
 
     def get(self, request_id: str) -> Sequence | None:
-        """Return the live request with this id."""
         return self._by_id.get(request_id)
 
     def add(self, sequence: Sequence) -> None:
-        """Add an admitted request."""
         self._by_id[sequence.request.request_id] = sequence
         self._num_search_steps += sequence.request.is_search_step
         if sequence.request.adapter:
@@ -346,7 +339,6 @@ class LiveRequests:
                 yield sequence
 
     def next_deadline(self) -> float | None:
-        """Return the earliest deadline."""
         while self.deadlines and self.deadlines[0][2].state is State.FINISHED:
             heapq.heappop(self.deadlines)
         return self.deadlines[0][0] if self.deadlines else None

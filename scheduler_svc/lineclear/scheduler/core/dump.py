@@ -112,7 +112,6 @@ _LAYOUTS: dict[type, _Layout] = {}
 
 
 def _layout(kind: type, value: object) -> _Layout:
-    """Return the layout of a class, from one of its objects."""
     left_out, shortened = _LEFT_OUT.get(kind.__name__, {}), _SHORTENED.get(kind.__name__, {})
     names = tuple(name for name in _slots(kind) or vars(value) if name not in left_out)
     values = attrgetter(*names) if len(names) > 1 else lambda value: [getattr(value, name) for name in names]
@@ -131,7 +130,6 @@ class _Writer:
         self._places: dict[int, int] = {}  # id of a shared object -> how many were met before it
 
     def write(self, value: Any) -> Any:
-        """Return the copy of a value."""
         kind = type(value)
         if kind in _ATOMS:
             return value
@@ -167,7 +165,6 @@ class _Reader:
         self.shared: list[Any] = []
 
     def read(self, value: Any) -> Any:
-        """Return the value of a copy."""
         if isinstance(value, list):
             return [self.read(entry) for entry in value]
         if not isinstance(value, dict):

@@ -61,8 +61,6 @@ class QueuePosition:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The request is in the queue."""
-
     request_id: str
     position: QueuePosition | None = None
     """Set if the request asks for it and must wait."""
@@ -144,8 +142,6 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A worker joined as `epoch`."""
-
     epoch: int
 
 

@@ -65,7 +65,6 @@ class InflightStep:
         return len(self.decode_rows.sequences) + len(self.chunk_rows)
 
     def sequences(self) -> Iterator[Sequence]:
-        """Return the sequence of every row."""
         return chain(self.decode_rows.sequences, (row.sequence for row in self.chunk_rows))
 
     def chunks_with(self, output: RowOutput) -> list[ChunkRow]:
@@ -160,7 +159,6 @@ class ResultTokens:
         self._logprobs: list[Logprobs | None] = []  # empty if no row asks for logprobs
 
     def add(self, sequence: Sequence, sample: int) -> None:
-        """Append the result's token `sample` to its sequence."""
         token = self._result.tokens[sample]
         sequence.tokens.append(token)
         self._request_ids.append(sequence.request.request_id)

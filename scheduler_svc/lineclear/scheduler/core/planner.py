@@ -55,7 +55,6 @@ class StepPlanner:
         self._finishing: list[Sequence] = []  # their last row is in this step
 
     def run(self) -> None:
-        """Fill the step."""
         if self._state.queue_order.prefill_first:
             self._plan_prefills()
             self._admit()

@@ -329,7 +329,6 @@ def share_of(tenant: str) -> str:
 
 
 def newest(candidates: Collection[Sequence]) -> Sequence:
-    """Return the youngest sequence."""
     return max(candidates, key=lambda s: s.queue_key)
 
 

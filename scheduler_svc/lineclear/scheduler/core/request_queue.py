@@ -33,7 +33,6 @@ class SortedKeys:
             yield from keys
 
     def add(self, key: Key) -> None:
-        """Insert a key."""
         if not self._lists:
             self._lists, self._largest = [[key]], [key]
             return
@@ -78,8 +77,6 @@ class SortedKeys:
 
 
 class RequestQueue:
-    """Sequences by `queue_key`."""
-
     def __init__(self) -> None:
         self._keys = SortedKeys()
         self._live: dict[int, Sequence] = {}  # by number; in the order of arrival in this queue
@@ -162,11 +159,9 @@ class RequestQueue:
         return self._keys.rank(key)
 
     def oldest(self) -> Sequence | None:
-        """Return the sequence that has been in this queue longest."""
         return next(iter(self._live.values()), None)
 
     def sequences(self) -> list[Sequence]:
-        """Return all sequences by arrival in this queue."""
         return list(self._live.values())
 
 

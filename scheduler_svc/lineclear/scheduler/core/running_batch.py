@@ -194,7 +194,6 @@ class RunningBatch:
         return held
 
     def join_decode(self, sequence: Sequence) -> None:
-        """Add a running sequence to the decode batch."""
         del self.not_decoding[sequence]
         self.decode_batch.join(sequence)
 

@@ -80,7 +80,6 @@ class Request:
 
     @property
     def is_search_step(self) -> bool:
-        """Whether it is one beam of one step of a beam search."""
         return self.queued_since is not None
 
     @property

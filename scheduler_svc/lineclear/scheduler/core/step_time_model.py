@@ -68,7 +68,6 @@ class StepTimeModel:
         return 1.0 + _DEVIATIONS * self._deviation
 
     def predict(self, tokens: float, kv_tokens: float, scored: float = 0.0) -> float:
-        """Return the seconds of a step."""
         base, token, kv = self.coefficients
         return base + token * tokens + kv * kv_tokens + self._per_scored * scored
 
@@ -99,7 +98,6 @@ class StepTimeModel:
         return min(trusted, 2 * left / (each + math.sqrt(each * each + 2 * kv * left)))
 
     def observe(self, tokens: float, kv_tokens: float, seconds: float, scored: float = 0.0) -> None:
-        """Update the model with a measured step."""
         if self.is_fitted and (predicted := self.predict(tokens, kv_tokens, scored)) > 0:
             deviation = min(abs(seconds / predicted - 1.0), _MAX_DEVIATION)
             self._deviation += _WEIGHT * (deviation - self._deviation)

@@ -86,7 +86,6 @@ class Engine:
         self._loop.inbox.add(self._subscribers.stopping.release_all)
 
     def clear_prefix_cache(self) -> None:
-        """Empty the prefix cache of each worker."""
         self._loop.inbox.add(self._core.clear_prefix_cache)
 
     def prefixes(self, cache_salt: bytes) -> Future[tuple[bytes, list[Prefix]]]:

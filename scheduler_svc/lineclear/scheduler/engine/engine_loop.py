@@ -159,13 +159,11 @@ class EngineLoop:
         return events
 
     def worker_exited(self, pid: int, exit_code: int | None, now: float) -> list[Event]:
-        """Handle the exit of a process."""
         events: list[Event] = []
         self.subscribers.carry_out(self.workers.on_process_exit(pid, loss_by_exit(exit_code), now), events, now)
         return events
 
     def take_snapshot(self, now: float) -> None:
-        """Replace the snapshot."""
         self._snapshot_at, self._is_snapshot_current = now, True
         self.snapshot = EngineSnapshot(
             core=self.core.snapshot(now),
@@ -274,7 +272,6 @@ class InvariantChecks:
         self._paused_until = -math.inf
 
     def result_applied(self) -> None:
-        """Count a result."""
         self._num_unchecked += 1
 
     def check_if_due(self, now: float, *, is_idle: bool) -> None:

@@ -25,7 +25,6 @@ class TokenRate:
         return len(self._counts)
 
     def add(self, count: int, now: float) -> None:
-        """Count tokens."""
         second = int(now)
         if self._counts and self._counts[-1][0] == second:
             self._counts[-1] = (second, self._counts[-1][1] + count)

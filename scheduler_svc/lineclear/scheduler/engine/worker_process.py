@@ -132,7 +132,6 @@ class LoopTimer:
         self._handle: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float, action: Callable[..., None], *args: object) -> None:
-        """Call `action` after `seconds`."""
         self.cancel()
         self._handle = self._loop.call_later(seconds, self._guard, action, *args)
 

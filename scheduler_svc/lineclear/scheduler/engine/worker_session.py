@@ -244,7 +244,6 @@ class WorkerSession:
         return []
 
     def receive(self, message: EpochMessage, now: float) -> list[Output]:
-        """Handle a message of this epoch."""
         if self.state is S.JOINED:
             self._last_message_at = now
         elif self.state is not S.CUT_OFF:

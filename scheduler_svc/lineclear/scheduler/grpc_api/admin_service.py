@@ -40,8 +40,6 @@ _NUMBERS = {name: number for number, name in _LEVELS.items()}
 
 
 class OperationsApi(Protocol):
-    """The admin operations of the process."""
-
     @property
     def steps(self) -> StepFeed:
         """The executed steps."""
@@ -91,13 +89,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: Context
     ) -> pb.FlushPrefixCacheResponse:
-        """Empty the prefix cache."""
         _log_call("flush_prefix_cache", context)
         self._operations.flush_prefix_cache()
         return pb.FlushPrefixCacheResponse()
 
     async def RestartWorkers(self, request: pb.RestartWorkersRequest, context: Context) -> pb.RestartWorkersResponse:
-        """Restart one worker after the other."""
         _log_call("restart_workers", context)
         return pb.RestartWorkersResponse(pids=await self._operations.restart_workers())
 
@@ -117,7 +113,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         await watch_steps(self._operations.steps, request, context, self._services.settings.stall_timeout_seconds)
 
     async def GetScheduling(self, request: pb.GetSchedulingRequest, context: Context) -> pb.GetSchedulingResponse:
-        """Return the scheduling settings in force."""
         return pb.GetSchedulingResponse(scheduling=scheduling_changes.in_force(self._services.settings))
 
     async def UpdateScheduling(
@@ -146,7 +141,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return pb.UnloadAdapterResponse(requests_in_progress=await self._services.adapters.unload(request.name))
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
-        """Return the loaded adapters."""
         return pb.ListAdaptersResponse(adapters=map(_adapter, self._services.adapters.all()))
 
 

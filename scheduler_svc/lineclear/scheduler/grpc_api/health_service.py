@@ -69,11 +69,9 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._wake()
 
     def is_serving(self, name: str) -> bool:
-        """Whether a name is serving."""
         return self._serving[name]
 
     def set_live(self, live: bool) -> None:
-        """Update liveness."""
         self.set(LIVE, live)
 
     def set_worker(self, worker: WorkerStatus) -> bool:

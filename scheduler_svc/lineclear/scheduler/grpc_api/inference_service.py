@@ -139,7 +139,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return Call(self._services.model.require(), caller, tenant, arrival, remaining)
 
     def writer(self, context: Context) -> ResponseWriter:
-        """Return the writer of a call."""
         return ResponseWriter(context, self._services.settings.stall_timeout_seconds)
 
     async def Score(  # type: ignore[override]  # returns the encoded response

@@ -138,7 +138,6 @@ class Server:
         return guard
 
     async def start(self) -> None:
-        """Start accepting calls."""
         for server in self._servers:
             await server.start()
         if self.certificates is not None:
@@ -210,7 +209,6 @@ class MethodFilterInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the handler of the method, or the handler that rejects it."""
         method = str(handler_call_details.method)
         if method.startswith(_PREFIXES) and not self._has(method):
             return self._rejecting_handler
@@ -235,7 +233,6 @@ Options = list[tuple[str, int]]
 
 
 def data_options(settings: SchedulerSettings) -> Options:
-    """Return the options of listeners for requests."""
     # No maximum_concurrent_rpcs: it would reject health checks too.
     return [
         *_common(settings),

@@ -42,7 +42,6 @@ class TakenState(NamedTuple):
 
 
 def duration(seconds: float) -> Duration:
-    """Return the message of a time."""
     message = Duration()
     message.FromNanoseconds(round(seconds * 1e9))
     return message

@@ -52,7 +52,6 @@ class StepFeed:
 
     @property
     def num_watchers(self) -> int:
-        """Watchers that are open."""
         return len(self._watchers)
 
     def close(self) -> None:
@@ -131,7 +130,6 @@ class StepWatcher:
 
     @property
     def has_more(self) -> bool:
-        """Whether steps are unread."""
         return self._number < self._history.last
 
     def read(self, state: TakenState | None = None, *, block_maps: bool = False) -> pb.WatchStepsResponse:

@@ -67,8 +67,6 @@ class _Planned(NamedTuple):
 
 
 class _Executed(NamedTuple):
-    """A step with its result."""
-
     number: int
     worker: _Worker
     plan: _Planned

@@ -36,7 +36,6 @@ class LoadedAdapter:
     """Requests in progress."""
 
     def fingerprint(self, model_fingerprint: str) -> str:
-        """Return the fingerprint of the model with this adapter."""
         return fingerprint.combined((model_fingerprint, self.files.key.hex()))
 
 
@@ -60,7 +59,6 @@ class Adapters:
         self._lock = asyncio.Lock()
 
     def all(self) -> list[LoadedAdapter]:
-        """Return the loaded adapters by name."""
         return [self._loaded[name] for name in sorted(self._loaded)]
 
     def acquire(self, name: str) -> LoadedAdapter:

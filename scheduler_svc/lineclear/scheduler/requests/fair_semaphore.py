@@ -52,7 +52,6 @@ class FairSemaphore:
 
     @property
     def num_waiting(self) -> int:
-        """Number of waiting requests."""
         return sum(map(len, self._waiting.values()))
 
     @property

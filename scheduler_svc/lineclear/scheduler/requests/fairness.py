@@ -57,7 +57,6 @@ class FairnessWindow:
         self._served[request.call.tenant] += request.take_served_tokens()
 
     def tick(self) -> None:
-        """End a second."""
         for request in self._live():
             self._served[request.call.tenant] += request.take_served_tokens()
         waiting = frozenset(self._waiting())

@@ -50,7 +50,6 @@ class GrammarPool:
         return self.processes is not None
 
     def close(self) -> None:
-        """Kill all processes."""
         if self.processes is not None:
             self.processes.close()
 

@@ -80,16 +80,13 @@ class LimitedProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of all processes."""
         return [process.popen.pid for process in self._all]
 
     @property
     def num_idle(self) -> int:
-        """Number of idle processes."""
         return len(self._idle)
 
     def close(self) -> None:
-        """Kill all processes."""
         self._is_closed = True
         for process in list(self._all):
             self._end(process)

@@ -74,7 +74,6 @@ class OutputChunk:
     """By the stream's `encode_scores`."""
 
     def extend(self, chunk: OutputChunk) -> None:
-        """Append the output that follows."""
         self.token_ids += chunk.token_ids
         self.texts += chunk.texts
         self.logprobs = _extended(self.logprobs, chunk.logprobs)

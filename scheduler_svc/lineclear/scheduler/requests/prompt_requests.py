@@ -80,7 +80,6 @@ async def score(request: pb.ScoreRequest, admission: Admission, call: Call) -> b
 
 
 async def embed(request: pb.EmbedRequest, admission: Admission, call: Call) -> pb.EmbedResponse:
-    """Return the vectors of inputs."""
     _check_embed(request, call.bounds)
     normalize = request.normalize if request.HasField("normalize") else True
     asks = {**_NO_OUTPUT, "pooling": Pooling(_POOLING[request.pooling], request.dimensions, normalize)}
@@ -162,7 +161,6 @@ def _message(part: _Part, request: pb.ScoreRequest | pb.EmbedRequest) -> pb.Gene
 
 
 def _prompt_of(request: pb.ScoreRequest) -> pb.GenerateRequest:
-    """Return a message with the same prompt."""
     prompt = pb.GenerateRequest(truncate_prompt_tokens=request.truncate_prompt_tokens)
     kind = request.WhichOneof("prompt")
     if kind == "text":
@@ -182,7 +180,6 @@ def _truncated(tokens: Sequence[int], request: pb.ScoreRequest | pb.EmbedRequest
 async def tokens_of(
     entry: pb.Continuation | pb.EmbedInput, encode: Callable[[str], Awaitable[list[int]]]
 ) -> Sequence[int]:
-    """Return the tokens of a continuation or input."""
     if entry.HasField("token_ids"):
         return entry.token_ids.ids
     await asyncio.sleep(0)  # `encode` tokenizes a short text at once, and a call may have 128

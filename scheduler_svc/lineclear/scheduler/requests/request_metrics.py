@@ -93,7 +93,6 @@ class EndedRequest(NamedTuple):
     """The gRPC code that its call ended with."""
 
     def log_fields(self) -> dict[str, Any]:
-        """Return the fields of the log line."""
         fields: dict[str, Any] = {"request_id": self.request_id, "outcome": self.outcome, "tokens": self.num_tokens}
         if self.tenant:
             fields["tenant"] = self.tenant
@@ -125,7 +124,6 @@ class Histogram:
         self.sum_seconds = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count a duration."""
         self.counts[bisect.bisect_left(BOUNDS_SECONDS, seconds)] += 1
         self.sum_seconds += seconds
 

@@ -56,7 +56,6 @@ class ServedModel:
         return hello
 
     def reject(self, error: Callable[[], LineclearError]) -> None:
-        """Reject all new requests with `error()`."""
         self._rejection = error
 
     def rejection(self) -> LineclearError | None:

@@ -47,7 +47,6 @@ class RequestServices:
         model: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`model` is the directory with the tokenizer."""
         self.settings = settings
         """Those in force."""
         self.directory = model or Path()
@@ -78,7 +77,6 @@ class RequestServices:
         self.adapters = Adapters(settings, engine, clock, model)
 
     def follow(self, settings: SchedulerSettings) -> None:
-        """Follow changed scheduling settings."""
         self.settings = self.quota.settings = settings
 
     def incident(self, error: BaseException) -> InternalError:

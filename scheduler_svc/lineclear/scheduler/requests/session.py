@@ -260,7 +260,6 @@ class _Columns:
         return TOKEN_BYTES * count + CHARACTER_BYTES * sum(map(len, chunk.texts))
 
     def response(self, events: list[pb.SessionEvent]) -> pb.SessionResponse:
-        """Return the response with the columns and `events`."""
         if self._outputs:
             self._outputs += [0] * (len(self._handles) - len(self._outputs))
         return pb.SessionResponse(

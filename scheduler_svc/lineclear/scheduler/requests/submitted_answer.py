@@ -66,7 +66,6 @@ class SubmittedAnswer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the answer is complete or has failed."""
         return self.error is not None or all(output.finished is not None for output in self.outputs)
 
     @property
@@ -76,12 +75,10 @@ class SubmittedAnswer:
 
     @property
     def num_bytes(self) -> int:
-        """Memory in use."""
         return sum(output.num_bytes for output in self.outputs)
 
     @property
     def state(self) -> pb.ResultState.ValueType:
-        """The state that GetResult returns."""
         if self.error is not None:
             return pb.RESULT_STATE_FAILED
         if self.has_ended:
@@ -163,7 +160,6 @@ class SubmittedOutput:
 
     @property
     def num_bytes(self) -> int:
-        """Memory in use."""
         return (
             _ANSWER_BYTES
             + _ID_BYTES * len(self._token_ids)
@@ -174,11 +170,9 @@ class SubmittedOutput:
 
     @property
     def next_index(self) -> int:
-        """Index of the next token."""
         return self.first_index + len(self._token_ids)
 
     def add(self, message: pb.GenerateResponse, texts: Sequence[str]) -> None:
-        """Append a part."""
         count = len(message.token_ids)
         self._token_ids.extend(message.token_ids)
         self._times_us.extend(message.token_times_us)
@@ -231,7 +225,6 @@ class SubmittedOutput:
         return message
 
     def add_start(self, message: pb.GenerateResponse) -> None:
-        """Add what the first response of the output has."""
         assert self.started is not None
         message.started.CopyFrom(self.started)
         if self.prompt_echo is not None and message.first_index == self.first_index:
@@ -260,7 +253,6 @@ class _Cursor:
         return not self.is_done and (is_new or self.index < output.next_index or output.finished is not None)
 
     def take(self) -> pb.GenerateResponse:
-        """Return the next message."""
         output = self._output
         end = min(output.next_index, self.index + _MAX_MESSAGE_TOKENS)
         message = output.message(self.index, end)

@@ -65,12 +65,10 @@ class SubmittedRequests:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens kept or reserved."""
         return self._total.tokens
 
     @property
     def num_bytes(self) -> int:
-        """Bytes kept or reserved."""
         return self._total.num_bytes
 
     def check_unused(self, caller: Identity, request_id: str) -> None:
@@ -118,7 +116,6 @@ class SubmittedRequests:
                 self._count(answer, 0, self._counted[answer][0], answer.num_bytes)
 
     def _count(self, answer: SubmittedAnswer, more_answers: int, tokens: int, num_bytes: int) -> None:
-        """Replace the counted tokens and bytes of an answer."""
         key = answer.caller, answer.tenant
         tokens_before, bytes_before = self._counted.pop(answer, (0, 0))
         usage = self._usage.setdefault(key, _Usage())

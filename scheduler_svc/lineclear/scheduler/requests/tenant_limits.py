@@ -80,7 +80,6 @@ class QueueLimiter:
         return self._num_requests
 
     def tenants(self) -> tuple[str, ...]:
-        """Return the tenants with waiting requests."""
         return tuple(self._requests)
 
     def reserve(self, tenant: str) -> QueuePlace:

@@ -73,7 +73,6 @@ class TokenizerPool:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template."""
         return self.processes is not None
 
     async def prepare(self) -> None:
@@ -166,7 +165,6 @@ class TokenizerPool:
         await self._in_slices(received, push)
 
     async def bad_words(self, words: Sequence[str]) -> list[list[tuple[int, ...]]]:
-        """Return the token sequences of each bad word."""
         return await self._in_thread(
             lambda: [bad_word_ids(self.tokenizer, word) for word in words], 2 * sum(map(len, words))
         )

@@ -33,7 +33,6 @@ class Certificates:
     expires_at: datetime
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """Return the certificates as gRPC expects them."""
         return grpc.ssl_server_certificate_configuration([(self.key, self.chain)], self.client_authority)
 
     def context(self) -> ssl.SSLContext:
@@ -65,7 +64,6 @@ class ServerCertificates:
 
     @property
     def expires_at(self) -> datetime:
-        """Expiry of the certificate in force."""
         return self._file.current().expires_at
 
     def context(self) -> ssl.SSLContext:

@@ -39,7 +39,6 @@ class ForcedCalls:
     """The markers within calls that the chat template has."""
 
     def packed(self) -> str:
-        """Return it as JSON."""
         return json.dumps(asdict(self))
 
 

@@ -53,7 +53,6 @@ class CallParser:
         self._call: _Call | None = None  # in progress
 
     def push(self, text: str) -> None:
-        """Take more text."""
         start = 0
         while start < len(text):
             if self._call is not None:
@@ -65,7 +64,6 @@ class CallParser:
             start = self._find(text, start)
 
     def push_special(self, marker: str) -> None:
-        """Take a marker that is a special token."""
         if self._call is not None:
             is_part = self._call.take(marker)
             self._leave_call()

@@ -36,7 +36,6 @@ class IncrementalDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")(pieces.errors)
 
     def push(self, token_id: int) -> str:
-        """Return the characters that the token completes."""
         if self._is_plain:
             known = self._known.get(token_id)
             if known is not None:
@@ -63,7 +62,6 @@ class IncrementalDecoder:
 
 
 def decode(pieces: Tokenizer, token_ids: Iterable[int], *, keep_special: bool) -> str:
-    """Return the text of all tokens."""
     decoder = IncrementalDecoder(pieces, keep_special=keep_special)
     parts = [decoder.push(token_id) for token_id in token_ids]
     return "".join(parts) + decoder.flush()
@@ -113,7 +111,6 @@ class AnswerText:
         return False
 
     def push(self, token_id: int) -> str:
-        """Return the text that one more token releases."""
         self._num_tokens += 1
         text = "" if token_id in self._silent_ids else self._decoder.push(token_id)
         if self._matcher is not None:

@@ -100,7 +100,6 @@ def _reasoning_parser(source: str) -> str:
 
 
 def phase_of(parsers: AnswerParsers, pieces: Tokenizer, prompt: Sequence[int]) -> Phase:
-    """Return the phase that the answer to a prompt begins in."""
     if not parsers.reasoning:
         return Phase.CONTENT
     return first_phase(parsers.reasoning, decode(pieces, prompt[-_PROMPT_END_TOKENS:], keep_special=True))
@@ -142,11 +141,9 @@ class ParsedAnswerText(AnswerText):
         return self._calls.num_complete > 0
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Begin the answer to a prompt."""
         self._reasoning = ReasoningParser(phase_of(self._parsers, self._pieces, prompt), self._special)
 
     def push(self, token_id: int) -> ParsedText:
-        """Return what one more token releases."""
         marker = self._markers.get(token_id)
         if marker is None:
             self._parse(super().push(token_id))

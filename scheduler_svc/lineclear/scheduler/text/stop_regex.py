@@ -66,7 +66,6 @@ class StopRegex:
         """The positions where a match may end."""
 
     def matcher(self, *, include_stop_string: bool) -> RegexMatcher:
-        """Return a matcher for the text of one answer."""
         return RegexMatcher(self, include_stop_string=include_stop_string)
 
     def after(self, position: int, char: str) -> tuple[int, ...]:

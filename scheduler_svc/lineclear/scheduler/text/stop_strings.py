@@ -23,7 +23,6 @@ class StopStrings:
         self.final_characters = frozenset(string[-1] for string in strings)
 
     def matcher(self, *, include_stop_string: bool) -> StopMatcher:
-        """Return a matcher for the text of one answer."""
         return StopMatcher(self, include_stop_string=include_stop_string)
 
 

@@ -37,15 +37,11 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7f\U00100000-\U0010fffd]+")
 
 
 class ChatMessage(NamedTuple):
-    """One message of a conversation."""
-
     role: str
     content: str
 
 
 class Conversation(NamedTuple):
-    """What a template renders."""
-
     chat_messages: Sequence[ChatMessage]
     add_generation_prompt: bool = True
     time_us: int = 0

@@ -18,8 +18,6 @@ _MAX_TEMPLATE_BYTES = 1024 * 1024
 
 
 class TextFiles(NamedTuple):
-    """The parsed files, and their fingerprint."""
-
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     generation_config: dict[str, Any] | None

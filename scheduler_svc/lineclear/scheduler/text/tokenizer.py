@@ -108,7 +108,6 @@ class Tokenizer:
         return token_id in self._special
 
     def special_ids(self, contents: Set[str]) -> dict[int, str]:
-        """Return the ids of the special tokens among `contents`."""
         return {i: content for i, content in self._special.items() if content in contents}
 
     def token_ids(self, contents: Set[str]) -> dict[str, int]:

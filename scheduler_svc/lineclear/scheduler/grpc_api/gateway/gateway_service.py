@@ -60,7 +60,6 @@ class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
                     await writer.write(translated)
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
-        """Return the vector of one input."""
         message = pb.EmbedRequest()
         message.inputs.add().token_ids.ids.extend(request.tokenized.input_ids)
         answer = await self._service.Embed(message, context)
@@ -86,7 +85,6 @@ class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         return vllm.HealthCheckResponse(healthy=True)
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
-        """Describe the served model."""
         model, config = self._manager.describe_model(), _read_json(self._model / "config.json")
         defaults = self._manager.services.model.require().defaults
         return vllm.GetModelInfoResponse(
@@ -106,7 +104,6 @@ class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         )
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
-        """Describe the server."""
         model, stats = self._manager.describe_model(), await self._manager.status()
         return vllm.GetServerInfoResponse(
             active_requests=stats.gauges.num_requests_running + stats.gauges.num_requests_waiting,
@@ -122,7 +119,6 @@ class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
-        """Return the load of the scheduler."""
         stats = await self._manager.status()
         gauges, model = stats.gauges, self._manager.describe_model()
         tokens = gauges.num_blocks * model.limits.block_size_tokens
@@ -182,7 +178,6 @@ for _name in ("StartProfile", "StopProfile"):
 
 
 def add_to(server: grpc.aio.Server, service: GatewayService) -> None:
-    """Offer VllmEngine on a server."""
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server)
 
 

@@ -16,8 +16,6 @@ from lineclear.scheduler.core.prefix_keys import TOKEN_BYTES, Prefix
 
 
 class PrefixFeed:
-    """The changes for one subscriber."""
-
     def __init__(self, sequence_number: int) -> None:
         """`sequence_number` is the last one that the subscriber has."""
         self._number, self._num_events = sequence_number, 0

@@ -104,7 +104,6 @@ class AnswerTranslation:
         self._num_outputs = max(1, request.sampling_params.n)
 
     def add(self, response: pb.GenerateResponse) -> Iterator[vllm.GenerateResponse]:
-        """Yield the messages for a response."""
         if response.HasField("started"):
             self._prompt_tokens = max(self._prompt_tokens, response.started.prompt_tokens)
             self._cached_tokens = max(self._cached_tokens, response.started.cached_tokens)

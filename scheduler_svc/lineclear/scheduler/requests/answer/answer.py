@@ -43,7 +43,6 @@ class Answer:
 
     @classmethod
     def open(cls, services: RequestServices, validated: ValidatedRequest, place: QueuePlace) -> Self:
-        """Open the streams of a new request."""
         indices = [index for index, received in enumerate(validated.received) if received is not None]
         outputs = open_streams(services, validated, indices, place)
         return cls(services, validated, outputs, outputs)

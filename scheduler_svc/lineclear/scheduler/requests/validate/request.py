@@ -282,7 +282,6 @@ def _prompt_path(request: pb.GenerateRequest) -> str:
 
 
 def check_prompt(request: pb.GenerateRequest, bounds: ModelBounds, violations: Violations) -> None:
-    """Add the violations of the prompt."""
     kind = request.WhichOneof("prompt")
     if kind is None:
         violations.add("prompt", "is missing: set text, token_ids or chat")
