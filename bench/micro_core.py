@@ -130,14 +130,14 @@ def queueing(count: int) -> Iterator[Figure]:
         bench.submit(index, deadline=bench.now - 1.0)
     bench.core.expire(bench.now)
     yield Figure("queue: submit, expire", case, (time.thread_time() - begin) / sample * 1e6, "us")
-    running = next(index for index in range(count) if f"r{index}" in bench.core._live)
+    running = next(index for index in range(count) if f"r{index}" in bench.core._live.by_id)
     begin = time.thread_time()
     for _ in range(sample // 4):  # the running request ends, the next one starts
         bench.core.cancel(f"r{running}", None, bench.now)
         bench.apply()
         bench.fill()
         running += 1
-        while f"r{running}" not in bench.core._live:
+        while f"r{running}" not in bench.core._live.by_id:
             running += 1
     yield Figure("queue: leave, join, step", case, (time.thread_time() - begin) / (sample // 4) * 1e6, "us")
 

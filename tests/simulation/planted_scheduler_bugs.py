@@ -11,7 +11,7 @@ from lineclear.scheduler.core.scheduler import Scheduler
 SCHEDULER_BUGS: Bugs = {
     Scheduler: {
         "a request uses an adapter that is not loaded": drop("state.adapters.check(request.adapter)"),
-        "the id of a live request is accepted again": never("request.request_id in self._live"),
+        "the id of a live request is accepted again": never("request.request_id in self._live.by_id"),
         "deadlines that would pass in the queue are admitted": never(
             "self.limits.reject_unmeetable_deadlines and _ and _"
         ),

@@ -303,28 +303,16 @@ class LiveRequests:
 
     def __init__(self, state: SharedState) -> None:
         self._state = state
-        self._by_id: dict[str, Sequence] = {}
+        self.by_id: dict[str, Sequence] = {}
         self.deadlines: list[tuple[float, int, Sequence]] = []
         """A heap, with those of some requests that have ended."""
         self._num_search_steps = 0
 
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(tuple(self._by_id.values()))
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._by_id
-
     def search_steps(self) -> list[Sequence]:
-        return [s for s in self._by_id.values() if s.request.is_search_step] if self._num_search_steps else []
-
-    def get(self, request_id: str) -> Sequence | None:
-        return self._by_id.get(request_id)
+        return [s for s in self.by_id.values() if s.request.is_search_step] if self._num_search_steps else []
 
     def add(self, sequence: Sequence) -> None:
-        self._by_id[sequence.request.request_id] = sequence
+        self.by_id[sequence.request.request_id] = sequence
         self._num_search_steps += sequence.request.is_search_step
         if sequence.request.adapter:
             self._state.adapters.acquire(sequence.request.adapter)
@@ -373,10 +361,10 @@ class LiveRequests:
             sequence.state = State.FINISHED
             if sequence.preemptions:
                 state.drop_swapped(sequence)
-        del self._by_id[sequence.request.request_id]
+        del self.by_id[sequence.request.request_id]
         self._num_search_steps -= sequence.request.is_search_step
         if sequence.request.adapter:
             state.adapters.release(sequence.request.adapter)
-        if len(self.deadlines) > 2 * len(self._by_id) + 64:
+        if len(self.deadlines) > 2 * len(self.by_id) + 64:
             self.deadlines = [entry for entry in self.deadlines if entry[2].state is not State.FINISHED]
             heapq.heapify(self.deadlines)

@@ -236,7 +236,7 @@ def _rebuild(core: Scheduler, sequences: Collection[Sequence]) -> None:
     for s in sequences:
         s.request = replace(s.request, request_id=str(s.number))
     live = [s for s in sequences if s.state is not State.FINISHED]
-    requests._by_id = {s.request.request_id: s for s in live}
+    requests.by_id = {s.request.request_id: s for s in live}
     requests._num_search_steps = sum(s.request.is_search_step for s in live)
     deadlines = [(s.request.deadline, s.number, s) for s in live if s.request.deadline is not None]
     requests.deadlines = sorted(deadlines)  # a sorted list is a heap

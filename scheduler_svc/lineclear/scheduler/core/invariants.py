@@ -21,8 +21,8 @@ def check(core: Scheduler, *, with_waiting_prompts: bool = True) -> None:
     fresh, resuming = state.fresh.sequences(), state.resuming.sequences()
     running = [s for epoch, worker in state.workers.items() for s in _check_worker(epoch, worker, core)]
     live = [*running, *fresh, *resuming]
-    assert len(live) == len(requests) == len({id(s) for s in live}), "a request in two states or in none"
-    assert all(requests.get(s.request.request_id) is s for s in live)
+    assert len(live) == len(requests.by_id) == len({id(s) for s in live}), "a request in two states or in none"
+    assert all(requests.by_id.get(s.request.request_id) is s for s in live)
     for s in live:
         assert len(s.tokens) <= s.num_known <= s.max_len, "more output planned than max_tokens"
         assert s.num_void in (0, s.in_flight), "a sample is void and a later one is not"
@@ -47,10 +47,10 @@ def check(core: Scheduler, *, with_waiting_prompts: bool = True) -> None:
     inflight = chain.from_iterable(worker.inflight for worker in state.workers.values())
     samples = Counter(id(s) for step in inflight for s in step.sampled())
     assert all(s.in_flight == samples[id(s)] for s in live), "samples in flight and plans disagree"
-    assert len(requests.deadlines) <= 2 * len(requests) + 65
+    assert len(requests.deadlines) <= 2 * len(requests.by_id) + 65
     c = state.counters
     ended = c.requests_finished + c.requests_cancelled + c.requests_expired + c.requests_failed
-    assert c.requests_admitted == len(requests) + ended, "a request ended twice or was lost"
+    assert c.requests_admitted == len(requests.by_id) + ended, "a request ended twice or was lost"
 
 
 def _check_worker(epoch: int, worker: WorkerState, core: Scheduler) -> list[Sequence]:

@@ -67,7 +67,7 @@ class Scheduler:
     @property
     def num_live(self) -> int:
         """Number of requests that have not ended."""
-        return len(self._live)
+        return len(self._live.by_id)
 
     def submit(self, request: Request, now: float) -> list[Event]:
         """Queue a request.
@@ -81,7 +81,7 @@ class Scheduler:
             assert len(request.output) < request.max_tokens + has_output, "the request is complete already"
             if state.draining and not request.is_sibling:
                 raise ServerDraining("the server is shutting down", retry_after_seconds=1.0)
-            if request.request_id in self._live:
+            if request.request_id in self._live.by_id:
                 raise DuplicateRequest("a request with this request_id is in progress")
             if request.adapter:
                 state.adapters.check(request.adapter)
@@ -119,7 +119,7 @@ class Scheduler:
 
     def cancel(self, request_id: str, error: LineclearError | None, now: float) -> list[Event]:
         """Fail a request with `error` or Cancelled. An unknown id does nothing."""
-        sequence = self._live.get(request_id)
+        sequence = self._live.by_id.get(request_id)
         if sequence is None:
             return []
         self._state.counters.requests_cancelled += 1
@@ -127,7 +127,7 @@ class Scheduler:
 
     def finish_at_stop_string(self, request_id: str, num_tokens: int, now: float) -> list[Event]:
         """Complete a request after its first `num_tokens` output tokens, in whose text a stop string appeared."""
-        sequence = self._live.get(request_id)
+        sequence = self._live.by_id.get(request_id)
         if sequence is None:
             return []
         return [self._live.complete(sequence, FinishReason.STOP_STRING, None, now, num_tokens)]
@@ -182,7 +182,7 @@ class Scheduler:
     def _assign_keys(self) -> None:
         """Give every live request a key of the queue order: first those that have started, then by arrival."""
         state = self._state
-        for sequence in sorted(self._live, key=lambda s: (s.started_at is None, s.number)):
+        for sequence in sorted(self._live.by_id.values(), key=lambda s: (s.started_at is None, s.number)):
             sequence.queue_key = (self._key(sequence.request, sequence.arrival), sequence.number)
             if sequence.started_at is not None:
                 state.queue_order.on_start(sequence)
@@ -219,7 +219,7 @@ class Scheduler:
 
     def requests_with_adapter(self, key: bytes) -> list[str]:
         """Return the ids of the live requests that use an adapter."""
-        return [s.request.request_id for s in self._live if s.request.adapter == key]
+        return [s.request.request_id for s in self._live.by_id.values() if s.request.adapter == key]
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class Scheduler:
         events: list[Event] = [WorkerJoined(hello.epoch)]
         started_on, state.model_fingerprint = state.model_fingerprint, hello.model_fingerprint
         largest = self._largest_worker()
-        for sequence in self._live:
+        for sequence in tuple(self._live.by_id.values()):
             try:
                 limits.check_model(sequence.request, hello, started_on if sequence.started_at is not None else "")
                 limits.check_capacity(sequence.request, largest)
@@ -320,7 +320,7 @@ class Scheduler:
 
     def plan(self, epoch: int, now: float) -> StepPlan | None:
         """Return the next step of a worker; None while its pipeline is full or nothing can run. Call it until None."""
-        worker = self._state.workers.get(epoch) if self._live else None
+        worker = self._state.workers.get(epoch) if self._live.by_id else None
         return None if worker is None or worker.is_full else self._make_plan(worker, now)
 
     def _make_plan(self, worker: WorkerState, now: float) -> StepPlan | None:
