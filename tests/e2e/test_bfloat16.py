@@ -12,7 +12,7 @@ from e2e.killed_worker import answers_over_a_kill
 from support.demo import PROMPTS, greedy, model
 from support.service import running
 
-from lineclear.worker.sampling.uniform_noise import uniform
+from lineclear.worker.sampling.sampling_metadata import uniform
 
 LENGTH, TEMPERATURE = 48, 0.8
 LOGIT_ERROR, PROBABILITY_ERROR = 0.25, 0.05

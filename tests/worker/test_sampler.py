@@ -16,7 +16,7 @@ from worker.test_truncation import by_warpers
 from lineclear.wire.sampling import SCALARS, Sampling
 from lineclear.worker.sampling import sampling_metadata
 from lineclear.worker.sampling.logits import with_argmax
-from lineclear.worker.sampling.uniform_noise import uniform
+from lineclear.worker.sampling.sampling_metadata import uniform
 
 EXAMPLES: dict[str, float] = {
     "temperature": 0.1,

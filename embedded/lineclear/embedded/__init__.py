@@ -8,7 +8,7 @@ the guide.
 from lineclear.embedded.answers import Answer, Completion
 from lineclear.embedded.item_batcher import MORE, ItemBatcher, ItemFuture, More
 from lineclear.embedded.options import Options
-from lineclear.embedded.stats import BatcherStats, StepTotals
+from lineclear.embedded.step_loop import BatcherStats, StepTotals
 from lineclear.embedded.token_batcher import Batcher, SlotRow, StepBatch
 from lineclear.errors import DeadlineExceeded, DuplicateRequest, LineclearError, QueueFull, ServerDraining
 from lineclear.scheduler.core.events import FinishReason

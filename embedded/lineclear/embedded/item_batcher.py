@@ -12,8 +12,7 @@ from enum import Enum
 from typing import Any, Final, Generic, NamedTuple, TypeVar, Unpack
 
 from lineclear.embedded.answers import EmbeddedFuture
-from lineclear.embedded.numbers import MAX_COUNT, deadline, real, whole
-from lineclear.embedded.options import Options, core_limits
+from lineclear.embedded.options import MAX_COUNT, Options, core_limits, deadline, real, whole
 from lineclear.embedded.step_loop import StepLoop
 from lineclear.errors import InvalidRequest, QueueFull
 from lineclear.scheduler.core.events import Finished

@@ -15,12 +15,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 from lineclear.embedded.answers import EmbeddedFuture, queue_seconds
-from lineclear.embedded.numbers import MAX_TOKEN
-from lineclear.embedded.options import Options
-from lineclear.embedded.stats import BatcherStats, StepTotals
+from lineclear.embedded.options import MAX_TOKEN, Options
 from lineclear.errors import DeviceOutOfMemory, NonFiniteLogits, PoisonRequest, ServerDraining, ShutdownInterrupted
 from lineclear.scheduler.core.events import Event, Failed, Finished, Started, StepTokens
 from lineclear.scheduler.core.limits import CoreLimits
@@ -28,6 +27,55 @@ from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Hello, StepError, StepErrorKind, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Figures of one executed step."""
+
+    step: int
+    """Number of the step, from 1 at the start and after each failed step."""
+    num_rows: int
+    """Slots with a row in the step."""
+    num_tokens: int
+    """Positions computed; of an ItemBatcher: the cost of the items."""
+    total_tokens: int
+    """Positions held: prompt and output of all slots of the step."""
+    seconds: float
+    """Time in the step function."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatcherStats:
+    """Totals since the batcher was made, and gauges of this moment."""
+
+    requests_submitted: int
+    requests_finished: int
+    requests_failed: int
+    """Failed, expired and cancelled ones."""
+    requests_rejected: int
+    """QueueFull, a request that can never fit, or a stopped batcher."""
+    requests_waiting: int
+    requests_running: int
+    steps: int
+    rows: int
+    """Rows of all steps: `rows / steps` is the mean batch size."""
+    failed_steps: int
+    """Steps whose step function raised an exception."""
+    step_seconds: float
+    """Time in the step function."""
+    queue_seconds: float
+    """Sum of the times between arrival and first step, of requests that ended."""
+    preemptions: int
+    blocks_used: int
+    num_blocks: int
+    last_step: StepTotals | None
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Return the mean number of rows of a step."""
+        return self.rows / self.steps if self.steps else 0.0
+
 
 _F = TypeVar("_F", bound=EmbeddedFuture[Any])
 

@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import Any, Unpack
 
 from lineclear.embedded.answers import Answer
-from lineclear.embedded.numbers import MAX_COUNT, deadline, real, token_ids, whole
-from lineclear.embedded.options import Options, core_limits
+from lineclear.embedded.options import MAX_COUNT, Options, core_limits, deadline, real, token_ids, whole
 from lineclear.embedded.step_loop import StepLoop
 from lineclear.errors import InvalidRequest
 from lineclear.scheduler.core.events import StepTokens

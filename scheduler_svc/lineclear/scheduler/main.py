@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import faulthandler
 import os
 import shlex
@@ -28,7 +29,7 @@ from lineclear.exit_codes import ExitCode
 from lineclear.extras import install_command, is_installed
 from lineclear.model_files import model_directory
 from lineclear.model_files.model_directory import NotServable
-from lineclear.process import core_dumps, logging_setup, malloc_arenas
+from lineclear.process import core_dumps, logging_setup
 from lineclear.process.device_names import split_devices
 from lineclear.process.private_dir import PathError, private_directory
 from lineclear.process.setting_fields import flag_of
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lineclear.scheduler.flight_recorder import replay
 
         return replay.main(arguments[1:])
-    malloc_arenas.limit_arenas()  # before other threads start
+    _limit_arenas()  # before other threads start
     core_dumps.disable()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -230,6 +231,19 @@ def _placements(settings: SchedulerSettings) -> list[list[str]]:
             share = devices[:number].count(devices[number]), devices.count(devices[number])
         flags.append([*([f"--machine-share={share[0]}/{share[1]}"] if share[1] > 1 else []), *device])
     return flags
+
+
+_M_ARENA_MAX = -8  # malloc.h of glibc
+_MAX_ARENAS = 2  # one thread runs Python at a time, and gRPC's threads may allocate beside it
+
+
+def _limit_arenas() -> None:
+    """Limit glibc's arenas for the threads that start later. Other C libraries have none, and no `mallopt`.
+
+    By default there are up to eight arenas for each processor, and each keeps what the peak of its threads needed.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _MAX_ARENAS)
 
 
 if __name__ == "__main__":

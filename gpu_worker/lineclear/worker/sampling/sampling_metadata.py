@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from lineclear.worker.device.staging import Put, to_device
 
 from .logit_changes import FEATURES
 from .sampling_rows import NEUTRAL, SCALARS_DTYPE, SWITCHES, Change, Entries, Feature, SamplingRows
-from .uniform_noise import XTC_STREAM, uniform
 
 _DEFAULTS = {name: getattr(Sampling(), name) for name in (*SCALARS, *LISTS)}
 
@@ -182,3 +182,31 @@ class SamplingTableByRow(SamplingTable):
 def _greedy(num_rows: int) -> SamplingMetadata:
     """Return the work of a greedy step; cached, at most one per number of slots."""
     return SamplingMetadata(num_rows)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_UNIT = 2.0**-52
+_DRAW_STREAM = np.uint64(0)
+XTC_STREAM = np.uint64(0x585443)
+"""Of the numbers that decide whether XTC acts."""
+
+
+def uniform(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], stream: np.uint64 = _DRAW_STREAM
+) -> npt.NDArray[np.float64]:
+    """Return one number in [0, 1) for each (seed, position) pair. Numbers of other streams are independent.
+
+    Counter-based noise like Philox (Salmon et al. 2011): there is no generator state, so batch composition, chunking,
+    preemption and restarts cannot change the samples of a seeded request.
+    52 bits of a counter mixed twice: with 53 bits, the product of the number and a sum could round up to the sum.
+    """
+    counter = _mix((seeds + _GOLDEN) ^ stream) + positions.astype(np.uint64) * _GOLDEN
+    bits: npt.NDArray[np.uint64] = _mix(counter) >> np.uint64(12)
+    return bits.astype(np.float64) * _UNIT
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit affects every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Any, Protocol
 
 import structlog
+from pydantic import Field, TypeAdapter, ValidationError
 
 from lineclear.errors import InvalidRequest, TooManyWatchers, Unauthenticated
+from lineclear.process.setting_fields import allowed
 from lineclear.scheduler.grpc_api.response_writer import ResponseWriter
 from lineclear.scheduler.observe.scheduler_state import TakenState
 from lineclear.scheduler.observe.step_feed import StepFeed
-from lineclear.scheduler.requests import scheduling_changes
 from lineclear.scheduler.requests.adapters import LoadedAdapter
 from lineclear.scheduler.requests.request_manager import RequestManager
+from lineclear.scheduler.requests.validate.violations import Violations
 from lineclear.scheduler.security import identity
 from lineclear.scheduler.security.identity import Context
 from lineclear.scheduler.settings import SchedulerSettings
@@ -113,7 +116,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         await watch_steps(self._operations.steps, request, context, self._services.settings.stall_timeout_seconds)
 
     async def GetScheduling(self, request: pb.GetSchedulingRequest, context: Context) -> pb.GetSchedulingResponse:
-        return pb.GetSchedulingResponse(scheduling=scheduling_changes.in_force(self._services.settings))
+        return pb.GetSchedulingResponse(scheduling=_in_force(self._services.settings))
 
     async def UpdateScheduling(
         self, request: pb.UpdateSchedulingRequest, context: Context
@@ -121,14 +124,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Change scheduling settings. Return those in force."""
         changes = {field.name: value for field, value in request.changes.ListFields()}
         hello = self._services.engine.worker_status.hello
-        settings = scheduling_changes.changed(
-            self._services.settings, changes, None if hello is None else hello.num_slots
-        )
+        settings = _changed(self._services.settings, changes, None if hello is None else hello.num_slots)
         _log_call("update_scheduling", context, **{name: str(value) for name, value in changes.items()})
         # No await in between: the event loop and the core follow changes in the same order.
         self._services.follow(settings)
         await self._operations.switch_scheduling(settings)
-        return pb.UpdateSchedulingResponse(scheduling=scheduling_changes.in_force(settings))
+        return pb.UpdateSchedulingResponse(scheduling=_in_force(settings))
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
         """Load an adapter on every joined worker."""
@@ -210,3 +211,35 @@ def watch_interval(request: steps_pb2.WatchStepsRequest) -> float:
     if seconds < 0:
         raise InvalidRequest.at("min_interval", "must not be negative")
     return min(max(seconds, _MIN_SECONDS), _MAX_SECONDS)
+
+
+def _changed(settings: SchedulerSettings, changes: Mapping[str, Any], num_slots: int | None) -> SchedulerSettings:
+    """Return the settings with `changes`, each within the range of its setting. Raises InvalidRequest.
+
+    `num_slots` are those of the joined worker; None without one.
+    """
+    violations = Violations()
+    for name, value in changes.items():
+        try:
+            _type_of(name).validate_python(value)
+        except ValidationError:
+            violations.add(f"changes.{name}", f"must be {allowed(SchedulerSettings.model_fields[name])}")
+    if num_slots is not None and changes.get("max_batch_size", 0) > num_slots:
+        violations.add("changes.max_batch_size", f"must be at most {num_slots}, the slots of the joined worker")
+    violations.raise_if_any()
+    found = settings.model_copy(update=dict(changes))
+    if found.min_batch_size > found.max_batch_size:
+        violations.add("changes.min_batch_size", f"must be at most {found.max_batch_size}, the batch size")
+    violations.raise_if_any()
+    return found
+
+
+def _type_of(name: str) -> TypeAdapter[Any]:
+    field = SchedulerSettings.model_fields[name]
+    kind: Any = Annotated[field.annotation, Field(), *field.metadata]
+    return TypeAdapter(kind)
+
+
+def _in_force(settings: SchedulerSettings) -> pb.Scheduling:
+    """Return the values in force. Each field of the message is a setting."""
+    return pb.Scheduling(**{field.name: getattr(settings, field.name) for field in pb.Scheduling.DESCRIPTOR.fields})

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import json
+import zipfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ from lineclear.scheduler.security.identity import Context
 from lineclear.v1 import inference_pb2 as pb
 
 from .prefix_feed import PrefixFeed
-from .tokenizer_archive import tokenizer_archive
 from .translation import AnswerTranslation, to_lineclear
 
 NAME: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -141,7 +142,7 @@ class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """Send the files of the tokenizer as a zip archive in pieces, the last one with the SHA-256 of all."""
         if self._archive is None:
-            self._archive = asyncio.ensure_future(asyncio.to_thread(tokenizer_archive, self._model))
+            self._archive = asyncio.ensure_future(asyncio.to_thread(_tokenizer_archive, self._model))
         data = await asyncio.shield(self._archive)
         async with self._service.writer(context) as writer:
             for start in range(0, len(data), _CHUNK_BYTES):
@@ -192,3 +193,17 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _id(config: dict[str, Any], name: str) -> int:
     value = config.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+_PATTERNS = ("*token*.json", "config.json", "generation_config.json", "chat_template.*", "vocab.json", "merges.txt")
+_MORE = ("*.jinja", "tokenizer.model")
+
+
+def _tokenizer_archive(model: Path) -> bytes:
+    """Return a zip of the tokenizer's files of a model directory. Equal files give equal bytes."""
+    found = {path.name: path for pattern in (*_PATTERNS, *_MORE) for path in model.glob(pattern) if path.is_file()}
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(found):
+            archive.writestr(zipfile.ZipInfo(name), found[name].read_bytes(), zipfile.ZIP_DEFLATED)
+    return written.getvalue()

@@ -17,9 +17,9 @@ from google.protobuf.duration_pb2 import Duration
 from lineclear.errors import InvalidRequest, ModelChanged, PromptTooLong, TokenOutOfVocabulary, Violation
 from lineclear.scheduler.core.sequence import Scoring
 from lineclear.scheduler.requests.beam_search import BeamSettings
-from lineclear.scheduler.requests.validate import branching, resume, stop, tools
+from lineclear.scheduler.requests.validate import branching, resume, tools
 from lineclear.scheduler.requests.validate.form import check_forced, check_form
-from lineclear.scheduler.requests.validate.sampling import check_allowed, read_sampling
+from lineclear.scheduler.requests.validate.sampling import check_allowed, end_ids, read_sampling, text_options
 from lineclear.scheduler.requests.validate.tools import AnswerTools
 from lineclear.scheduler.requests.validate.violations import (
     Rule,
@@ -137,7 +137,7 @@ def check(request: pb.GenerateRequest, bounds: ModelBounds) -> ValidatedRequest:
     given, has_resume = given_fields(params), "resume" in fields
     check_rules(fields, _RULES, violations)
     check_prompt(request, bounds, violations)
-    named_ends = stop.end_ids(request, bounds.vocab_size, violations) if "stop" in fields else _NO_ENDS
+    named_ends = end_ids(request, bounds.vocab_size, violations) if "stop" in fields else _NO_ENDS
     stop_ids, own_eos_ids = named_ends
     eos_ids = frozenset() if params.ignore_eos else own_eos_ids or bounds.eos_ids
     sampling, max_tokens = _sampling(given, params, output, eos_ids | stop_ids, bounds, violations)
@@ -364,7 +364,7 @@ def _text_options(
     """Return the options of AnswerText, but the tokens without text."""
     output = request.output
     return {
-        **(stop.text_options(request.stop, violations) if request.HasField("stop") else {}),
+        **(text_options(request.stop, violations) if request.HasField("stop") else {}),
         "min_tokens": sampling.min_tokens,
         "keep_special": output.keep_special_tokens,
         # Grammars do not know the rule for the start of a text. An answer behind its prompt is no start.
