@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from support.sockets import free_ports
 from support.worker_kills import signal_worker
 
 LENGTH, BLOCK_SIZE = 32, 16
+SLOTS, QUEUE_SIZE = 4, 2
 NAME = "demo"
 ASKED: Any = [{"role": "user", "content": "Tell me about the sea."}]
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0.0}
@@ -38,6 +40,9 @@ TOOL: Any = {
         "additionalProperties": False,
     },
 }
+
+TEXT, THOUGHT = "The sea is [a-z]{3,9}\\.", "<think>So be it\\.</think>"
+TEXT_OF_CALL = '<tool_call>\n\\{"name": "switch", "arguments": \\{"on": (true|false)\\}\\}\n</tool_call>'
 
 
 @dataclass
@@ -76,7 +81,9 @@ class Gateway:
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[Gateway]:
     address, http = (f"127.0.0.1:{port}" for port in free_ports(2))
-    flags = ("--gateway", "--gateway-listen", address, "--gateway-http", http, "--served-model-name", NAME)
+    flags = ["--gateway", "--gateway-listen", address, "--gateway-http", http, "--served-model-name", NAME]
+    flags += ["--max-batch-size", str(SLOTS), "--max-queue-size", str(QUEUE_SIZE)]
+    flags += ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]  # the demo's template shows none
     with collector() as traces, running(*flags, "--otlp-traces-endpoint", traces.address) as service:
         found = Gateway(service, address, http, traces)
         wait_for(found.answers, "the gateway")
@@ -177,6 +184,28 @@ def test_schema_and_forced_tool(client: openai.OpenAI) -> None:
     assert json.loads(call.function.arguments)["on"] in (True, False)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("form", [TEXT, TEXT_OF_CALL, f"{THOUGHT}{TEXT_OF_CALL}"])
+def test_tools_that_the_model_may_call(client: openai.OpenAI, form: str, stream: bool) -> None:
+    """The demo model knows no tools, so that a regular expression, which smg passes on, says what it writes."""
+    tools: Any = [{"type": "function", "function": TOOL}]
+    asked: Any = {"messages": ASKED, "max_tokens": 64, "tools": tools, "tool_choice": "auto", "stream": stream}
+    answer: Any = client.chat.completions.create(**asked, **GREEDY, extra_body={"regex": form})
+    choices = [part.choices[0] for part in answer if part.choices] if stream else [answer.choices[0]]
+    parts = [choice.delta if stream else choice.message for choice in choices]
+    text = "".join(part.content or "" for part in parts)
+    calls = [call.function for part in parts for call in part.tool_calls or ()]
+    if form == TEXT:
+        assert re.fullmatch(form, text)
+        assert (calls, choices[-1].finish_reason) == ([], "stop")
+        return
+    assert [call.name for call in calls if call.name] == [TOOL["name"]]
+    assert json.loads("".join(call.arguments or "" for call in calls)) in ({"on": True}, {"on": False})
+    assert (text, choices[-1].finish_reason) == ("", "tool_calls")
+    reasoning = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
+    assert reasoning == ("So be it." if form.startswith(THOUGHT) else "")
+
+
 def test_embedding_equals_that_of_our_own_client(gateway: Gateway, client: openai.OpenAI) -> None:
     own = gateway.service.client.embed([PROMPTS[0]])
     found = client.embeddings.create(model=NAME, input=PROMPTS[0]).data[0].embedding
@@ -186,6 +215,19 @@ def test_embedding_equals_that_of_our_own_client(gateway: Gateway, client: opena
 def test_too_long_prompt_is_400(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 1024"):
         client.completions.create(prompt="a b c " * 2000, max_tokens=8, **GREEDY)
+
+
+def test_full_queue_is_429(gateway: Gateway, client: openai.OpenAI) -> None:
+    service = gateway.service
+    ids = [f"fills-{number}" for number in range(SLOTS + QUEUE_SIZE)]
+    for count, request_id in enumerate(ids, 1):
+        service.client.submit("a", request_id=request_id, max_tokens=900, ignore_eos=True)
+        wait_for(lambda: service.client.stats().gauges.num_requests_running == min(count, SLOTS), "a slot")  # noqa: B023
+    message = f"{QUEUE_SIZE} requests are waiting, the limit is {QUEUE_SIZE}; retry in about"
+    with pytest.raises(openai.RateLimitError, match=message):
+        client.completions.create(prompt="a", max_tokens=8, **GREEDY)
+    assert all(service.client.cancel(request_id) for request_id in ids)
+    wait_for(service.is_idle, "the cancelled requests to end")
 
 
 def test_closed_stream_frees_its_blocks(gateway: Gateway, client: openai.OpenAI) -> None:

@@ -181,7 +181,8 @@ class App:
 
         settings, is_console = self._settings, logging_setup.chosen(self._settings.log_format) == "console"
         traces, address = settings.otlp_traces_endpoint, self._server.gateway_address
-        gateway = HttpGateway(settings.gateway_http, address, shows_example=is_console, traces=traces)
+        parsers = self._manager.services.parsers
+        gateway = HttpGateway(settings.gateway_http, address, parsers, shows_example=is_console, traces=traces)
         async with gateway.running():
             yield
 

@@ -22,6 +22,7 @@ from lineclear.process import logging_setup
 from lineclear.process.parent_death import ParentDeathPipe
 from lineclear.process.standard_error import write_stderr
 from lineclear.scheduler.addresses import parse_address
+from lineclear.scheduler.text.parsed_answer import AnswerParsers
 
 log = structlog.get_logger()
 
@@ -31,13 +32,20 @@ _PROGRAM = (
 )
 _POLL_SECONDS, _START_SECONDS, _STOP_SECONDS = 0.2, 1800, 5.0  # a large model loads for minutes
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 1.0, 60.0
+_CALL_PARSERS = {"hermes": "qwen", "llama3_json": "llama"}
+"""smg's names. Not its "mistral": smg then forces calls with structural tags, which lineclear does not have."""
 
 
 class HttpGateway:
     """Runs smg at an HTTP address, before the listener for gateways at another. Used on the event loop."""
 
-    def __init__(self, http_address: str, engine_address: str, *, shows_example: bool, traces: str = "") -> None:
-        """`shows_example`: print a command that tries the API, beside the log lines. `traces`: URL of a collector."""
+    def __init__(
+        self, http_address: str, engine_address: str, parsers: AnswerParsers, *, shows_example: bool, traces: str = ""
+    ) -> None:
+        """`parsers`: those of the server. smg would choose its own by the name of the model.
+
+        `shows_example`: print a command that tries the API, beside the log lines. `traces`: URL of a collector.
+        """
         parsed = parse_address(http_address)
         assert not isinstance(parsed, str), "the settings refuse a unix socket"
         host, port = parsed
@@ -45,6 +53,10 @@ class HttpGateway:
         options = {"--worker-urls": f"grpc://{engine_address}", "--host": host.strip("[]"), "--port": port}
         options |= {"--worker-startup-timeout-secs": _START_SECONDS, "--worker-startup-check-interval": 1}
         options["--log-level"] = "warn"
+        if parsers.tool_calls in _CALL_PARSERS:
+            options["--tool-call-parser"] = _CALL_PARSERS[parsers.tool_calls]
+        if parsers.reasoning:
+            options["--reasoning-parser"] = parsers.reasoning
         if traces.startswith("http://"):  # smg sends plaintext, and makes spans at this level only
             options |= {"--otlp-traces-endpoint": urlsplit(traces).netloc, "--log-level": "info"}
         self._arguments = ["launch", *(str(part) for option in options.items() for part in option)]
