@@ -56,7 +56,7 @@ REPLACEMENTS = [
     (r"any number of tasks of one event loop", "any number of threads"),
     (r"any thread or task", "any thread"),
     (r"The client for asyncio, and the source of `_sync`", "The client for threads"),
-    (r"\b(async_)(?=sleep|call\b)", ""),
+    (r"\b(async_)(?=sleep|call\b|read\b)", ""),
     (r"\b(unary|stream|close)_async\b", r"\1"),
     (r"\basync (?=(def|with|for)\b)", ""),
     (r"\bawait ", ""),

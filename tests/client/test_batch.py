@@ -9,7 +9,7 @@ import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -192,6 +192,33 @@ async def test_async_batch_ends_while_its_prompts_block(server: Any) -> None:
     prompts.go_on.set()
 
 
+async def test_asynchronous_prompts_that_wait_or_fail(server: Any) -> None:
+    """Their task ends with the batch: after the last prompt, when the reader leaves, and by their own error."""
+    ends: list[str] = []
+
+    async def prompts(name: str, seconds: float, error: type[Exception] | None = None) -> AsyncIterator[str]:
+        yield "one"
+        try:
+            await asyncio.sleep(seconds)
+            if error is not None:
+                raise error(name)
+        finally:
+            ends.append(name)
+
+    async with AsyncClient(server.target) as client:
+        answers = await client.generate_batch(prompts("last", 0))
+        assert [answer.text for answer in answers] == ["one"]
+        async with contextlib.aclosing(client.iter_batch(prompts("left", 3600))) as outcomes:
+            assert (await anext(outcomes)).text == "one"
+        with pytest.raises(KeyError, match="failed"):
+            await client.generate_batch(prompts("failed", 0, KeyError), return_exceptions=True)
+        await asyncio.sleep(0)
+        assert ends == ["last", "left", "failed"]
+        assert [task.get_name() for task in asyncio.all_tasks() if "_run_in_task" in repr(task)] == []
+    with Client(server.target) as threads, pytest.raises(TypeError, match="async_generator"):
+        threads.generate_batch(prompts("threads", 0))
+
+
 @pytest.mark.parametrize("error", [KeyError("a"), SystemExit(3)])
 def test_error_of_the_prompts_is_raised(client: Any, error: BaseException) -> None:
     """Whatever it is: a thread that ended with it would leave the others waiting."""
@@ -239,10 +266,19 @@ def test_no_terminal_no_progress_bar(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr() == ("", "")
 
 
-async def test_endless_prompts_are_read_no_further_than_the_window() -> None:
-    """The answers wait for their reader, and the prompts for the answers."""
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_endless_prompts_are_read_no_further_than_the_window(is_async: bool) -> None:
+    """The answers wait for their reader, and the prompts for the answers. One task runs an asynchronous generator."""
     taken: list[int] = []
-    prompts = (taken.append(number) or str(number) for number in itertools.count())  # type: ignore[func-returns-value]
+
+    async def asynchronous(task: asyncio.Task[object] | None = None) -> AsyncIterator[str]:
+        for prompt in synchronous:
+            assert asyncio.current_task() is (task := task or asyncio.current_task())
+            await asyncio.sleep(0)
+            yield prompt
+
+    synchronous = (taken.append(n) or str(n) for n in itertools.count())  # type: ignore[func-returns-value]
+    prompts = asynchronous() if is_async else synchronous
     async with AsyncClient(transport=FakeTransport("ok")) as client:
         async with contextlib.aclosing(client.iter_batch(prompts, concurrency=4, window=8)) as answers:
             for count in range(1, 31):

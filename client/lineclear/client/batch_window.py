@@ -6,8 +6,8 @@ Their outcomes leave in the order of the items, or as they finish.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sized
-from typing import Generic, NamedTuple, TypeVar, cast
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sized
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from lineclear.errors import LineclearError
 
@@ -19,6 +19,9 @@ from .prompt_calls import ScoreParams, Scores
 from .results import Generation
 
 Item = TypeVar("Item")
+Items = Iterable[Item]
+AsyncItems = Iterable[Item] | AsyncIterable[Item]
+"""What a batch of an AsyncClient takes its items from."""
 Outcome = Generation | LineclearError
 ScoreOutcome = Scores | LineclearError
 
@@ -78,7 +81,7 @@ class BatchWindow(Generic[Item]):
     """
 
     def __init__(
-        self, items: Iterable[Item], window: int, return_exceptions: bool = True, in_order: bool = True
+        self, items: AsyncItems[Item], window: int, return_exceptions: bool = True, in_order: bool = True
     ) -> None:
         assert window >= 1
         self.total: int | None = len(items) if isinstance(items, Sized) else None
@@ -88,7 +91,11 @@ class BatchWindow(Generic[Item]):
         self.completed = 0
         self.failed = 0
         self.tokens = 0  # generated, or scored with their prompts
-        self._items: Iterator[Item] = iter(items)
+        self._items: Iterator[Item] | AsyncIterator[Item]
+        if isinstance(items, AsyncIterable) and not isinstance(items, Iterable):
+            self._items = aiter(items)
+        else:
+            self._items = iter(items)
         self._window = window
         self._return_exceptions = return_exceptions
         self._in_order = in_order
@@ -120,7 +127,18 @@ class BatchWindow(Generic[Item]):
     def read(self) -> Read[Item]:
         """Read the next item. It may block in the caller's iterable: one worker at a time, and without a lock."""
         try:
-            return Read(next(self._items), None)
+            return Read(next(cast("Iterator[Item]", self._items)), None)
+        except BaseException as error:
+            return Read(None, error)
+
+    @property
+    def async_read(self) -> Callable[[], Any]:
+        """`read`, or a coroutine function that does the same with an asynchronous iterable."""
+        return self._read_async if isinstance(self._items, AsyncIterator) else self.read
+
+    async def _read_async(self) -> Read[Item]:
+        try:
+            return Read(await anext(cast("AsyncIterator[Item]", self._items)), None)
         except BaseException as error:
             return Read(None, error)
 
@@ -128,7 +146,7 @@ class BatchWindow(Generic[Item]):
         """Return the item that was read and its index, None at the end of the batch."""
         if self.has_no_more:  # the batch failed during the read
             return None
-        if isinstance(read.error, StopIteration):
+        if isinstance(read.error, StopIteration | StopAsyncIteration):
             self.exhausted = True
             return None
         if read.error is not None:

@@ -213,7 +213,7 @@ class Reader(Generic[T]):
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
         self._context = contextvars.copy_context()
-        self._asked: queue.SimpleQueue[Future[T | None] | None] = queue.SimpleQueue()
+        self._asked: Any = queue.SimpleQueue[Future[T | None] | None]()
         self._result: Future[T | None] | None = None
 
     def read(self) -> T | None:
@@ -222,16 +222,19 @@ class Reader(Generic[T]):
 
     def close(self) -> None:
         """End the thread after its current call, and the wait for that call now."""
-        self._asked.put(None)
+        self._asked.put_nowait(None)
         if self._result is not None:
             _resolve(self._result, None)
 
     def _ask(self) -> Future[T | None]:
         if self._result is None:
-            threading.Thread(target=self._run, name="lineclear-prompts", daemon=True).start()
+            self._start()
         self._result = Future()
-        self._asked.put(self._result)
+        self._asked.put_nowait(self._result)
         return self._result
+
+    def _start(self) -> None:
+        threading.Thread(target=self._run, name="lineclear-prompts", daemon=True).start()
 
     def _run(self) -> None:
         while (result := self._asked.get()) is not None:
@@ -239,11 +242,29 @@ class Reader(Generic[T]):
 
 
 class AsyncReader(Reader[T]):
-    """`Reader` for the tasks of an event loop."""
+    """`Reader` for the tasks of an event loop. One task makes all calls of a coroutine function."""
+
+    _task: asyncio.Task[None] | None = None
 
     async def read(self) -> T | None:  # type: ignore[override]
         """Return what the function returns, None after `close`."""
         return await asyncio.wrap_future(self._ask())
+
+    def close(self) -> None:
+        """End the thread or task, and the wait for its current call now."""
+        super().close()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _start(self) -> None:
+        if inspect.iscoroutinefunction(self._function):
+            self._asked, self._task = asyncio.Queue(), asyncio.create_task(self._run_in_task(self._function))
+        else:
+            super()._start()
+
+    async def _run_in_task(self, function: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        while (result := await self._asked.get()) is not None:
+            _resolve(result, await function())
 
 
 def _resolve(result: Future[T], value: T) -> None:

@@ -62,7 +62,8 @@ class AsyncBatchResults(AsyncIterator[Answer], Generic[Answer]):
 class AsyncBatchWorkers(Generic[Item]):
     """Up to `concurrency` workers, each of which takes an item and runs its request, again and again.
 
-    The caller's iterable may block, so one worker at a time reads it, and in a thread unless the items are in memory.
+    The caller's iterable may block, so one worker at a time has it read: in a thread unless the items are in memory, or
+    in a task if the iterable is asynchronous.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class AsyncBatchWorkers(Generic[Item]):
         self._changed = AsyncCondition()  # guards _running and the window
         self._running: set[AsyncBatchCall] = set()
         self._reading = asyncio.Lock()
-        self._reader = AsyncReader[Read[Item]](window.read)
+        self._reader = AsyncReader[Read[Item]](window.async_read)
         self._workers = AsyncWorkers()
 
     async def outcomes(self, display: Display) -> AsyncGenerator[tuple[int, Any], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Unpack, cast, overload
 
 from lineclear.errors import LineclearError
@@ -10,6 +10,7 @@ from lineclear.errors import LineclearError
 from ..batch_window import (
     ALL_AT_ONCE,
     DEFAULT_CONCURRENCY,
+    AsyncItems,
     BatchParams,
     BatchWindow,
     Item,
@@ -42,7 +43,7 @@ class AsyncBatches(AsyncConnection):
     @overload
     def iter_batch(
         self,
-        prompts: Iterable[Prompt | Request],
+        prompts: AsyncItems[Prompt | Request],
         sampling: Sampling | None = None,
         *,
         return_exceptions: Literal[False],
@@ -51,7 +52,7 @@ class AsyncBatches(AsyncConnection):
     @overload
     def iter_batch(
         self,
-        prompts: Iterable[Prompt | Request],
+        prompts: AsyncItems[Prompt | Request],
         sampling: Sampling | None = None,
         *,
         return_exceptions: bool = True,
@@ -59,7 +60,7 @@ class AsyncBatches(AsyncConnection):
     ) -> AsyncBatchResults[Outcome]: ...
     def iter_batch(
         self,
-        prompts: Iterable[Prompt | Request],
+        prompts: AsyncItems[Prompt | Request],
         sampling: Sampling | None = None,
         *,
         return_exceptions: bool = True,
@@ -82,11 +83,11 @@ class AsyncBatches(AsyncConnection):
     ) -> AsyncBatchResults[tuple[Key, Outcome]]: ...
     @overload
     def as_completed(
-        self, prompts: Iterable[Prompt | Request], sampling: Sampling | None = None, **params: Unpack[WindowParams]
+        self, prompts: AsyncItems[Prompt | Request], sampling: Sampling | None = None, **params: Unpack[WindowParams]
     ) -> AsyncBatchResults[tuple[int, Outcome]]: ...
     def as_completed(
         self,
-        prompts: Mapping[Key, Prompt | Request] | Iterable[Prompt | Request],
+        prompts: Mapping[Key, Prompt | Request] | AsyncItems[Prompt | Request],
         sampling: Sampling | None = None,
         **params: Unpack[WindowParams],
     ) -> AsyncBatchResults[tuple[Key, Outcome]] | AsyncBatchResults[tuple[int, Outcome]]:
@@ -121,7 +122,7 @@ class AsyncBatches(AsyncConnection):
     @overload
     async def generate_batch(
         self,
-        prompts: Iterable[Prompt | Request],
+        prompts: AsyncItems[Prompt | Request],
         sampling: Sampling | None = None,
         *,
         return_exceptions: Literal[False] = False,
@@ -130,7 +131,7 @@ class AsyncBatches(AsyncConnection):
     @overload
     async def generate_batch(
         self,
-        prompts: Iterable[Prompt | Request],
+        prompts: AsyncItems[Prompt | Request],
         sampling: Sampling | None = None,
         *,
         return_exceptions: bool,
@@ -138,7 +139,7 @@ class AsyncBatches(AsyncConnection):
     ) -> list[Outcome]: ...
     async def generate_batch(
         self,
-        prompts: Mapping[Key, Prompt | Request] | Iterable[Prompt | Request],
+        prompts: Mapping[Key, Prompt | Request] | AsyncItems[Prompt | Request],
         sampling: Sampling | None = None,
         *,
         return_exceptions: bool = False,
@@ -187,8 +188,8 @@ def _window(params: WindowParams) -> int:
 
 
 def _items(
-    prompts: Mapping[Key, Prompt | Request] | Iterable[Prompt | Request],
-) -> tuple[Iterable[Prompt | Request], list[Key] | None]:
+    prompts: Mapping[Key, Prompt | Request] | AsyncItems[Prompt | Request],
+) -> tuple[AsyncItems[Prompt | Request], list[Key] | None]:
     return (list(prompts.values()), list(prompts)) if isinstance(prompts, Mapping) else (prompts, None)
 
 

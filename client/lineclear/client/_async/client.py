@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, Unpack, cast, overload
 
 from lineclear.errors import DuplicateRequest
 from lineclear.v1 import inference_pb2 as pb
 
 from .. import rpc_methods
-from ..batch_window import ALL_AT_ONCE, BatchWindow, ScoreBatchParams, ScoreOutcome, checked_window
+from ..batch_window import ALL_AT_ONCE, AsyncItems, BatchWindow, ScoreBatchParams, ScoreOutcome, checked_window
 from ..call_params import Params
 from ..call_settings import submit_request, submittable
 from ..chat_messages import ChatMessage
@@ -164,17 +164,17 @@ class AsyncClient(AsyncBatches):
     @overload
     async def score_batch(
         self,
-        items: Iterable[ScoreItem],
+        items: AsyncItems[ScoreItem],
         *,
         return_exceptions: Literal[False] = False,
         **params: Unpack[ScoreBatchParams],
     ) -> list[Scores]: ...
     @overload
     async def score_batch(
-        self, items: Iterable[ScoreItem], *, return_exceptions: bool, **params: Unpack[ScoreBatchParams]
+        self, items: AsyncItems[ScoreItem], *, return_exceptions: bool, **params: Unpack[ScoreBatchParams]
     ) -> list[ScoreOutcome]: ...
     async def score_batch(
-        self, items: Iterable[ScoreItem], *, return_exceptions: bool = False, **params: Unpack[ScoreBatchParams]
+        self, items: AsyncItems[ScoreItem], *, return_exceptions: bool = False, **params: Unpack[ScoreBatchParams]
     ) -> list[Scores] | list[ScoreOutcome]:
         """Return the scores of many prompts, in the order of `items`: pairs of a prompt and its continuations.
 
