@@ -158,6 +158,9 @@ def test_a_worker_that_has_not_joined_is_shown(start: Callable[..., Running], tm
         joined = {int(index): value for index, value in page.by_label("worker_joined").items()}
         assert joined == {worker.index: float(worker.state == "joined") for worker in stats.workers}
         assert (page["num_workers_wanted"], page["num_workers_joined"], page["num_workers_starting"]) == (2, 1, 1)
+        with Console(width=80, file=io.StringIO()) as console, console.capture() as shown:
+            console.print(stats_view(stats))
+        assert all(re.search(rf"pid .*\b{worker.pid}\b", shown.get()) for worker in stats.workers)
         with Console(width=120, file=io.StringIO()) as console, console.capture() as shown:
             console.print(stats_view(stats))
             console.print(model_view(client.model()))

@@ -263,8 +263,10 @@ def _worker_counts(gauges: Gauges) -> str:
 
 
 def _worker_table(workers: Sequence[WorkerStats]) -> Table:
-    columns = "worker", "state", "pid", "device", "joins", "running", "steps"
-    rows = (
+    """Return a row for each worker, or a column where that fits into 80 characters."""
+    names = "worker", "state", "pid", "device", "joins", "running", "steps", "ms a step", "tokens/s"
+    table: list[Sequence[Any]] = [(*names, "blocks used", "cached")]
+    table += (
         (
             "" if worker.index is None else worker.index,
             strip_control_chars(worker.state),
@@ -280,7 +282,8 @@ def _worker_table(workers: Sequence[WorkerStats]) -> Table:
         )
         for worker in workers
     )
-    return _table((*columns, "ms a step", "tokens/s", "blocks used", "cached"), rows)
+    columns, *rows = zip(*table, strict=True) if len(workers) < 5 else table
+    return _table([*map(str, columns)], rows)
 
 
 def model_view(model: Model) -> Table:
@@ -297,6 +300,7 @@ def model_view(model: Model) -> Table:
         ("forward pass", strip_control_chars(_forward_pass(model))),
         ("chat template", "yes" if model.has_chat_template else "no"),
         ("structured output", "yes" if model.has_structured_output else "no"),
+        ("parsers of calls, reasoning", f"{model.tool_call_parser or 'none'}, {model.reasoning_parser or 'none'}"),
         ("server", strip_control_chars(model.server_version)),
         *((name.replace("_", " "), getattr(model.limits, name)) for name in type(model.limits).__slots__),
     )
