@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 import shlex
@@ -30,7 +31,10 @@ from lineclear.worker.settings import WorkerSettings
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted(p for p in REPOSITORY.glob("**/*.md") if not {".venv", "node_modules"} & set(p.parts))
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+README, QUICK_START, TUTORIALS = (
+    (REPOSITORY / page).read_text(encoding="utf-8")
+    for page in ("README.md", "docs/quick-start.md", "docs/tutorials.md")
+)
 SITE = runpy.run_path(str(REPOSITORY / "docs/mkdocs_hooks.py"))
 
 
@@ -164,13 +168,13 @@ def test_migration_flags_exist() -> None:
     assert not [f for f in there & accepted.keys() if not {accepted[f], f"--no-{accepted[f][2:]}"} & ours]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def commands() -> list[str]:
-    text = "".join(blocks("bash")).replace("\\\n", " ")
-    return [line.split("#")[0].strip() for line in text.splitlines() if line.strip()]
+def commands(text: str = README) -> list[str]:
+    lines = "".join(blocks("bash", text)).replace("\\\n", " ").splitlines()
+    return [line.split("#")[0].strip() for line in lines if line.strip()]
 
 
 def test_readme_python_runs(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,8 +234,11 @@ def test_client_page_names_every_error() -> None:
     assert set(named) >= {error.__name__ for error in tree()} - {"LineclearError"}
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if re.match(r"\.venv/bin/lineclear (generate \"|stats)", c)])
-def test_readme_commands_run(command: str, service: Service) -> None:
+RUN = re.compile(r"\.venv/bin/lineclear (generate \"[^&]*$|stats|model)")
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(filter(RUN.match, commands(README + QUICK_START + TUTORIALS))))
+def test_commands_of_the_pages_run(command: str, service: Service) -> None:
     program, *words = shlex.split(command)
     lineclear = [str(Path(sys.executable).with_name(Path(program).name)), *words, "--target", service.target]
     done = subprocess.run(lineclear, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
@@ -239,9 +246,23 @@ def test_readme_commands_run(command: str, service: Service) -> None:
     assert "Paris" in done.stdout or "generate" not in words
 
 
-def test_readme_flags_belong_to_their_process() -> None:
+@pytest.mark.parametrize(("heading", "out"), [("A file of prompts", "results.jsonl"), ("Embeddings", "vectors.jsonl")])
+def test_tutorials_run(
+    heading: str, out: str, service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINECLEAR_TARGET", service.target)
+    section = TUTORIALS.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lineclear = str(Path(sys.executable).with_name("lineclear"))
+    script = "\n".join(commands(section)).replace(".venv/bin/lineclear", lineclear)
+    subprocess.run(["bash", "-ec", script], check=True, timeout=PATIENCE_SECONDS, cwd=tmp_path)
+    assert [json.loads(line)["index"] for line in (tmp_path / out).read_text().splitlines()] == [0, 1]
+    for example in blocks("python", section):
+        exec(compile(example.replace("127.0.0.1:50051", service.target), "tutorials.md", "exec"), {})
+
+
+def test_flags_belong_to_their_process() -> None:
     found = {"scheduler": set[str](), "worker": set[str]()}
-    for command in commands():
+    for command in commands(README + QUICK_START + TUTORIALS):
         words = command.split()
         if words[0] == ".venv/bin/lineclear-worker":
             found["worker"].update(words)
