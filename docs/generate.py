@@ -1,8 +1,8 @@
 """Write the reference pages from code.
 
 docs/configuration.md comes from the settings, docs/protocol.md from the .proto files and the error tree,
-docs/exit-codes.md from lineclear.exit_codes, docs/reliability.md from tests/faults.yaml. A test compares the pages with
-fresh ones.
+docs/exit-codes.md from lineclear.exit_codes, docs/reliability.md from tests/faults.yaml, docs/images/speed.svg from the
+README. A test compares them with fresh ones.
 
     python docs/generate.py [--out FOLDER]
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import reliability
+import speed_chart
 from google.protobuf import descriptor_pb2 as pb
 from google.rpc.code_pb2 import Code
 from pydantic.fields import FieldInfo
@@ -258,6 +259,8 @@ def main() -> None:
     (out / "metrics.md").write_text(metrics(), encoding="utf-8")
     (out / "protocol.md").write_text(protocol(), encoding="utf-8")
     (out / "reliability.md").write_text(reliability.page(), encoding="utf-8")
+    (out / "images").mkdir(exist_ok=True)
+    (out / "images/speed.svg").write_text(speed_chart.chart(), encoding="utf-8")
 
 
 if __name__ == "__main__":
