@@ -1,6 +1,6 @@
-"""Write what an environment consists of: `python bill_of_materials.py FOLDER`, in the environment.
+"""Write what an environment consists of: `python bill_of_materials.py SBOM [LICENCES]`, in the environment.
 
-sbom.cdx.json is CycloneDX 1.6, THIRD_PARTY_LICENSES.txt has the licence files of each package.
+SBOM is CycloneDX 1.6, LICENCES a text with the licence files of each package.
 """
 
 from __future__ import annotations
@@ -11,29 +11,32 @@ import sys
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 
 def component(package: Distribution) -> dict[str, Any]:
     """Return a package as a component of CycloneDX, with the SPDX expression or what it states instead."""
     name = re.sub(r"[-_.]+", "-", package.name).lower()
-    purl = f"pkg:pypi/{name}@{package.version}"
+    purl = f"pkg:pypi/{name}@{quote(package.version)}"
     facts = package.metadata
     stated = [x.rpartition(":: ")[2] for x in facts.get_all("Classifier", []) if x.startswith("License ::")]
-    text = (facts.get("License") or "see THIRD_PARTY_LICENSES.txt").strip().partition("\n")[0]
+    text = (facts.get("License") or "see its licence files").strip().partition("\n")[0]
     spdx = facts.get("License-Expression")
     licences = [{"expression": spdx} if spdx else {"license": {"name": ", ".join(stated) or text}}]
     kind = "application" if name == "lineclear" else "library"
     return {"type": kind, "bom-ref": purl, "name": name, "version": package.version, "licenses": licences, "purl": purl}
 
 
-def main(folder: Path) -> None:
-    """Write both files."""
+def main(sbom: Path, licences: Path | None = None) -> None:
+    """Write the files."""
     found = {x.name.lower(): x for x in distributions() if x.name not in ("pip", "setuptools")}
     ours, others = component(found.pop("lineclear")), [found[name] for name in sorted(found)]
     bom = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1, "metadata": {"component": ours}}
     bom |= {"components": [component(package) for package in others]}
-    (folder / "sbom.cdx.json").write_text(json.dumps(bom, indent=1) + "\n", encoding="utf-8")
-    with (folder / "THIRD_PARTY_LICENSES.txt").open("w", encoding="utf-8") as out:
+    sbom.write_text(json.dumps(bom, indent=1) + "\n", encoding="utf-8")
+    if licences is None:
+        return
+    with licences.open("w", encoding="utf-8") as out:
         for package in others:
             out.write(f"{'=' * 80}\n{package.name} {package.version}: {component(package)['licenses'][0]}\n")
             for path in sorted(package.files or (), key=str):
@@ -42,4 +45,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -125,7 +125,8 @@ def use(work: Path, names: list[str], version: str) -> None:
         raise SystemExit("the scheduler has another version, or torch")
     everything = Environment(work / "all")
     everything.install(f"{wheel}[all]")
-    everything.run("python", ROOT / "deploy/bill_of_materials.py", DIST)
+    texts = (DIST / "sbom.cdx.json", DIST / "THIRD_PARTY_LICENSES.txt")
+    everything.run("python", ROOT / "deploy/bill_of_materials.py", *texts)
     if (everything.serve() == "none") != ("-any." in wheel.name):
         raise SystemExit(f"{wheel.name} and the kernels in use do not agree")
     print("--- all, from the sdist, in the same environment", flush=True)

@@ -18,7 +18,7 @@ RUN python3 -m venv --without-pip /opt/lineclear \
 FROM dependencies AS product
 # Constrains the build requirements of the project.
 ENV PIP_BUILD_CONSTRAINT=/src/constraints.txt
-COPY hatch_build.py README.md LICENSE ./
+COPY hatch_build.py README.md LICENSE deploy/bill_of_materials.py ./
 COPY protos protos
 COPY common common
 COPY scheduler_svc scheduler_svc
@@ -29,7 +29,7 @@ COPY embedded embedded
 COPY demo/model demo/model
 # The base has no compiler, so the worker's kernels are not built.
 RUN python3 -m pip --python /opt/lineclear/bin/python install --no-cache-dir --compile --no-deps --prefix /opt/product . \
-    && /opt/lineclear/bin/python requirements.py --sbom > /opt/product/sbom.cdx.json
+    && /opt/lineclear/bin/python bill_of_materials.py /opt/product/sbom.cdx.json
 
 FROM python:${PYTHON}-slim-bookworm
 # A volume mounted here inherits owner and mode. The process creates its own 0700 folder inside.

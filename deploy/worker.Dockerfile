@@ -25,7 +25,7 @@ RUN sed '/^torch==/d' constraints.txt > pinned.txt \
 FROM dependencies AS product
 # Constrains the build requirements of the project.
 ENV PIP_BUILD_CONSTRAINT=/src/pinned.txt
-COPY hatch_build.py README.md LICENSE ./
+COPY hatch_build.py README.md LICENSE deploy/bill_of_materials.py ./
 COPY protos protos
 COPY common common
 COPY scheduler_svc scheduler_svc
@@ -35,7 +35,7 @@ COPY tools tools
 COPY embedded embedded
 COPY demo/model demo/model
 RUN python3 -m pip --python /opt/lineclear/bin/python install --no-cache-dir --compile --no-deps --prefix /opt/product . \
-    && /opt/lineclear/bin/python requirements.py --sbom > /opt/product/sbom.cdx.json
+    && /opt/lineclear/bin/python bill_of_materials.py /opt/product/sbom.cdx.json
 
 FROM python:${PYTHON}-slim-bookworm
 # With CUDA, Triton builds the launchers of its kernels by a C compiler at their first use.

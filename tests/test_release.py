@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -58,13 +57,16 @@ def test_tag_version_and_tree_must_agree(commit: Path, change: str, outcome: str
 
 
 def test_bill_of_materials_lists_this_environment(tmp_path: Path) -> None:
-    runpy.run_path(str(REPOSITORY / "deploy/bill_of_materials.py"))["main"](tmp_path)
-    document = json.loads((tmp_path / "sbom.cdx.json").read_text())
+    sbom, licences = tmp_path / "sbom.cdx.json", tmp_path / "licences.txt"
+    command(sys.executable, REPOSITORY / "deploy/bill_of_materials.py", sbom, licences, cwd=tmp_path)
+    document = json.loads(sbom.read_text())
     assert (document["bomFormat"], document["metadata"]["component"]["name"]) == ("CycloneDX", "lineclear")
     found = {part["name"]: part for part in document["components"]}
     assert found["grpcio"]["purl"] == f"pkg:pypi/grpcio@{version('grpcio')}"
+    assert len(found) == len(document["components"]) > 20, "a package is listed twice"
     assert all(part["version"] and part["licenses"] for part in found.values())
-    assert "Apache License" in (tmp_path / "THIRD_PARTY_LICENSES.txt").read_text()
+    assert all(re.fullmatch(r"pkg:pypi/[a-z0-9-]+@[\w.%-]+", part["purl"]) for part in found.values())  # 2.13.0%2Bcpu
+    assert "Apache License" in licences.read_text()
 
 
 def test_hosted_jobs_run_the_commands_of_this_repository() -> None:
