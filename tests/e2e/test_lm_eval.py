@@ -21,7 +21,11 @@ pytestmark = pytest.mark.exhaustive
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 TOLERANCE = 1e-4
-"""Largest difference of a log-probability of a whole text per token, both in float32."""
+"""Largest difference of metrics, and of the log-probability of a short text, in float32.
+
+That of the long text, -22,125, differs by 1.1e-4: `hf` adds each window in float32, in steps of 4.9e-4 there. A float64
+model is nearer to the server than to `hf` in each of the seven texts.
+"""
 MAX_LENGTH = 1022
 """What the server takes of a context of 1,024: `hf` must cut long texts at the same places."""
 CAPITALS = ["France", "Italy", "Japan", "Peru", "Norway", "Egypt"]
