@@ -26,9 +26,10 @@ COPY gpu_worker gpu_worker
 COPY client client
 COPY tools tools
 COPY embedded embedded
-COPY demo/model demo/model
 # The base has no compiler, so the worker's kernels are not built.
-RUN python3 -m pip --python /opt/lineclear/bin/python install --no-cache-dir --compile --no-deps --prefix /opt/product . \
+# The demo model is left out: its folder is empty.
+RUN mkdir -p demo/model \
+    && python3 -m pip --python /opt/lineclear/bin/python install --no-cache-dir --compile --no-deps --prefix /opt/product . \
     && /opt/lineclear/bin/python bill_of_materials.py /opt/product/sbom.cdx.json
 
 FROM python:${PYTHON}-slim-bookworm

@@ -177,7 +177,7 @@ def test_copied_files_build_the_package(dockerfile: Path, tmp_path: Path) -> Non
     """Build the wheel from exactly the files that the image copies."""
     copies = [rest.split() for word, rest in instructions(dockerfile) if word == "COPY" and "--from" not in rest]
     context = tmp_path / "src"
-    context.mkdir()
+    (context / "demo/model").mkdir(parents=True)  # as the Dockerfile does
     for *sources, target in copies:
         for source in sources:
             where = context / target if target.endswith("/") else (context / target).parent
