@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import trustme
-from support.buf import find_buf
+from support.npm import find_buf
 from support.service import DEMO_MODEL, Service, running
 from support.sources import ROOTS
 from support.time_limits import PATIENCE_SECONDS

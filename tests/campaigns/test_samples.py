@@ -20,7 +20,6 @@ from campaigns.answers import CheckingReader, Tally, differences
 from campaigns.pauses import Death, Pauses, Timeline
 from campaigns.questions import Answer
 from campaigns.server import is_orphan
-from support.service import DEMO_MODEL
 
 from lineclear.client import Client, Delta, FinishReason, Generation, Output, Sampling, TokenLogprobs
 from lineclear.client.message_classes import Started, Timings, Usage
@@ -44,39 +43,6 @@ def test_clients_notice_no_kill_of_one_of_two_workers(folder: Path) -> None:
     assert done.is_clean, done.figures()
     assert done.continued_elsewhere > 0
     assert done.figures()["living_stream_pause_seconds"]
-
-
-def test_clients_with_mixed_features_notice_no_kill(folder: Path) -> None:
-    sizes = {"kills": 1, "streams": 18, "num_questions": 10, "max_seconds": 60.0}
-    model, recovers = str(DEMO_MODEL.with_name("model-tiny")), {"adapter", "constraint", "outputs"}
-    done = chaos.campaign(folder, of="worker", model=model, seed=6, deaths={"kill": 1.0}, recovers=recovers, **sizes)
-    assert done.tally.is_clean, done.figures()
-    assert not done.orphans
-    assert done.tally.recovered.keys() >= recovers
-
-
-def test_deterministic_answers_are_bitwise_those_of_a_quiet_server(folder: Path) -> None:
-    """In bfloat16, where the batch changes the last bits, and tokens, without the setting."""
-    sizes = {"kills": 1, "streams": 12, "num_questions": 12, "answers": 24}
-    flags = {"server_flags": "--target-batch-tokens 48", "worker_flags": "--dtype bfloat16 --deterministic"}
-    model = str(DEMO_MODEL.with_name("model-tiny"))
-    done = chaos.campaign(folder, of="worker", model=model, seed=6, deaths={"kill": 1.0}, **sizes, **flags)
-    assert done.tolerance == 0.0
-    assert done.tally.is_clean, done.figures()
-    assert done.tally.recovered
-    assert done.tally.answers >= 24
-
-
-def test_clients_with_mixed_features_notice_no_kill_of_a_rank(folder: Path) -> None:
-    """The expected answers are those of an undisturbed worker of as many ranks."""
-    sizes = {"kills": 1, "streams": 18, "num_questions": 10, "max_seconds": 60.0, "tensor_parallel_size": 2}
-    model, recovers = str(DEMO_MODEL.with_name("model-tiny")), {"adapter", "constraint", "outputs"}
-    done = chaos.campaign(folder, of="worker", model=model, seed=6, deaths={"rank": 1.0}, recovers=recovers, **sizes)
-    assert done.tally.is_clean, done.figures()
-    assert not done.orphans
-    assert done.how["rank"] >= 1
-    assert done.tally.recovered.keys() >= recovers
-    assert done.tally.accepted_tokens
 
 
 class _Scripted:

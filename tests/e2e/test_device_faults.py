@@ -1,13 +1,19 @@
-"""A device that fails under the real scheduler and worker, with the demo model: its faults are stubs."""
+"""Devices and ranks that fail under the real scheduler and worker, with the demo models."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
+import pytest
+from campaigns.server import ranks_of
 from e2e.test_service import BLOCK_BYTES
 from support.demo import PROMPTS, all_at_once, greedy, reference
-from support.service import running, wait_for
+from support.processes import is_running
+from support.service import DEMO_MODEL, running, wait_for
+from support.waiting import eventually
 
 LENGTH = 60
 
@@ -36,3 +42,26 @@ def test_answers_survive_faults_of_the_device(tmp_path: Path) -> None:
         assert stats.workers[0].swap_memory_bytes == 4_000_000 // BLOCK_BYTES * BLOCK_BYTES
         assert before.swapped_in_tokens < stats.counters.swapped_in_tokens <= stats.counters.swapped_out_tokens
         wait_for(service.is_idle, "no block is left")
+
+
+PROMPT = "The capital of France is"
+
+
+@pytest.mark.exhaustive
+def test_worker_whose_rank_hangs_is_replaced() -> None:
+    """Its heartbeats go on. The step timeout ends it, and with it the stopped rank; the stream goes on exactly."""
+    times = "--step-timeout-seconds", "3", "--cold-step-timeout-seconds", "30"
+    model = DEMO_MODEL.with_name("model-tiny")
+    with running(*times, worker=("--tensor-parallel-size", "2"), model=model) as service:
+        sampling = {"max_tokens": 120, "temperature": 0.8, "seed": 5, "ignore_eos": True}
+        expected = service.client.generate(PROMPT, **sampling)
+        pid = service.worker_pid
+        (rank,) = ranks_of(pid)
+        with service.client.stream(PROMPT, **sampling) as stream:
+            next(iter(stream))
+            os.kill(rank, signal.SIGSTOP)
+            for _ in stream:
+                pass
+        assert stream.result.token_ids == expected.token_ids
+        assert service.worker_pid != pid
+        eventually(lambda: not is_running(rank), what="the end of the stopped rank")

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from e2e.killed_worker import answers_over_a_kill
 from support.demo import PROMPTS, SEEDED, greedy, reference
 from support.service import DEMO_MODEL, Service, running, wait_for
+from support.worker_kills import answers_over_a_kill
 
 from lineclear.client import Generation, RepetitionDetection
 
@@ -56,7 +56,9 @@ def test_sampled_answers_are_those_of_plain_decoding(service: Service) -> None:
     assert any(a.timings.drafted_tokens > 0 for a in drafted)
 
 
+@pytest.mark.parametrize("service", ["draft_model"], indirect=True)
 def test_answers_survive_killed_workers(service: Service) -> None:
+    """test_forms_everywhere.py kills a worker with prompt lookup."""
     requests = [(prompt, greedy(NUM_TOKENS)) for prompt in REPEATS]
     answers = answers_over_a_kill(service, requests)
     assert [answer.token_ids for answer in answers] == [reference(prompt, NUM_TOKENS) for prompt in REPEATS]

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from e2e.killed_worker import answers_over_a_kill
 from support.demo import PROMPTS, all_at_once, greedy, model, reference
 from support.service import Service, running, wait_for
+from support.worker_kills import answers_over_a_kill
 
 from lineclear.client import Request
 from lineclear.v1 import inference_pb2 as pb

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from support.buf import find_buf
+from support.npm import find_buf
 from support.service import Service, running, wait_for
 from support.sources import REPOSITORY
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.buf import find_buf
-from support.npm import install
+from support.npm import find_buf, install
 from support.processes import Running
 from support.sources import REPOSITORY
 from support.time_limits import PATIENCE_SECONDS

@@ -16,8 +16,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_api.test_real_clients import output_of
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from support.buf import find_buf
 from support.every_method import CHANNELZ, METHODS, REFLECTION, status_of
+from support.npm import find_buf
 from support.processes import Running
 from support.serving import error_of, serving
 

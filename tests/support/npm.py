@@ -1,4 +1,4 @@
-"""Install npm packages for tests, once, into the virtual environment."""
+"""Install npm packages for tests, once, into the virtual environment. buf checks schemas, and has `buf curl`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support import npm
 from support.time_limits import PATIENCE_SECONDS
 
 
@@ -30,3 +31,12 @@ def install(name: str, *packages: str) -> Path:
             pytest.skip(f"npm could not install {' '.join(packages)}: {type(error).__name__}")
         mark.write_text(" ".join(packages))
     return home
+
+
+PACKAGE = "@bufbuild/buf@1.75.0"
+
+
+@cache
+def find_buf() -> str:
+    """Return the path of buf. Skips the test if neither buf nor npm is installed."""
+    return shutil.which("buf") or str(npm.install("buf", PACKAGE) / "node_modules/.bin/buf")

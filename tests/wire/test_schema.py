@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet
-from support.buf import find_buf
+from support.npm import find_buf
 from support.sources import REPOSITORY
 from support.time_limits import PATIENCE_SECONDS
 

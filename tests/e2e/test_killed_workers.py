@@ -1,16 +1,22 @@
-"""Streams of a bfloat16 worker that is killed under load.
+"""Streams of workers that are killed under load: in bfloat16, and with adapters, compared with PEFT.
 
-Rounding depends on the batch in this format, so a near tie may have the other result. What is promised is that each
-token, before and after the kill, is one that the model may choose there, with the noise of its seed and position.
+Rounding depends on the batch in bfloat16, so a near tie may have the other result. What is promised is that each token,
+before and after the kill, is one that the model may choose there, with the noise of its seed and position.
 """
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
-from e2e.killed_worker import answers_over_a_kill
+from support.adapters import peft_answer, save_adapter
 from support.demo import PROMPTS, greedy, model
 from support.service import running
+from support.worker_kills import answers_over_a_kill
 
 from lineclear.worker.sampling.sampling_metadata import uniform
 
@@ -47,3 +53,21 @@ def test_tokens_are_right_up_to_rounding_over_a_killed_worker() -> None:
     for prompt, seed, answer in zip(PROMPTS, seeds, answers, strict=True):
         assert len(answer.token_ids) == LENGTH
         assert error(prompt, answer.token_ids, seed) < (LOGIT_ERROR if seed is None else PROBABILITY_ERROR), prompt
+
+
+MAX_TOKENS = 60
+
+
+@pytest.mark.exhaustive
+def test_streams_with_adapters_equal_peft_over_worker_kills(tmp_path: Path) -> None:
+    loaded, tokenizer = model()
+    make_model = partial(copy.deepcopy, loaded)
+    folders = {name: save_adapter(make_model(), tmp_path / name, seed) for seed, name in enumerate("ab")}
+    asked = [(tokenizer(prompt)["input_ids"], name) for prompt, name in zip(PROMPTS[:3], (None, "a", "b"), strict=True)]
+    expected = [peft_answer(make_model, folders[name] if name else None, ids, MAX_TOKENS) for ids, name in asked]
+    assert peft_answer(make_model, None, asked[1][0], MAX_TOKENS) != expected[1], "the adapter changes the answer"
+    modules = ",".join(f"{name}={path}" for name, path in folders.items())
+    with running("--lora-modules", modules) as service:
+        params = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
+        found = answers_over_a_kill(service, [(ids, {"adapter": name, **params}) for ids, name in asked])
+        assert [list(answer.token_ids) for answer in found] == expected
