@@ -154,7 +154,7 @@ def fused(family: str, dtype: torch.dtype, **changes: Any) -> LoadedModel:
     ],
 )
 def test_fused_pass(family: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
-    """Mistral has a window, whose keys a chunk reads from another position on than a decode."""
+    """Gemma 3 has windows, whose keys a chunk reads from another position on than a decode."""
     assert not [*Path(fused(family, dtype), DeterministicRunner, kv_dtype).differing()]
 
 

@@ -1,4 +1,7 @@
-"""Every verified family answers token for token like transformers' `generate`, in any batching and chunking."""
+"""Every verified family answers token for token like transformers' `generate`, in any batching and chunking.
+
+`make test` runs every test over some families, and over each one that is left to `make test-exhaustive` the last test.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from support.families import CONFIGS, FURTHER_CONFIGS, RECURRENT_CONFIGS, VOCAB_
 from support.graphs import recorded
 from support.inprocess import InProcess
 from torch import Tensor
+from worker.test_drafts import KnownAnswers
 
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
@@ -172,3 +176,21 @@ def test_with_decode_steps_from_graphs(family: Family, monkeypatch: pytest.Monke
 
 def test_every_verified_family_is_tested() -> None:
     assert set(CONFIGS | FURTHER_CONFIGS | RECURRENT_CONFIGS) == VERIFIED  # the last in test_recurrent_families.py
+
+
+@pytest.mark.parametrize("family", sorted(FURTHER_CONFIGS))
+def test_in_every_way_at_once(family: str) -> None:
+    model = tiny_model(family)
+    asked = [Request(f"greedy-{i}", prompt, Sampling(), MAX_TOKENS) for i, prompt in enumerate(prompts()[2:4])]
+    expected = generated(model, asked, eos_token_id=None)  # answers of full length, so that some are preempted
+    drafter = KnownAnswers(asked, expected)
+    options = RunnerOptions(num_blocks=20, block_size=BLOCK_SIZE, num_slots=4, max_step_tokens=64)
+    limits = replace(LIMITS, target_batch_tokens=11, prefix_cache=True, adaptive_drafts=False)
+    server = InProcess(ModelRunner(wrap_model(model), options, drafter=drafter), limits)
+    assert server.serve(asked, lose_worker_after_steps=3) == expected
+    again = [replace(x, request_id=f"again-{i}-{x.request_id}", max_drafts=3) for i in range(2) for x in asked]
+    assert server.serve(again) == {x.request_id: expected[x.request_id[8:]] for x in again}
+    counters = server.counters
+    assert counters.preemptions > 0
+    assert counters.spec_decode_num_accepted_tokens > 0
+    assert server.finished("again-0-greedy-1").stats.cached_tokens > 0

@@ -236,6 +236,7 @@ def test_closed_stream_frees_its_blocks(gateway: Gateway, client: openai.OpenAI)
     wait_for(gateway.service.is_idle, "the cancelled request to end")
 
 
+@pytest.mark.exhaustive
 def test_killed_worker_changes_no_answer(gateway: Gateway, client: openai.OpenAI) -> None:
     stream = client.completions.create(
         prompt=PROMPTS[0], max_tokens=LENGTH, stream=True, extra_body={"ignore_eos": True}, **GREEDY

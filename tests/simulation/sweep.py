@@ -33,12 +33,12 @@ def planted_bug_seeds() -> dict[str, int]:
     return seeds
 
 
-def sweep(seeds: Iterable[int]) -> Counter[str]:
-    """Run every seed and count its events. Raises AssertionError that says how to replay the first failure."""
+def sweep(seeds: Iterable[int], *, twice: bool = True) -> Counter[str]:
+    """Run every seed by `run_seed` and count its events. Raises AssertionError that says how to replay a failure."""
     counts: Counter[str] = Counter()
     for seed in seeds:
         try:
-            counts += run_seed(seed).counts
+            counts += run_seed(seed, twice=twice).counts
         except Exception as error:
             message = f"seed {seed}: {type(error).__name__}: {error}\nreplay: python tests/simulation/replay.py {seed}"
             raise AssertionError(message) from error

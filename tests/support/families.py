@@ -51,14 +51,7 @@ def _with(config: type, **changes: Any) -> Callable[[], Any]:
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "cohere": _with(tf.CohereConfig, hidden_size=48, logit_scale=0.5),
-    "ernie4_5": _with(tf.Ernie4_5Config, head_dim=8),
-    "exaone4": _with(tf.Exaone4Config, sliding_window=_WINDOW, sliding_window_pattern=2),
     "gemma2": _with(tf.Gemma2Config, **_CAPS, head_dim=8, sliding_window=_WINDOW),
-    "gemma3_text": _with(
-        tf.Gemma3TextConfig, head_dim=8, sliding_window=_WINDOW, num_hidden_layers=3, sliding_window_pattern=3
-    ),
-    "glm4": _with(tf.Glm4Config, head_dim=8),
     "gpt2": lambda: tf.GPT2Config(
         vocab_size=VOCAB_SIZE,
         n_embd=48,
@@ -68,7 +61,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         eos_token_id=2,
         tie_word_embeddings=False,
     ),
-    "gpt_neox": _with(tf.GPTNeoXConfig, num_attention_heads=4),
     "gpt_oss": _with(
         tf.GptOssConfig,
         head_dim=8,
@@ -76,33 +68,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **_MOE,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
-    "granite": _with(tf.GraniteConfig, **_MULTIPLIERS),
     "llama": _with(tf.LlamaConfig),
     "mistral": _with(tf.MistralConfig, sliding_window=_WINDOW),
     "mixtral": _with(tf.MixtralConfig, **_MOE),
-    "olmo2": _with(tf.Olmo2Config),
-    "opt": lambda: tf.OPTConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=48,
-        ffn_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=CONTEXT,
-        word_embed_proj_dim=48,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    ),
-    "phi": _with(tf.PhiConfig),
-    "phi3": _with(tf.Phi3Config, sliding_window=None),
-    "qwen2": _with(tf.Qwen2Config),
-    "qwen3": _with(tf.Qwen3Config, head_dim=16),
-    "qwen3_moe": _with(tf.Qwen3MoeConfig, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
-    "smollm3": _with(tf.SmolLM3Config, num_hidden_layers=4, no_rope_layer_interval=4),
-    "stablelm": _with(tf.StableLmConfig),
-    "starcoder2": _with(tf.Starcoder2Config, sliding_window=_WINDOW),
 }
-"""A configuration for each verified family, with windows, caps and scales that matter in a short test."""
+"""Configurations of verified families, one for each kind of attention, embeddings and feed-forward network, with
+windows, caps and scales that matter in a short test.
+"""
 
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ROUTED: dict[str, Any] = {
@@ -137,17 +109,23 @@ FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
     "arcee": _with(tf.ArceeConfig),
     "axk1": _with(tf.AXK1Config, **_LATENT, **_GROUPS),
     "bitnet": _with(tf.BitNetConfig),
+    "cohere": _with(tf.CohereConfig, hidden_size=48, logit_scale=0.5),
     "cohere2": _with(tf.Cohere2Config, **_SLIDING, logit_scale=0.5),
     "cwm": _with(tf.CwmConfig, **_SLIDING, head_dim=8),
     "deepseek_v2": _with(tf.DeepseekV2Config, **_LATENT, **_GROUPS, topk_method="group_limited_greedy"),
     "deepseek_v3": _with(tf.DeepseekV3Config, **_LATENT, **_GROUPS),
     "dots1": _with(tf.Dots1Config, **_ROUTED, sliding_window=_WINDOW, max_window_layers=1, first_k_dense_replace=1),
+    "ernie4_5": _with(tf.Ernie4_5Config, head_dim=8),
     "ernie4_5_moe": _with(
         tf.Ernie4_5_MoeConfig, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1, moe_intermediate_size=32
     ),
+    "exaone4": _with(tf.Exaone4Config, sliding_window=_WINDOW, sliding_window_pattern=2),
     "exaone_moe": _with(tf.ExaoneMoeConfig, **_EXPERTS, **_SLIDING),
     "flex_olmo": _with(tf.FlexOlmoConfig, num_experts=4, num_experts_per_tok=2),
     "gemma": _with(tf.GemmaConfig, head_dim=8),
+    "gemma3_text": _with(
+        tf.Gemma3TextConfig, head_dim=8, sliding_window=_WINDOW, num_hidden_layers=3, sliding_window_pattern=3
+    ),
     "gemma4_text": _with(
         tf.Gemma4TextConfig,
         **_SLIDING,
@@ -158,8 +136,11 @@ FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
         final_logit_softcapping=20.0,
     ),
     "glm": _with(tf.GlmConfig, head_dim=8),
+    "glm4": _with(tf.Glm4Config, head_dim=8),
     "glm4_moe": _with(tf.Glm4MoeConfig, **_ROUTED, head_dim=8, use_qk_norm=True),
     "glm4_moe_lite": _with(tf.Glm4MoeLiteConfig, **_LATENT, **_ROUTED),
+    "gpt_neox": _with(tf.GPTNeoXConfig, num_attention_heads=4),
+    "granite": _with(tf.GraniteConfig, **_MULTIPLIERS),
     "granitemoe": _with(tf.GraniteMoeConfig, **_MULTIPLIERS, **_MOE),
     "granitemoeshared": _with(tf.GraniteMoeSharedConfig, **_MULTIPLIERS, **_MOE, shared_intermediate_size=32),
     "helium": _with(tf.HeliumConfig, head_dim=8),
@@ -200,17 +181,38 @@ FURTHER_CONFIGS: dict[str, Callable[[], Any]] = {
     "nanochat": _with(tf.NanoChatConfig, final_logit_softcapping=5.0),
     "nemotron": _with(tf.NemotronConfig),
     "olmo": _with(tf.OlmoConfig, clip_qkv=2.0),
+    "olmo2": _with(tf.Olmo2Config),
     "olmo3": _with(tf.Olmo3Config, **_SLIDING),
     "olmoe": _with(tf.OlmoeConfig, num_experts=4, num_experts_per_tok=2),
+    "opt": lambda: tf.OPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+        word_embed_proj_dim=48,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
     "persimmon": _with(tf.PersimmonConfig),
+    "phi": _with(tf.PhiConfig),
+    "phi3": _with(tf.Phi3Config, sliding_window=None),
     "phimoe": _with(tf.PhimoeConfig, **_MOE),
+    "qwen2": _with(tf.Qwen2Config),
     "qwen2_moe": _with(tf.Qwen2MoeConfig, **_EXPERTS, shared_expert_intermediate_size=32),
+    "qwen3": _with(tf.Qwen3Config, head_dim=16),
+    "qwen3_moe": _with(tf.Qwen3MoeConfig, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     "seed_oss": _with(tf.SeedOssConfig, head_dim=8),
+    "smollm3": _with(tf.SmolLM3Config, num_hidden_layers=4, no_rope_layer_interval=4),
     "solar_open": _with(tf.SolarOpenConfig, **_ROUTED, head_dim=8),
+    "stablelm": _with(tf.StableLmConfig),
+    "starcoder2": _with(tf.Starcoder2Config, sliding_window=_WINDOW),
     "vaultgemma": _with(tf.VaultGemmaConfig, **_SLIDING, **_CAPS, head_dim=8),
     "youtu": _with(tf.YoutuConfig, **_LATENT),
 }
-"""The same for families of which `make test` runs one test; `make test-exhaustive` runs all."""
+"""The same for the others. They use the same code of ours: `make test` runs one test, `make test-exhaustive` all."""
 
 _MAMBA2: dict[str, Any] = {
     "mamba_n_heads": 6,

@@ -10,7 +10,6 @@ SLOW = (
     *("process/test_wire_faults.py", "worker/test_other_machines.py"),
     "worker/test_triton_kernels.py::test_kernels_compile_without_spills",
     "worker/test_lora.py::test_batch_of_two_adapters_and_the_model_equals_peft",
-    "worker/test_tensor_parallel.py::test_divided_models_give_the_tokens_of_whole_ones[4]",
 )
 """Folders, files and functions that `make test` leaves to `make test-slow`. Each explores more of what a quicker test
 holds: more seeds and combinations, all model families with adapters, other processors, or planted errors."""
@@ -23,18 +22,20 @@ _LIKE_LLAMA = {
 }
 _EXPERTS = {"dots1", "granitemoe", "mixtral", "olmoe"}
 EXHAUSTIVE = {
-    "e2e/test_deterministic.py": _FURTHER_FUSED - {"gpt2"} | _EXPERTS | _LIKE_LLAMA,
-    "e2e/test_int8.py": _FURTHER_FUSED | _EXPERTS | {"gpt_oss", "qwen3_moe"},
+    "e2e/test_deterministic.py": _FURTHER_FUSED - {"gpt2"} | _EXPERTS | _LIKE_LLAMA | {"mistral"},
+    "e2e/test_int8.py": _FURTHER_FUSED | _EXPERTS | _LIKE_LLAMA | {"gpt_oss"},
     "e2e/test_recurrent_families.py": {
-        *("bamba", "falcon_mamba", "lfm2_moe", "mamba", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text")
+        *("bamba", "falcon_mamba", "granitemoehybrid", "lfm2_moe", "mamba", "nemotron_h", "olmo_hybrid"),
+        *("qwen3_5_moe_text", "qwen3_5_text"),
     },
     "e2e/test_recurrent_rounding.py": {"granitemoehybrid", "jamba", "lfm2"},
     "worker/test_fused_decoder.py": _FURTHER_FUSED | _EXPERTS,
     "worker/test_gguf.py": {"gemma2", "mixtral", "qwen2", "qwen3_moe"},
     "worker/test_lora.py": {"phi3", "qwen2"},
+    "worker/test_tensor_parallel.py": {"4"},
     "worker/test_triton_kernels.py": {"80", "100"},
-    "worker/test_quantize_command.py": {"15"},
+    "worker/test_quantize_command.py": {"15", "granite", "olmo2", "qwen3"},
     "worker/test_quantized_checkpoints.py": {"gemma3_text", "qwen2", "qwen3"},
 }
-"""By file, the families, GPUs and signals left to `make test-exhaustive`. Another one there runs the same code of ours.
+"""By file, the families, GPUs, ranks and signals left to `make test-exhaustive`. Another one there runs the same code.
 So are those of FURTHER_CONFIGS, which the tests mark themselves."""

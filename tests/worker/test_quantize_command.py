@@ -76,13 +76,12 @@ def refusal(capsys: pytest.CaptureFixture[str], model: Path | str, out: Path, *f
 
 
 @needs_kernels
-@pytest.mark.parametrize("bits", [4, 8])
-def test_the_command_writes_what_quantization_makes_while_loading(bits: int, tmp_path: Path) -> None:
+def test_the_command_writes_what_quantization_makes_while_loading(tmp_path: Path) -> None:
     out = tmp_path / "small"
-    done = run([*COMMAND, "quantize", str(MODEL), str(out), "--bits", str(bits)])
+    done = run([*COMMAND, "quantize", str(MODEL), str(out), "--bits", "4"])
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"with {bits} bits" in done.stdout
-    assert torch.equal(logits(out), logits(MODEL, f"int{bits}"))
+    assert "with 4 bits" in done.stdout
+    assert torch.equal(logits(out), logits(MODEL, "int4"))
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
     names = {path.name for path in MODEL.iterdir()}
     assert {path.name for path in out.iterdir()} == names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -55,6 +56,7 @@ FAMILIES = {
         "fused gpt_oss",
         "fused granite",
         "fused olmo2",
+        "fused phi3",
         "fused qwen2_moe",
         "fused qwen3",
     ),
@@ -177,8 +179,11 @@ else:
 """
 
 
-@pytest.mark.parametrize("end", ["ranks.close()", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_ranks_end_with_their_worker(end: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "hangs"),
+    [("ranks.close()", False), *(("os.kill(os.getpid(), signal.SIGKILL)", hangs) for hangs in (False, True))],
+)
+def test_ranks_end_with_their_worker(end: str, hangs: bool) -> None:
     script = _ALL_END.format(end=f"sys.stdin.readline(); {end}")
     with subprocess.Popen(
         [sys.executable, "-c", script, script], env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -187,6 +192,8 @@ def test_ranks_end_with_their_worker(end: str) -> None:
         assert worker.stdout is not None
         pids = [int(worker.stdout.readline()) for _ in range(3)]
         assert all(map(is_running, pids))
+        if hangs:
+            os.kill(next(pid for pid in pids if pid != worker.pid), signal.SIGSTOP)
         worker.stdin.close()
         worker.wait(PATIENCE_SECONDS)
         for pid in pids:
