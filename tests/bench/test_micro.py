@@ -13,7 +13,6 @@ from bench.figures import Figure, scaled, seconds_per_call, table
 from bench.limits import Costs, makespan
 from bench.micro_attention import BLOCK_SIZE, CHUNK, _pool, prompt
 from bench.micro_core import decoding, queueing
-from bench.micro_counts import LONGEST_ANSWERS, equal_prompts, slot_use
 from bench.micro_wire import decodes
 from bench.overload import cadence_figures, parser, refusal_figures
 from bench.workloads import PREFIX_TOKENS, make
@@ -101,16 +100,6 @@ def test_costs_are_interpolated() -> None:
     assert costs.step(4, 0, 0) == pytest.approx(4.0)
     assert costs.step(36, 1, 5) == pytest.approx(8.0 + 0.5 + 1.0)
     assert costs.step(128, 0, 0) == pytest.approx(16.0)
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_slots_have_a_row_in_nearly_every_step(depth: int) -> None:
-    assert slot_use(min(LONGEST_ANSWERS), depth) >= 0.97
-
-
-@pytest.mark.parametrize("budget", [100, 300])
-def test_equal_prompts_are_computed_once(budget: int) -> None:
-    assert equal_prompts(budget) <= 512 + 8 * 16
 
 
 def test_every_goal_is_met() -> None:

@@ -90,14 +90,3 @@ def test_cancelled_streams_release_everything(service: Service) -> None:
     assert 12 <= finished < 24
     wait_for(service.is_idle, "nothing left of 24 streams")
     wait_for(lambda: service.client.stats().gauges.asyncio_tasks <= tasks, "no task left of 24 streams")
-
-
-def test_answers_without_kernels_equal_generate() -> None:
-    """As after an installation without a compiler. Prompts run in chunks, and too few blocks preempt some requests."""
-    flags = ("--max-batch-size", "6", "--target-batch-tokens", "16")
-    with running(*flags, worker=("--cpu-kernels", "none", "--num-blocks", "12")) as service:
-        answers = all_at_once(service.client, **greedy(LENGTH))
-        assert [a.token_ids for a in answers] == [reference(p, LENGTH) for p in PROMPTS]
-        stats = service.client.stats()
-        assert stats.worker.attention_backend == "torch_paged"
-        assert stats.counters.preemptions > 0
