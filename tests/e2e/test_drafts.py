@@ -21,9 +21,9 @@ METHODS = {
 }
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=["draft_model", pytest.param("prompt_lookup", marks=pytest.mark.exhaustive)])
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
-    """Run a server for each method, one of them with one step in flight."""
+    """Run a server for each method, one of them with one step in flight. test_forms_everywhere.py looks prompts up."""
     with running("--max-batch-size", "4", "--no-speculative-adaptive", *METHODS[request.param]) as service:
         yield service
         wait_for(service.is_idle, "idle at the end")
@@ -56,9 +56,7 @@ def test_sampled_answers_are_those_of_plain_decoding(service: Service) -> None:
     assert any(a.timings.drafted_tokens > 0 for a in drafted)
 
 
-@pytest.mark.parametrize("service", ["draft_model"], indirect=True)
 def test_answers_survive_killed_workers(service: Service) -> None:
-    """test_forms_everywhere.py kills a worker with prompt lookup."""
     requests = [(prompt, greedy(NUM_TOKENS)) for prompt in REPEATS]
     answers = answers_over_a_kill(service, requests)
     assert [answer.token_ids for answer in answers] == [reference(prompt, NUM_TOKENS) for prompt in REPEATS]

@@ -23,7 +23,6 @@ _LIKE_LLAMA = {
 _EXPERTS = {"dots1", "granitemoe", "mixtral", "olmoe"}
 EXHAUSTIVE = {
     "e2e/test_deterministic.py": _FURTHER_FUSED - {"gpt2"} | _EXPERTS | _LIKE_LLAMA | {"mistral"},
-    "e2e/test_int8.py": _FURTHER_FUSED | _EXPERTS | _LIKE_LLAMA | {"gpt_oss"},
     "e2e/test_recurrent_families.py": {
         *("bamba", "falcon_mamba", "granitemoehybrid", "lfm2_moe", "mamba", "nemotron_h", "olmo_hybrid"),
         *("qwen3_5_moe_text", "qwen3_5_text"),
