@@ -1,4 +1,4 @@
-"""Sampling and beam search over real processes: transformers' answers, also under preemption, kills and resume."""
+"""Sampling and beam search over real processes: the same answers under preemption, kills and resume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from support.demo import PROMPTS, all_at_once, greedy, model, reference
+from support.demo import PROMPTS, greedy, model, reference
 from support.service import Service, running, wait_for
 from support.worker_kills import answers_over_a_kill
 
@@ -50,57 +50,6 @@ def wanted(service: Service) -> list[tuple[int, ...]]:
     for number, params in enumerate(MIXED):
         assert found[number :: len(MIXED)] != plain, f"{params} has no effect"
     return found
-
-
-def test_no_repeat_ngram_equals_generate(service: Service) -> None:
-    for prompt in ASKED:
-        found = service.client.generate(prompt, no_repeat_ngram_size=2, **greedy(LENGTH))
-        assert found.token_ids == _generate(_ids(prompt), LENGTH, no_repeat_ngram_size=2)
-
-
-def test_token_sequences_of_bad_words_are_not_written(service: Service) -> None:
-    words, tokenizer = ["the", "and", "of the", "United Kingdom"], model()[1]
-    sequences = [
-        tuple(tokenizer.encode(space + word, add_special_tokens=False)) for word in words for space in ("", " ")
-    ]
-    answers = all_at_once(service.client, bad_words=words, **greedy(LENGTH))
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        free = reference(prompt, LENGTH)
-        assert not any(_contains(answer.token_ids, ids) for ids in sequences)
-        assert (answer.token_ids == free) == (not any(_contains(free, ids) for ids in sequences))
-
-
-def _contains(answer: tuple[int, ...], ids: tuple[int, ...]) -> bool:
-    return any(answer[start : start + len(ids)] == ids for start in range(len(answer)))
-
-
-def test_forced_first_token_equals_generate(service: Service) -> None:
-    for prompt in ASKED:
-        found = service.client.generate(prompt, forced_first_token_id=77, **greedy(LENGTH))
-        assert found.token_ids == (77, *_generate([*_ids(prompt), 77], LENGTH - 1))
-
-
-def test_growing_weight_of_the_end_ends_answers(service: Service) -> None:
-    for prompt in ASKED:
-        answer = service.client.generate(
-            prompt, temperature=0.0, max_tokens=120, exponential_decay_start=8, exponential_decay_factor=1.5
-        )
-        assert answer.finish_reason == "stop_eos"
-        assert len(answer.token_ids) < 60
-
-
-def _ids(prompt: str) -> list[int]:
-    return list(model()[1](prompt)["input_ids"])
-
-
-@torch.inference_mode()
-def _generate(ids: list[int], length: int, **params: Any) -> tuple[int, ...]:
-    lengths = {"max_new_tokens": length, "min_new_tokens": length}
-    output = model()[0].generate(torch.tensor([ids]), do_sample=False, **lengths, **params)
-    return tuple(output[0, len(ids) :].tolist())
-
-
-# --- the same tokens in any case -----------------------------------------------------------------------------------
 
 
 def test_batch_mates_and_preemption_change_no_token(service: Service, wanted: list[tuple[int, ...]]) -> None:
