@@ -13,7 +13,7 @@ from support.serving import SMILE, SMILE_IDS, Serving, serving, until
 from lineclear.client import AsyncClient, Client
 from lineclear.client._async.transport import AsyncGrpcTransport
 from lineclear.client.testing import FakeTransport
-from lineclear.errors import DuplicateRequest, NonFiniteLogits, QueueFull, UnknownRequest
+from lineclear.errors import QueueFull, UnknownRequest
 from lineclear.scheduler.core.events import FinishReason
 
 
@@ -52,46 +52,6 @@ async def test_submit_and_fetch_from_another_client(tmp_path: Path) -> None:
         assert await threaded(s.server.address, lambda c: c.submitted(name).cancel())
         with pytest.raises(UnknownRequest):
             await submitted.poll()
-
-
-async def test_attach_from_any_index(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s, AsyncClient(s.server.address, max_attempts=1) as client:
-        submitted = await client.submit("x", request_id="mine")
-        await finish(s)
-        await s.idle()
-        async with submitted.attach(3) as stream:
-            deltas = [delta async for delta in stream]
-        assert deltas[0].first_index == 3
-        assert list(stream.token_ids) == SMILE_IDS[3:]
-
-        def read(c: Client) -> list[int]:
-            with c.submitted("mine").attach(5) as listening:
-                for _ in listening:
-                    pass
-            return list(listening.token_ids)
-
-        assert await threaded(s.server.address, read) == SMILE_IDS[5:]
-
-
-async def test_errors_equal_those_of_a_call(tmp_path: Path) -> None:
-    async with (
-        serving(tmp_path, max_queue_size=2) as s,
-        AsyncClient(s.server.address, max_attempts=1) as client,
-    ):
-        submitted = await client.submit("x", request_id="a")
-        with pytest.raises(DuplicateRequest):
-            await client.submit("x", request_id="a")
-        await client.submit("y")
-        with pytest.raises(QueueFull):
-            await client.submit("z")
-        key = await s.engine.next_request(1)
-        s.engine.start(key)
-        s.engine.fail(key, NonFiniteLogits("nan"))
-        with pytest.raises(NonFiniteLogits):
-            await submitted.result()
-        snapshot = await submitted.poll()
-        assert snapshot.is_over
-        assert isinstance(snapshot.error, NonFiniteLogits)
 
 
 async def test_retried_submit_finds_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

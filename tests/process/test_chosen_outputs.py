@@ -56,17 +56,6 @@ def check_beams(result: Generation, settings: BeamSettings, count: int, model: s
     assert [output.score for output in result.outputs] == pytest.approx([beam.score for beam in finished])
 
 
-def test_best_of_compares_means_where_lengths_differ(service: ToyService) -> None:
-    params: dict[str, Any] = {"seed": 3, "max_tokens": 20, "ignore_eos": True, "stop_token_ids": list(range(0, 144, 9))}
-    with Client(service.target) as client:
-        outputs = client.generate(PROMPT, n=12, logprobs=True, **params).outputs
-        sums = [sum(entry.logprob for entry in output.logprobs) for output in outputs]
-        means = [total / len(output.logprobs) for total, output in zip(sums, outputs, strict=True)]
-        best = max(range(12), key=means.__getitem__)
-        assert best != max(range(12), key=sums.__getitem__), "the lengths make no difference here"
-        assert client.generate(PROMPT, best_of=12, **params).token_ids == outputs[best].token_ids
-
-
 @pytest.mark.parametrize(("route", "early_stopping"), [("generate", False), ("session", True), ("submit", "never")])
 def test_beams_equal_the_search(service: ToyService, route: str, early_stopping: Any) -> None:
     stop = {False: EarlyStopping.HEURISTIC, True: EarlyStopping.WHEN_FULL, "never": EarlyStopping.NEVER}
