@@ -87,6 +87,7 @@ def gateway() -> Iterator[Gateway]:
     with collector() as traces, running(*flags, "--otlp-traces-endpoint", traces.address) as service:
         found = Gateway(service, address, http, traces)
         wait_for(found.answers, "the gateway")
+        assert service.client.stats().counters.requests_rejected == 0, "its polls count as requests"
         yield found
         wait_for(service.is_idle, "idle at the end")
         pid = found.pid()

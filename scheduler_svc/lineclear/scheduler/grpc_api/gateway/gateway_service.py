@@ -20,7 +20,8 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from lineclear.errors import Cancelled, Unsupported
+from lineclear.errors import Cancelled, ServerStarting, Unsupported
+from lineclear.scheduler.grpc_api.error_interceptor import abort
 from lineclear.scheduler.grpc_api.inference_service import InferenceService
 from lineclear.scheduler.requests import status_messages
 from lineclear.scheduler.requests.request_manager import RequestManager
@@ -77,12 +78,16 @@ class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
         """Return whether new requests are accepted, also while a lost worker is replaced.
 
-        Raises ServerStarting before the first worker has joined: a gateway that gets an answer asks for the model.
+        Ends with ServerStarting before the first worker has joined: a gateway that gets an answer asks for the model.
         """
         model = self._manager.services.model
         if (rejection := model.rejection()) is not None:
             return vllm.HealthCheckResponse(healthy=False, message=str(rejection))
-        model.require()
+        try:
+            model.require()
+        except ServerStarting as error:
+            await abort(context, error)  # does not count as a rejected request
+            return vllm.HealthCheckResponse(healthy=False)
         return vllm.HealthCheckResponse(healthy=True)
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
