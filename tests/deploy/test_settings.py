@@ -82,10 +82,10 @@ def test_every_mentioned_flag_exists(path: Path) -> None:
     }
     others = {
         *("--build", "--build-arg", "--format", "--from", "--platform", "--scale"),  # docker, podman
-        *("--entrypoint", "--rm", "--time"),  # docker run, docker stop
+        *("--entrypoint", "--network", "--rm", "--time"),  # docker run, docker stop
         *("--no-cache-dir", "--no-deps", "--compile", "--prefix", "--python", "--without-pip"),  # pip, venv
-        *("--link", "--sbom"),  # requirements.py
-        *("--yes", "--no-install-recommends"),  # apt-get
+        "--link",  # requirements.py
+        *("--yes", "--no-install-recommends", "--include", "--variant"),  # apt-get, mmdebstrap
         *("--directory", "--owner", "--group", "--mode"),  # install
         *("--from-literal", "--revision", "--local-dir", "--model-server-metrics-port"),  # kubectl, hf, endpoint picker
         *("--interval", "--timeout", "--start-period", "--retries"),  # HEALTHCHECK
