@@ -5,7 +5,7 @@
 One after the other: the worker's container is killed, the worker and the scheduler are replaced by those of a new tag,
 both by those of another model, and both are stopped at once. Every answer must have the tokens that it has without.
 
-Exits with 0 if neither podman nor docker works. Exits with 1 if a build fails, the product's layer exceeds 20 MB, an
+Exits with 0 if neither podman nor docker works. Exits with 1 if a build fails, the product's layer exceeds 15 MB, an
 answer is incomplete or another one, or a process exits with an error.
 """
 
@@ -31,7 +31,7 @@ from lineclear.errors import LineclearError
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_STREAMS, NUM_TOKENS = 16, 400
 READY_SECONDS = 180.0
-MAX_PRODUCT_BYTES = 20_000_000
+MAX_PRODUCT_BYTES = 15_000_000
 MODEL = REPOSITORY / "demo/model"
 SCHEDULER, WORKER = "lineclear-try-scheduler", "lineclear-try-worker"
 FLAGS = ["--model=/models/model", "--log-format=json", "--socket-directory=/run/lineclear/sockets"]
