@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from bench.measure import median
 from bench.slots import Slots
 from lineclear.process.logging_setup import configure
 from lineclear.wire.messages import Sampling, SlotInit
-from lineclear.worker.kernels.call_graph import CallGraph
+from lineclear.worker.kernels.call_graph import timed_replays
 from lineclear.worker.runner.runner_factory import make_runner
 from lineclear.worker.settings import WorkerSettings, load
 
@@ -39,8 +40,8 @@ class Bench(Slots):
     def __init__(self, settings: WorkerSettings) -> None:
         self.spent = Counter[str]()
         """Nanoseconds of the last step by function name."""
-        self._timed: list[Iterable[tuple[str, int]]] = []
-        CallGraph.replay = lambda graph: self._timed.append(graph.replay_timed())  # type: ignore[assignment,method-assign]
+        self._open = ExitStack()
+        self._timed = self._open.enter_context(timed_replays())
         super().__init__(make_runner(settings))
 
     def fill(self, count: int) -> None:
@@ -57,7 +58,7 @@ class Bench(Slots):
         self.launch(rows, inits).result()
         seconds = time.perf_counter() - begin
         self.spent.clear()
-        for name, nanoseconds in chain.from_iterable(self._timed):
+        for name, nanoseconds in chain.from_iterable(calls for _, calls in self._timed):
             self.spent[name] += nanoseconds
         return seconds
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, groupby
 from typing import Any
 
@@ -58,6 +59,26 @@ class CallGraph:
     def replay_timed(self) -> Iterable[tuple[str, int]]:
         """Make the calls in order and return the name and the nanoseconds of each."""
         return chain.from_iterable([segment.replay_timed() for segment in self._segments])
+
+
+TimedReplay = tuple[int, Iterable[tuple[str, int]]]
+"""Start of a replay by the monotonic clock, and name and nanoseconds of each call."""
+
+
+@contextmanager
+def timed_replays() -> Iterator[list[TimedReplay]]:
+    """Time the calls of all graphs meanwhile. The list grows by each replay."""
+    timings: list[TimedReplay] = []
+    plain = CallGraph.replay
+
+    def timed(self: CallGraph) -> None:
+        timings.append((time.monotonic_ns(), self.replay_timed()))
+
+    CallGraph.replay = timed  # type: ignore[method-assign]
+    try:
+        yield timings
+    finally:
+        CallGraph.replay = plain  # type: ignore[method-assign]
 
 
 def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
