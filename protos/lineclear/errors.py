@@ -170,6 +170,12 @@ class RecordingFailed(LineclearError):
     code = "FAILED_PRECONDITION"
 
 
+class ProfileFailed(LineclearError):
+    """No steps could be recorded. The message has the cause."""
+
+    code = "FAILED_PRECONDITION"
+
+
 class QueueFull(LineclearError):
     """The queue has reached its limit of requests or of tokens."""
 

@@ -209,6 +209,7 @@ CASES: dict[type, dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
         "set_log_level": (method_of("set_log_level", level="info"), {"level": "error"}),
         "update_scheduling": (method_of("update_scheduling"), {"max_queue_size": 3}),
         "load_adapter": (method_of("load_adapter", name="a", path="b"), {"name": "c", "path": "d", **TIMEOUT}),
+        "profile": (method_of("profile"), {"num_steps": 3, "worker": 1, "max_seconds": 2.0}),
         "unload_adapter": (method_of("unload_adapter", name="a"), {"name": "b"}),
         "watch_steps": (
             method_of("watch_steps", then=list),

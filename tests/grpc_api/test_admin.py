@@ -26,8 +26,8 @@ from support.worker_kills import signal_worker
 from typer.testing import CliRunner, Result
 
 from lineclear.cli.app import app
-from lineclear.client import Client
-from lineclear.errors import RecordingFailed, WorkerRestartFailed
+from lineclear.client import Client, Operation, StepProfile
+from lineclear.errors import ProfileFailed, RecordingFailed, WorkerRestartFailed
 from lineclear.v1 import admin_pb2 as pb
 from lineclear.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from lineclear.wire.messages import Sampling
@@ -61,6 +61,22 @@ async def test_restart_of_workers_returns_their_pids(tmp_path: Path) -> None:
         s.operations.failure = WorkerRestartFailed("worker 1 was not restarted")
         error = await error_of(stub.RestartWorkers(pb.RestartWorkersRequest()))
         assert (error.code, error.reason) == ("FAILED_PRECONDITION", "WORKER_RESTART_FAILED")
+
+
+async def test_profile_has_defaults_and_limits(tmp_path: Path) -> None:
+    async with serving(tmp_path, admin_listen=f"unix:{tmp_path}/a") as s:
+        stub = await admin_stub(s)
+        answer = await stub.Profile(pb.ProfileRequest())
+        assert (answer.trace, answer.num_steps) == (b"trace", 20)
+        await stub.Profile(pb.ProfileRequest(num_steps=1000, worker=3, max_duration={"seconds": 60}))
+        assert s.operations.calls == ["profile 20 0 10", "profile 1000 3 60"]
+        wrong = {"num_steps": 1001, "max_duration": {"nanos": -1}}
+        for fields in (wrong, {"num_steps": 1001, "max_duration": {"seconds": 61}}):
+            error = await error_of(stub.Profile(pb.ProfileRequest(**fields)))
+            assert [v.field for v in error.violations] == ["num_steps", "max_duration"]
+        s.operations.failure = ProfileFailed("worker 3 is not joined")
+        error = await error_of(stub.Profile(pb.ProfileRequest()))
+        assert (error.code, error.reason) == ("FAILED_PRECONDITION", "PROFILE_FAILED")
 
 
 async def test_drain_returns_remaining_requests_and_time(tmp_path: Path) -> None:
@@ -123,6 +139,42 @@ def test_recording_replays(server: Running) -> None:
     command = [sys.executable, "-m", "lineclear.scheduler.main", "replay", str(paths[1])]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert (done.returncode, "every decision the same" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+def profile(server: Process, *arguments: str) -> Result:
+    command = ["profile", *arguments, "--target", admin_address(server)]
+    return CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+
+
+def test_profile_of_the_next_steps(start: Callable[..., Running], tmp_path: Path) -> None:
+    server = start(**SLOW)
+    result = profile(server, "--seconds", "0.1")
+    assert (result.exit_code, "no step ran" in result.stderr) == (109, True), result.stderr
+    stream = server.stub.Generate(endless())
+    file = tmp_path / "profile.json.gz"
+    result = profile(server, "--steps", "7", "--output", str(file))
+    assert result.stdout.startswith("7 steps of 1.00 ms"), result.stderr
+    assert StepProfile(file.read_bytes(), 7).operations() == [Operation("step", False, 7, 0.007)]
+    assert "worker 5 is not joined" in profile(server, "--worker", "5").stderr
+    assert profile(server, "--output", str(tmp_path / "none" / "x")).exit_code == 2
+    assert len(list(stream)) > 1
+
+
+def test_profile_ends_with_its_caller_or_worker(start: Callable[..., Running]) -> None:
+    """The next one starts when a client has hung up, or when the worker is killed, which ends the call."""
+    server = start(**SLOW)
+    stub = admin_pb2_grpc.AdminServiceStub(grpc.insecure_channel(admin_address(server)))
+    request = pb.ProfileRequest(num_steps=1000, max_duration={"seconds": 60})
+    for _ in range(2):
+        call = stub.Profile.future(request)
+        wait_until(lambda: "for another call" in profile(server, "--seconds", "0.1").stderr)
+        call.cancel()
+        wait_until(lambda: "no step ran" in profile(server, "--seconds", "0.1").stderr)
+    call = stub.Profile.future(request)
+    wait_until(lambda: "for another call" in profile(server, "--seconds", "0.1").stderr)
+    signal_worker(lambda: stats_of(server).worker.pid)
+    assert "the worker was lost" in call.exception(PATIENCE_SECONDS).details()
+    wait_until(lambda: "no step ran" in profile(server, "--seconds", "0.1").stderr)
 
 
 def test_unwritable_recording_returns_the_reason(server: Running, recordings: Path) -> None:

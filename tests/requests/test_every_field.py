@@ -230,6 +230,11 @@ CASES: dict[str, dict[str, tuple[Any, ...]]] = {
         "token_ids": ("token_ids: 40", "token_ids: 41"),
         "keep_special_tokens": ("token_ids: 1 token_ids: 40", "token_ids: 1 token_ids: 40 keep_special_tokens: true"),
     },
+    "Profile": {
+        "num_steps": ("", "num_steps: 7"),
+        "max_duration": ("", "max_duration { seconds: 3 }"),
+        "worker": ("", "worker: 1"),
+    },
     "SetLogLevel": {"level": ("level: LOG_LEVEL_INFO", "level: LOG_LEVEL_ERROR")},
     "UpdateScheduling": {
         f"changes.{name}": ("", f"changes {{ {name}: {value} }}")

@@ -66,5 +66,7 @@ EXAMPLES: tuple[wire.Message, ...] = (
     wire.UnloadAdapter(3, 2),
     wire.AdapterLoaded(3, 2, b"\1" * 32, "rank 64 is above the limit"),
     wire.PrepareGrammar(3, 4, "start: /a/"),
+    wire.Profile(3, 20),
+    wire.Profiled(3, 4, b"trace", "no step ran"),
     wire.SetLogLevel(3, wire.LogLevel.WARNING),
 )

@@ -47,7 +47,7 @@ from lineclear.scheduler.text.tokenizer import Tokenizer
 from lineclear.status_codec import TRAILER, from_trailer
 from lineclear.v1 import inference_pb2 as pb
 from lineclear.v1 import inference_pb2_grpc, steps_pb2
-from lineclear.wire.messages import Hello, Logprobs, Scores
+from lineclear.wire.messages import Hello, Logprobs, Profiled, Scores
 
 BOUND_SECONDS = 60.0
 """How long a test waits for an event that must happen."""
@@ -256,6 +256,12 @@ class FakeOperations:
 
     async def switch_scheduling(self, settings: SchedulerSettings) -> None:
         self.calls.append(f"switch to {settings.scheduling_policy}")
+
+    async def profile(self, num_steps: int, worker: int, seconds: float) -> Profiled:
+        self.calls.append(f"profile {num_steps} {worker} {seconds:g}")
+        if self.failure is not None:
+            raise self.failure
+        return Profiled(1, num_steps, b"trace")
 
     def set_log_level(self, level: str) -> str:
         self.calls.append(level)

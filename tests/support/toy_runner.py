@@ -6,6 +6,8 @@ the parameters, so a wrong block, a stale share, a lost token or a lost paramete
 
 from __future__ import annotations
 
+import gzip
+import json
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ from support.toy_grammar import ToyGrammars, applied, tokens_of
 
 from lineclear.model_files.adapter_files import AdapterFilesRefused
 from lineclear.wire.messages import Hello, Logprobs, Row, RowOutput, Scores, SlotInit, StepPlan, StepResult
+from lineclear.worker.loop.runner_interface import InflightStep, Runner
 from lineclear.worker.structured_output.grammar_constraints import ConstraintTable, Masks
 
 HOLE = -1
@@ -45,6 +48,22 @@ class ToyStep:
 
     def result(self) -> StepResult:
         return self._result
+
+
+class ToyRecorder:
+    """A StepRecorder whose trace has a step of one millisecond for each plan."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._num_steps = runner, 0
+
+    def launch(self, plan: StepPlan) -> InflightStep:
+        self._num_steps += 1
+        return self._runner.launch(plan)
+
+    def stop(self) -> bytes:
+        step = {"ph": "X", "cat": "step", "name": "step", "pid": 1, "tid": 1, "dur": 1000}
+        events = [{**step, "ts": 1000 * i} for i in range(self._num_steps)]
+        return gzip.compress(json.dumps({"traceEvents": events}).encode())
 
 
 class ToyRunner:

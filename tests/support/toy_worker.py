@@ -66,6 +66,7 @@ def main() -> int:
     # Slow imports only here: this process already exits with its scheduler.
     sys.modules["rich"] = None  # type: ignore[assignment]  # structlog imports it for colours, if it can
     from support.faulty_runner import FaultyRunner
+    from support.toy_runner import ToyRecorder
 
     from lineclear.process.logging_setup import configure
     from lineclear.worker.loop.step_loop import LoopLimits, run
@@ -81,7 +82,8 @@ def main() -> int:
         standby_seconds=options.standby_seconds,
         drain_timeout_seconds=options.drain_timeout_seconds,
     )
-    return run(FaultyRunner(options), Path(sys.argv[1]), supervised=supervised, limits=limits)
+    directory = Path(sys.argv[1])
+    return run(FaultyRunner(options), directory, supervised=supervised, limits=limits, make_recorder=ToyRecorder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The commands that show what a server does in each step: top, trace, explain."""
+"""The commands that show what a server does in each step: top, trace, explain, profile."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 from google.protobuf import json_format
 from rich.console import Console
+from rich.table import Table
 
-from lineclear.client import StepRow, step_rows
+from lineclear.client import AdminClient, StepProfile, StepRow, step_rows
 from lineclear.client.admin_results import seconds_of
 from lineclear.errors import LineclearError
 from lineclear.exit_codes import ExitCode
@@ -74,8 +75,7 @@ def record_trace(
     """
     if output_file.suffix not in (".json", ".svg"):
         raise typer.BadParameter("ends with .json or .svg", param_hint="--output")
-    if not output_file.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {output_file.parent}", param_hint="--output")
+    _check_folder(output_file)
     most = _MAX_SVG_STEPS if output_file.suffix == ".svg" else None
     with StepReader(connection.client, history=history, include_state=True) as reader, reader.on_signals():
         recording = _Recording(reader, seconds, most)
@@ -89,6 +89,11 @@ def record_trace(
         raise typer.Exit(ExitCode.NEGATIVE)
     workers = len(recording.workers)
     output.show(f"{recording.num_steps} steps of {workers} worker{'s' * (workers > 1)} in {output_file}\n")
+
+
+def _check_folder(file: Path) -> None:
+    if not file.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {file.parent}", param_hint="--output")
 
 
 def _write(path: Path, steps: Iterator[pb.StepRecord]) -> None:
@@ -230,3 +235,51 @@ def _changes(record: pb.StepRecord) -> Iterator[str]:
         f"after it: {record.num_running} of {record.num_slots} slots in use, {record.num_waiting} requests waiting;"
         f" KV blocks: {record.blocks_used} in use, {record.blocks_cached} cached, {free} free"
     )
+
+
+@command(epilog="Example: lineclear profile --target 127.0.0.1:50052 --steps 50 --output profile.json.gz")
+def profile(
+    connection: Connection,
+    steps: Annotated[int, typer.Option("--steps", "-n", help="Number of steps to record.", min=1, max=1000)] = 20,
+    seconds: Annotated[
+        float, typer.Option("--seconds", "-s", help="Most seconds to wait for them.", min=0.1, max=60.0)
+    ] = 10.0,
+    worker: Annotated[int, typer.Option(help="Worker to record.", min=0)] = 0,
+    top: Annotated[int, typer.Option(help="Lines of the table.", min=1)] = 20,
+    output_file: Annotated[
+        Path | None,
+        option("FILE.json.gz: also write the trace, for ui.perfetto.dev.", "--output", "-o", dir_okay=False),
+    ] = None,
+    json_lines: Json = False,
+) -> None:  # fmt: skip
+    """Record what the next steps of a worker spend their time on: kernels, operations and Python.
+
+    --target is the admin address of the server. Streams pause for a moment at the end.
+    """
+    if output_file is not None:
+        _check_folder(output_file)
+    with connection.client() as client:
+        found = AdminClient(client).profile(num_steps=steps, worker=worker, max_seconds=seconds)
+    if output_file is not None:
+        output_file.write_bytes(found.trace)
+        output.print_stderr(f"wrote {output_file}")
+    if json_lines:
+        for operation in found.operations():
+            output.show_json(operation._asdict())
+    else:
+        Console().print(_profile_table(found, top))
+
+
+def _profile_table(found: StepProfile, num_lines: int) -> Table:
+    total, steps = found.step_seconds(), found.num_steps
+    title = f"{steps} steps of {total / steps * 1000:.2f} ms"
+    table = Table("where", "calls a step", "ms a step", "share", title=title, title_justify="left", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    operations = found.operations()
+    rows = [(x.name if x.is_kernel else f"host: {x.name}", x.calls, x.seconds) for x in operations[:num_lines]]
+    if rest := operations[num_lines:]:
+        rows.append((f"{len(rest)} others", sum(x.calls for x in rest), sum(x.seconds for x in rest)))
+    for name, calls, seconds in rows:
+        table.add_row(name, f"{calls / steps:.1f}", f"{seconds / steps * 1000:.3f}", f"{seconds / total:.1%}")
+    return table

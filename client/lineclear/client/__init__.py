@@ -40,6 +40,7 @@ from .results import (
     TokenLogprobs,
 )
 from .retry import RetryPolicy
+from .step_profile import Operation, StepProfile
 
 __version__ = installed_version()
 """The version of lineclear. `lineclear` itself is a namespace of several folders and has no attributes."""
@@ -64,6 +65,7 @@ __all__ = [
     "LocalServer",
     "Model",
     "OnModelChange",
+    "Operation",
     "Output",
     "Quantiles",
     "Queued",
@@ -75,6 +77,7 @@ __all__ = [
     "ServerStartError",
     "Started",
     "Stats",
+    "StepProfile",
     "StepRow",
     "Stream",
     "Submitted",

@@ -139,5 +139,6 @@ WATCH_STEPS: Final = _method(ADMIN, steps_pb2.WatchStepsRequest, steps_pb2.Watch
 GET_SCHEDULING: Final = _method(ADMIN, admin_pb2.GetSchedulingRequest, admin_pb2.GetSchedulingResponse)
 LOAD_ADAPTER: Final = _method(ADMIN, admin_pb2.LoadAdapterRequest, admin_pb2.LoadAdapterResponse)
 UNLOAD_ADAPTER: Final = _method(ADMIN, admin_pb2.UnloadAdapterRequest, admin_pb2.UnloadAdapterResponse)
+PROFILE: Final = _method(ADMIN, admin_pb2.ProfileRequest, admin_pb2.ProfileResponse)
 LIST_ADAPTERS: Final = _method(ADMIN, admin_pb2.ListAdaptersRequest, admin_pb2.ListAdaptersResponse)
 UPDATE_SCHEDULING: Final = _method(ADMIN, admin_pb2.UpdateSchedulingRequest, admin_pb2.UpdateSchedulingResponse)

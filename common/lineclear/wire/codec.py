@@ -35,6 +35,8 @@ from lineclear.wire.messages import (
     Pooling,
     PoolingKind,
     PrepareGrammar,
+    Profile,
+    Profiled,
     Rejoin,
     Row,
     RowOutput,
@@ -394,5 +396,7 @@ _KINDS: dict[type, tuple[int, _Encoder, _Decoder]] = {
     UnloadAdapter: (11, *_by_name(UnloadAdapter, pb.UnloadAdapter, _check_index)),
     AdapterLoaded: (12, *_by_name(AdapterLoaded, pb.AdapterLoaded, _check_index)),
     PrepareGrammar: (13, *_by_name(PrepareGrammar, pb.PrepareGrammar)),
+    Profile: (14, *_by_name(Profile, pb.Profile)),
+    Profiled: (15, *_by_name(Profiled, pb.Profiled)),
 }
 _DECODERS: dict[int, _Decoder] = {kind: from_payload for kind, _, from_payload in _KINDS.values()}

@@ -421,10 +421,28 @@ class PrepareGrammar:
     grammar: str
 
 
-ControlMessage = Rejoin | Goodbye | SetLogLevel | LoadAdapter | UnloadAdapter | PrepareGrammar
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Scheduler to worker: record what the next steps do. 0 steps end a recording. The worker answers with Profiled."""
+
+    epoch: int
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """Worker to scheduler: a Chrome trace of `num_steps` steps, compressed by gzip, or the problem."""
+
+    epoch: int
+    num_steps: int = 0
+    trace: bytes = b""
+    problem: str = ""
+
+
+ControlMessage = Rejoin | Goodbye | SetLogLevel | LoadAdapter | UnloadAdapter | PrepareGrammar | Profile
 """Scheduler to worker, beside the plans. A worker ignores a Heartbeat, which probes connections."""
 
-EpochMessage = StepResult | Heartbeat | StepError | Stopping | Goodbye | AdapterLoaded
+EpochMessage = StepResult | Heartbeat | StepError | Stopping | Goodbye | AdapterLoaded | Profiled
 """Worker to scheduler, after its Hello."""
 
 Message = StepPlan | ControlMessage | Hello | EpochMessage

@@ -79,6 +79,7 @@ def _run(settings: WorkerSettings, supervised: bool, started_at: float, ranks: R
         from .model.loaded_model import ModelFilesChanged, ModelRefused
         from .runner.runner_factory import make_runner
         from .runner.self_test import SelfTestFailed
+        from .runner.step_recorder import TorchStepRecorder
 
     is_console = logging_setup.chosen(settings.log_format) == "console"
     log.info("worker_starting", **settings.model_dump(mode="json", exclude_defaults=is_console))
@@ -104,7 +105,8 @@ def _run(settings: WorkerSettings, supervised: bool, started_at: float, ranks: R
     gc.freeze()
     try:
         limits = LoopLimits(drain_timeout_seconds=settings.drain_timeout_seconds)
-        return run(runner, Path(settings.socket_directory), supervised=supervised, limits=limits)
+        directory = Path(settings.socket_directory)
+        return run(runner, directory, supervised=supervised, limits=limits, make_recorder=TorchStepRecorder)
     except PathError as error:
         log.error("sockets_refused", reason=str(error))
         return ExitCode.CONFIGURATION

@@ -672,3 +672,66 @@ class LoadedAdapter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadedAdapter: _TypeAlias = LoadedAdapter  # noqa: Y015
+
+@_typing.final
+class ProfileRequest(_message.Message):
+    """What to record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    MAX_DURATION_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    num_steps: _builtins.int
+    """Number of steps, at most 1,000; 0: 20."""
+    worker: _builtins.int
+    """Index of the worker. Of several ranks, the first one is recorded."""
+    @_builtins.property
+    def max_duration(self) -> _duration_pb2.Duration:
+        """Time after which the recording ends with fewer steps, at most a minute;
+        unset: 10 s.
+        """
+
+    def __init__(
+        self,
+        *,
+        num_steps: _builtins.int = ...,
+        max_duration: _duration_pb2.Duration | None = ...,
+        worker: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_duration", b"max_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_duration", b"max_duration", "num_steps", b"num_steps", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfileResponse(_message.Message):
+    """The recorded steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRACE_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    trace: _builtins.bytes
+    """A trace in the format of Chrome, as JSON that is compressed by gzip, for
+    ui.perfetto.dev. Steps have the category "step"; kernels, also those of a
+    CPU, "kernel"; operations of PyTorch "cpu_op".
+    """
+    num_steps: _builtins.int
+    """How many steps it has."""
+    def __init__(
+        self,
+        *,
+        trace: _builtins.bytes = ...,
+        num_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "trace", b"trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015

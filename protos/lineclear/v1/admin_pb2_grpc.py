@@ -91,6 +91,11 @@ class AdminServiceStub(object):
                 request_serializer=lineclear_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=lineclear_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/lineclear.v1.AdminService/Profile',
+                request_serializer=lineclear_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=lineclear_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -200,6 +205,16 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Records what the next steps of a worker spend their time on, and returns
+        it when they have run. Streams pause while the worker writes the trace,
+        for a second at most. One recording at a time. The trace has no prompts,
+        answers or token ids. Fails with PROFILE_FAILED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -257,6 +272,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=lineclear_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
                     response_serializer=lineclear_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=lineclear_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
+                    response_serializer=lineclear_dot_v1_dot_admin__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -557,6 +577,33 @@ class AdminService(object):
             '/lineclear.v1.AdminService/ListAdapters',
             lineclear_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
             lineclear_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lineclear.v1.AdminService/Profile',
+            lineclear_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+            lineclear_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -96,6 +96,12 @@ class AdminServiceStub:
     """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
     """Returns the loaded adapters."""
+    Profile: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]
+    """Records what the next steps of a worker spend their time on, and returns
+    it when they have run. Streams pause while the worker writes the trace,
+    for a second at most. One recording at a time. The trace has no prompts,
+    answers or token ids. Fails with PROFILE_FAILED.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -159,6 +165,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Returns the loaded adapters."""
+    Profile: _aio.UnaryUnaryMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]  # type: ignore[assignment]
+    """Records what the next steps of a worker spend their time on, and returns
+    it when they have run. Streams pause while the worker writes the trace,
+    for a second at most. One recording at a time. The trace has no prompts,
+    answers or token ids. Fails with PROFILE_FAILED.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Operation of one server."""
@@ -285,5 +297,17 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]:
         """Returns the loaded adapters."""
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _admin_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ProfileResponse, _abc.Awaitable[_admin_pb2.ProfileResponse]]:
+        """Records what the next steps of a worker spend their time on, and returns
+        it when they have run. Streams pause while the worker writes the trace,
+        for a second at most. One recording at a time. The trace has no prompts,
+        answers or token ids. Fails with PROFILE_FAILED.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Future
 from pathlib import Path
 
-from lineclear.errors import RecordingFailed
+from lineclear.errors import ProfileFailed, RecordingFailed
 from lineclear.process import logging_setup
 from lineclear.scheduler.core.limits import SWITCHABLE, CoreLimits
 from lineclear.scheduler.engine.engine import Engine
@@ -15,8 +15,11 @@ from lineclear.scheduler.flight_recorder.recording_files import RecordingFiles
 from lineclear.scheduler.observe.step_feed import StepFeed
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.shutdown import ShutdownController
+from lineclear.wire.messages import Profiled
 
 _RECORDING_SECONDS = 10.0
+_TRACE_SECONDS = 30.0
+"""For a worker to write a trace."""
 
 
 class AdminOperations:
@@ -73,6 +76,21 @@ class AdminOperations:
             self._restart = asyncio.create_task(self._pool.restart_all())
         # Shielded: a client that hangs up does not leave the workers half restarted.
         return await asyncio.shield(self._restart)
+
+    async def profile(self, num_steps: int, worker: int, seconds: float) -> Profiled:
+        """Record the next steps of a worker, for at most `seconds`. Raises ProfileFailed."""
+        done: Future[Profiled] = Future()
+        self._engine.profile(num_steps, worker, done)
+        answer = asyncio.wrap_future(done)
+        try:
+            await asyncio.wait((answer,), timeout=seconds)
+        finally:  # also when the client has hung up
+            self._engine.profile(0, worker, done)
+        finished, _ = await asyncio.wait((answer,), timeout=_TRACE_SECONDS)
+        profiled = await answer if finished else Profiled(0, problem="the worker does not answer")
+        if profiled.problem:
+            raise ProfileFailed(profiled.problem)
+        return profiled
 
     async def switch_scheduling(self, settings: SchedulerSettings) -> None:
         """Have the core follow the scheduling settings. Returns when it does."""

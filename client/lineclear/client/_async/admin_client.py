@@ -22,6 +22,7 @@ from ..admin_results import (
 from ..message_fields import filled, seconds
 from ..parameters import UNSET
 from ..retry import MAX_TIMEOUT_SECONDS
+from ..step_profile import StepProfile
 from .client import AsyncClient
 
 
@@ -88,6 +89,17 @@ class AsyncAdminClient:
         """Return the loaded adapters, by name."""
         answer = await self._client._unary(rpc_methods.LIST_ADAPTERS, pb.ListAdaptersRequest(), UNSET)
         return tuple(map(adapter_of, answer.adapters))
+
+    async def profile(self, *, num_steps: int = 20, worker: int = 0, max_seconds: float = 10.0) -> StepProfile:
+        """Record what the next steps of a worker spend their time on; return when they have run, or the time is over.
+
+        Steps run while the server has requests. Streams pause while the worker writes the trace.
+        """
+        request = filled(pb.ProfileRequest(), num_steps=num_steps, worker=worker)
+        limit = min(max(seconds("max_seconds", max_seconds), 0.0), MAX_TIMEOUT_SECONDS)
+        request.max_duration.FromNanoseconds(round(limit * 1e9))
+        answer = await self._client._unary(rpc_methods.PROFILE, request, None)
+        return StepProfile(answer.trace, answer.num_steps)
 
     async def watch_steps(
         self,

@@ -648,6 +648,58 @@ class SetLogLevel(_message.Message):
 Global___SetLogLevel: _TypeAlias = SetLogLevel  # noqa: Y015
 
 @_typing.final
+class Profile(_message.Message):
+    """Scheduler to worker: record what the next steps do; 0 steps: end that now.
+    The worker answers with Profiled.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    num_steps: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Profile: _TypeAlias = Profile  # noqa: Y015
+
+@_typing.final
+class Profiled(_message.Message):
+    """Worker to scheduler: the steps that were recorded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    num_steps: _builtins.int
+    trace: _builtins.bytes
+    """A Chrome trace, compressed by gzip."""
+    problem: _builtins.str
+    """Why there is no trace; empty: there is one."""
+    def __init__(
+        self,
+        *,
+        num_steps: _builtins.int = ...,
+        trace: _builtins.bytes = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "problem", b"problem", "trace", b"trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Profiled: _TypeAlias = Profiled  # noqa: Y015
+
+@_typing.final
 class PrepareGrammar(_message.Message):
     """Scheduler to worker: compile a grammar ahead of the plans that use it."""
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import structlog
 
 from lineclear.process.exception_location import exception_fields, exception_summary
-from lineclear.wire.messages import AdapterLoaded, Goodbye, Hello, StepError, StepErrorKind, Stopping
+from lineclear.wire.messages import AdapterLoaded, Goodbye, Hello, Profiled, StepError, StepErrorKind, Stopping
 from lineclear.worker.loop.heartbeat import StepProgress
 from lineclear.worker.loop.runner_interface import InflightStep, StepFailed
 from lineclear.worker.loop.scheduler_link import ResultSocket, Waker
@@ -29,7 +29,7 @@ class _Launched(NamedTuple):
     inflight: InflightStep
 
 
-_Item = _Launched | Hello | Goodbye | Stopping | AdapterLoaded | threading.Event | None
+_Item = _Launched | Hello | Goodbye | Stopping | AdapterLoaded | Profiled | threading.Event | None
 
 
 class ResultCollector:
@@ -75,7 +75,7 @@ class ResultCollector:
         else:
             self._put(launched)
 
-    def send(self, message: Goodbye | Stopping | AdapterLoaded) -> None:
+    def send(self, message: Goodbye | Stopping | AdapterLoaded | Profiled) -> None:
         self._put(message)
 
     def discard(self) -> None:

@@ -29,6 +29,16 @@ class InflightStep(Protocol):
         """Wait for the device and return the step's result. Raises StepFailed. Call it once, from any thread."""
 
 
+class StepRecorder(Protocol):
+    """Records what launched steps do. One thread calls both methods."""
+
+    def launch(self, plan: StepPlan) -> InflightStep:
+        """Launch a plan on the runner. Raises what Runner.launch raises."""
+
+    def stop(self) -> bytes:
+        """Stop, once, and return the steps as a Chrome trace that gzip has compressed."""
+
+
 class Runner(Protocol):
     """Computes plans. One thread calls all methods; another may wait for the in-flight steps."""
 

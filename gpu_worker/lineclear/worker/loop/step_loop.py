@@ -17,7 +17,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -49,8 +49,9 @@ from lineclear.wire.messages import (
 )
 from lineclear.worker.loop.heartbeat import HeartbeatThread, StepProgress
 from lineclear.worker.loop.result_collector import DeviceStuck, ResultCollector
-from lineclear.worker.loop.runner_interface import InflightStep, Runner, StepFailed
+from lineclear.worker.loop.runner_interface import InflightStep, Runner, StepFailed, StepRecorder
 from lineclear.worker.loop.scheduler_link import PlanSocket, ResultSocket, Waker
+from lineclear.worker.loop.step_profiler import StepProfiler
 
 log = structlog.get_logger()
 
@@ -70,16 +71,24 @@ class LoopLimits:
     """How long a joined worker runs plans after a stop signal."""
 
 
-def run(runner: Runner, directory: Path, *, supervised: bool = False, limits: LoopLimits | None = None) -> ExitCode:
+def run(
+    runner: Runner,
+    directory: Path,
+    *,
+    supervised: bool = False,
+    limits: LoopLimits | None = None,
+    make_recorder: Callable[[Runner], StepRecorder] | None = None,
+) -> ExitCode:
     """Serve the scheduler that binds its sockets in `directory` until SIGTERM or SIGINT; return the exit code.
 
     A joined worker drains first (`LoopLimits.drain_timeout_seconds`); a second signal ends the process. Worker and
     scheduler start in any order, and the scheduler may restart. A refused worker stays connected and joins when the
     workers that leave no place for it are gone. One that may never join again exits if it is `supervised` (see
-    lineclear.process.parent_death). Call this on the main thread. Raises PathError for a directory that other users can
+    lineclear.process.parent_death). `make_recorder` starts a recording of steps; without it, the worker refuses to
+    profile. Call this on the main thread. Raises PathError for a directory that other users can
     access.
     """
-    loop = _Loop(runner, private_socket_dir(directory), limits or LoopLimits())
+    loop = _Loop(runner, private_socket_dir(directory), limits or LoopLimits(), make_recorder)
     with loop.stop_signals():
         try:
             return loop.run(supervised)
@@ -107,7 +116,13 @@ _EXIT_CODES = {
 class _Loop:
     """State of the launch thread."""
 
-    def __init__(self, runner: Runner, sockets: SocketDir, limits: LoopLimits) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        sockets: SocketDir,
+        limits: LoopLimits,
+        make_recorder: Callable[[Runner], StepRecorder] | None = None,
+    ) -> None:
         self._runner, self._sockets, self._limits = runner, sockets, limits
         self._stopping = False
         self._stop_requested_at = 0.0
@@ -125,6 +140,7 @@ class _Loop:
             linger_seconds=limits.linger_seconds,
             is_overdue=self._is_overdue,
         )
+        self._profiler = StepProfiler(runner, make_recorder, self._collector.send)
         # Heartbeats are not queued for a disconnected scheduler: old ones are useless.
         self._heartbeat = HeartbeatThread(
             ResultSocket(self._context, sockets, only_while_connected=True), self._progress, limits.heartbeat_seconds
@@ -178,6 +194,7 @@ class _Loop:
         """Join with a new epoch and run its plans until it and its steps end. If refused, wait for Rejoin."""
         # Odd: ZeroMQ reserves identities whose first byte is zero.
         epoch = secrets.randbits(62) << 1 | 1
+        self._profiler.abandon()
         self._runner.reset()
         plans = PlanSocket(self._context, self._sockets, epoch, self._waker, self._limits.max_plan_bytes)
         try:
@@ -224,7 +241,11 @@ class _Loop:
                     log.warning("join_refused", reason=message.reason)
                 self._collector.discard()
                 return _EpochEnd.DROPPED if message.is_final else _EpochEnd.REFUSED
-            if isinstance(message, SetLogLevel):
+            if isinstance(message, StepPlan):
+                last_step, timeout_seconds = self._launch(message, last_step), self._limits.idle_seconds
+            elif message is None:  # idle work runs in slices of milliseconds, so that the next message hardly waits
+                timeout_seconds = 0.0 if self._runner.idle_work() else None
+            elif isinstance(message, SetLogLevel):
                 logging_setup.set_level(message.level.name.lower())
             elif isinstance(message, LoadAdapter):
                 if not self._load_adapter(message):
@@ -234,10 +255,8 @@ class _Loop:
             elif isinstance(message, PrepareGrammar):
                 done = partial(self._progress.on_prepared, message.epoch, message.number)
                 self._runner.prepare(message.grammar, done)
-            elif message is not None:
-                last_step, timeout_seconds = self._launch(message, last_step), self._limits.idle_seconds
-            else:  # idle work runs in slices of milliseconds, so that the next message hardly waits
-                timeout_seconds = 0.0 if self._runner.idle_work() else None
+            else:
+                self._profiler.follow(message)
 
     def _load_adapter(self, message: LoadAdapter) -> bool:
         """Load an adapter between two steps, and answer. Return False if the device has failed: the worker must end."""
@@ -293,7 +312,7 @@ class _Loop:
             inflight = _FailedStep(StepFailed(StepErrorKind.PROTOCOL, f"plan {plan.step} came after plan {last_step}"))
         else:
             try:
-                inflight, last_step = self._runner.launch(plan), plan.step
+                inflight, last_step = self._profiler.launch(plan), plan.step
             except Exception as error:  # the collector reports it behind the previous steps
                 inflight = _FailedStep(error)
         self._collector.collect(plan.step, inflight)

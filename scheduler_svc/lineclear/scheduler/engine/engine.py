@@ -18,7 +18,7 @@ from lineclear.scheduler.core.sequence import Request
 from lineclear.scheduler.engine.engine_loop import EngineLoop
 from lineclear.scheduler.engine.engine_stats import EngineSnapshot, WorkerStatus
 from lineclear.scheduler.observe.scheduler_state import TakenState, take_state
-from lineclear.wire.messages import LogLevel
+from lineclear.wire.messages import LogLevel, Profiled
 
 log = structlog.get_logger()
 
@@ -113,6 +113,10 @@ class Engine:
     def set_log_level(self, level: str) -> None:
         """Have each worker log from `level` upwards, also those that join later."""
         self._loop.inbox.add(partial(self._subscribers.log_levels.set, LogLevel[level.upper()]))
+
+    def profile(self, num_steps: int, worker: int, done: Future[Profiled]) -> None:
+        """Have a worker record its next steps; `done` gets its answer, or the problem. With 0 steps it answers now."""
+        self._loop.inbox.add(partial(self._subscribers.profiles.ask, num_steps, worker, done))
 
     def worker_exited(self, pid: int, exit_code: int | None = None) -> None:
         """Handle the exit of a process. The requests of a joined worker continue on the others, or on the next one.

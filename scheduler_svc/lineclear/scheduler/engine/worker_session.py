@@ -20,6 +20,7 @@ from lineclear.wire.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Profiled,
     Rejoin,
     StepError,
     StepErrorKind,
@@ -156,7 +157,7 @@ class Lost(NamedTuple):
     was_stopping: bool
 
 
-Change = Heartbeat | Joined | JoinRefused | JoinRejected | Lost | StepError | Stopping | AdapterLoaded
+Change = Heartbeat | Joined | JoinRefused | JoinRejected | Lost | StepError | Stopping | AdapterLoaded | Profiled
 """Outputs that change what workers there are or what they run, among them messages as received."""
 Fact = Change | StepResult
 """Outputs for the engine."""

@@ -20,6 +20,7 @@ from lineclear.scheduler.core.poison_detector import WorkerLoss
 from lineclear.scheduler.core.scheduler import Scheduler
 from lineclear.scheduler.engine.adapter_loads import AdapterLoads
 from lineclear.scheduler.engine.grammar_preparation import GrammarPreparation
+from lineclear.scheduler.engine.step_profiles import StepProfiles
 from lineclear.scheduler.engine.worker_link import WorkerLink
 from lineclear.scheduler.engine.worker_pool import WorkerPool
 from lineclear.scheduler.engine.worker_registry import WorkerRegistry
@@ -31,6 +32,7 @@ from lineclear.wire.messages import (
     Heartbeat,
     Hello,
     LogLevel,
+    Profiled,
     SetLogLevel,
     StepError,
     StepResult,
@@ -71,21 +73,24 @@ class WorkerSubscribers:
         self.adapters = adapters = AdapterLoads(core, link, workers, callbacks.on_adapter_failed)
         self.grammars = grammars = GrammarPreparation(link, workers)
         self.log_levels = levels = LogLevels(link, workers)
+        self.profiles = profiles = StepProfiles(link, workers)
         self.stopping = stopping = StoppingWorkers(core, link, workers)
         self._core, self._link, self._workers = core, link, workers
         self._pool, self._steps, self._callbacks = pool, steps, callbacks
         self._subscribers: dict[type[Change], tuple[Callable[[Any, float], list[Event] | None], ...]] = {
             Joined: (self._worker_joined, adapters.worker_joined, grammars.worker_joined, levels.worker_joined),
-            Lost: (self._worker_lost, adapters.worker_lost, grammars.worker_lost),
+            Lost: (self._worker_lost, adapters.worker_lost, grammars.worker_lost, profiles.worker_lost),
             JoinRefused: (self._join_refused,),
             JoinRejected: (lambda rejected, now: callbacks.on_rejected(rejected.hello),),
             StepError: (self._step_failed,),
             Stopping: (stopping.worker_stopping,),
             AdapterLoaded: (adapters.answered,),
+            Profiled: (profiles.answered,),
             Heartbeat: (grammars.answered,),
         }
         self.waiting_work: tuple[tuple[Sized, Callable[[float], list[Output] | None]], ...] = (
             (levels.unsent, levels.send),
+            (profiles.ending, profiles.send_end),
             (adapters.unloading, adapters.drop_unused),
             (grammars.unsent, grammars.send),
             (stopping.epochs, stopping.release),

@@ -23,6 +23,7 @@ from lineclear.scheduler.security.identity import Context
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.v1 import admin_pb2 as pb
 from lineclear.v1 import admin_pb2_grpc, steps_pb2
+from lineclear.wire.messages import Profiled
 
 log = structlog.get_logger()
 
@@ -32,6 +33,9 @@ METHODS = frozenset(f"/{NAME}/{method.name}" for method in _SERVICE.methods)
 _DEFAULT_SECONDS, _MIN_SECONDS, _MAX_SECONDS = 0.1, 0.02, 10.0
 _CLOSE_SECONDS = 0.25  # until a watcher finds out that the server stops
 _STATE_SECONDS = 1.0  # for the engine to take a state
+
+_MAX_PROFILED_STEPS, _MAX_PROFILE_SECONDS = 1000, 60.0
+_DEFAULT_PROFILED_STEPS, _DEFAULT_PROFILE_SECONDS = 20, 10.0
 
 _LEVELS = {
     pb.LOG_LEVEL_DEBUG: "debug",
@@ -61,6 +65,9 @@ class OperationsApi(Protocol):
 
     async def switch_scheduling(self, settings: SchedulerSettings) -> None:
         """Have the core follow the scheduling settings. Returns when it does."""
+
+    async def profile(self, num_steps: int, worker: int, seconds: float) -> Profiled:
+        """Record the next steps of a worker, for at most `seconds`."""
 
     def set_log_level(self, level: str) -> str:
         """Set the log level of both processes. Return the level before."""
@@ -140,6 +147,21 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Unload an adapter; requests that use it run to their end."""
         _log_call("unload_adapter", context, adapter=request.name)
         return pb.UnloadAdapterResponse(requests_in_progress=await self._services.adapters.unload(request.name))
+
+    async def Profile(self, request: pb.ProfileRequest, context: Context) -> pb.ProfileResponse:
+        """Record the next steps of a worker."""
+        has_duration = request.HasField("max_duration")
+        seconds = request.max_duration.ToNanoseconds() / 1e9 if has_duration else _DEFAULT_PROFILE_SECONDS
+        violations = Violations()
+        if request.num_steps > _MAX_PROFILED_STEPS:
+            violations.add("num_steps", f"must be at most {_MAX_PROFILED_STEPS}")
+        if not 0 < seconds <= _MAX_PROFILE_SECONDS:
+            violations.add("max_duration", f"must be above 0 and at most {_MAX_PROFILE_SECONDS:g} s")
+        violations.raise_if_any()
+        _log_call("profile", context)
+        num_steps = request.num_steps or _DEFAULT_PROFILED_STEPS
+        profiled = await self._operations.profile(num_steps, request.worker, seconds)
+        return pb.ProfileResponse(trace=profiled.trace, num_steps=profiled.num_steps)
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         return pb.ListAdaptersResponse(adapters=map(_adapter, self._services.adapters.all()))

@@ -1,0 +1,90 @@
+"""Traces of real steps: what ran is in them, and its times add up to those of the steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+import torch
+from support.families import WIDE, tiny_model
+from support.kernel_variants import needs_kernels
+
+from lineclear.client import StepProfile
+from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit, StepPlan, StepResult
+from lineclear.worker.kernels.call_graph import CallGraph
+from lineclear.worker.model.loader import build_fused, wrap_model
+from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
+from lineclear.worker.runner.step_recorder import TorchStepRecorder
+
+PROMPT = (5, 17, 11, 60)
+
+
+def runner(fused: bool) -> ModelRunner:
+    loaded = wrap_model(tiny_model("llama", **WIDE))
+    found = build_fused(loaded, keep_weights=True) if fused else loaded
+    assert found is not None
+    assert (found.decoder is not None) == fused
+    return ModelRunner(found, RunnerOptions(num_blocks=8, block_size=16, num_slots=2))
+
+
+def plans() -> list[StepPlan]:
+    """Return a prompt and three decodes."""
+    init = SlotInit(0, PROMPT, len(PROMPT), (), Sampling())
+    prompt = StepPlan(1, 1, (Row(0, 0, len(PROMPT), RowOutput.SAMPLE, (1,)),), (init,))
+    return [prompt, *(StepPlan(1, step, decodes=Decodes((0,), (len(PROMPT) + step - 2,))) for step in (2, 3, 4))]
+
+
+def tokens(results: list[StepResult]) -> list[int]:
+    return [token for result in results for token in result.tokens]
+
+
+def recorded(fused: bool) -> tuple[StepProfile, list[dict[str, Any]], list[int]]:
+    """Record the plans. Return the profile, its events and the tokens."""
+    found = runner(fused)
+    recorder = TorchStepRecorder(found)
+    results = [recorder.launch(plan).result() for plan in plans()]
+    trace = recorder.stop()
+    return StepProfile(trace, len(results)), json.loads(gzip.decompress(trace))["traceEvents"], tokens(results)
+
+
+@needs_kernels
+def test_kernels_of_the_fused_pass_are_in_their_steps() -> None:
+    profile, events, found = recorded(fused=True)
+    assert found == _plain(True)
+    steps = [event for event in events if event.get("cat") == "step"]
+    assert [step["args"] for step in steps] == [
+        {"step": number, "rows": 1, "tokens": 4 if number == 1 else 1} for number in (1, 2, 3, 4)
+    ]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    assert {"lineclear_gemm", "lineclear_paged_attention"} <= {kernel["name"] for kernel in kernels}
+    for kernel in kernels:
+        middle = kernel["ts"] + kernel["dur"] / 2
+        assert any(step["ts"] < middle < step["ts"] + step["dur"] for step in steps), kernel
+    attention = next(x for x in profile.operations() if x.name == "lineclear_paged_attention")
+    assert (attention.is_kernel, attention.calls) == (True, 4 * tiny_model("llama").config.num_hidden_layers)
+
+
+@pytest.mark.parametrize("fused", [pytest.param(True, marks=needs_kernels), False])
+def test_times_add_up_to_those_of_the_steps(fused: bool) -> None:
+    profile, _, found = recorded(fused)
+    assert found == _plain(fused)
+    operations = profile.operations()
+    assert sum(x.seconds for x in operations) == pytest.approx(profile.step_seconds(), rel=0.01)
+    assert [x.name for x in operations].count("step") == 1
+    assert fused or {x.name for x in operations}.intersection(("aten::addmm", "aten::mm"))
+
+
+def test_nothing_is_recorded_after_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    plain = CallGraph.replay
+    recorder = TorchStepRecorder(runner(False))
+    recorder.stop()
+    assert CallGraph.replay is plain
+    assert not torch.autograd.profiler._is_profiler_enabled
+    assert capfd.readouterr().err == "", "standard error is the log"
+
+
+def _plain(fused: bool) -> list[int]:
+    found = runner(fused)
+    return tokens([found.launch(plan).result() for plan in plans()])
