@@ -331,7 +331,11 @@ def _output_calls(count: DynamicInt, layer: nn.Linear, packed: Linear, head: _He
 
 
 def _sums_over_ranks(count: DynamicInt, is_sum: bool, out: Tensor) -> list[Call]:
-    return [(lambda: add_over_ranks(out[: count.value]), ())] if is_sum else []
+
+    def sum_over_ranks() -> None:
+        add_over_ranks(out[: count.value])
+
+    return [(sum_over_ranks, ())] if is_sum else []
 
 
 def _as_wide(buffer: Tensor, width: int) -> Tensor:
