@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import os
@@ -16,12 +17,15 @@ import pytest
 from client.command import QUICK, lines
 from client.test_every_parameter import VALUES
 from google.rpc.code_pb2 import Code
+from rich.console import Console
 
 from lineclear import errors
 from lineclear.cli import exit_status, output
 from lineclear.cli.options import RequestFlags, SamplingFlags
 from lineclear.client import Sampling, local_server
+from lineclear.client.message_classes import Stats
 from lineclear.client.requests import REQUEST_FIELDS, Request
+from lineclear.client.results import from_proto
 from lineclear.errors import LineclearError, tree
 from lineclear.exit_codes import ExitCode
 from lineclear.extras import install_command
@@ -339,6 +343,18 @@ def test_stats_as_table_json_and_watch(cli: Any) -> None:
     found = lines(cli("stats", "--json", "--watch", "--count", "3", "--interval", "0.05").stdout)
     assert [line["counters"]["requests_finished"] for line in found] == [17, 17, 17]
     assert "between tokens" in cli("stats", "--watch", "--count", "2", "--interval", "0.05").stdout
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 9])
+def test_stats_of_several_workers_fit_into_80_columns(count: int) -> None:
+    sizes: dict[str, Any] = {"weight_bytes": 2**33, "kv_cache_bytes": 2**35, "num_blocks": 10**5, "steps": 10**8}
+    workers = [pb.WorkerStats(index=i, state="joined", pid=4_100_000 + i, **sizes) for i in range(count)]
+    with Console(width=80, file=io.StringIO()) as console, console.capture() as shown:
+        console.print(output.stats_view(from_proto(Stats, pb.GetStatsResponse(workers=workers))))
+    page = shown.get()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in page
+    assert all(str(worker.pid) in page for worker in workers[1:])
+    assert f"{count * 8192} MiB" in page
 
 
 def test_model(cli: Any) -> None:

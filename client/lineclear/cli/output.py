@@ -173,8 +173,9 @@ def stats_view(stats: Stats) -> Group:
     """Return the tables of GetStats."""
     side_by_side = Table.grid(padding=(0, 3))
     side_by_side.add_row(_now(stats), _totals(stats.counters))
-    workers = [_worker_table(stats.workers)] if len(stats.workers) > 1 else []
-    return Group(_head(stats), side_by_side, *workers, _times(stats))
+    workers = stats.workers if len(stats.workers) > 1 else ()
+    tables = [_worker_table(workers[i : i + 4]) for i in range(0, len(workers), 4)]  # each fits into 80 characters
+    return Group(_head(stats), side_by_side, *tables, _times(stats))
 
 
 def _head(stats: Stats) -> Text:
@@ -204,9 +205,9 @@ def _now(stats: Stats) -> Table:
         *_states(workers),
         ("prefix cache hits", f"{stats.prefix_cache_hit_ratio:.1%}"),
         ("mean batch size", f"{stats.mean_batch_size:.2f}"),
-        ("weights", ", ".join(_mib(worker.weight_bytes) for worker in workers)),
-        ("KV cache", ", ".join(_mib(worker.kv_cache_bytes) for worker in workers)),
-        ("ready after", ", ".join(f"{worker.load_seconds:.1f} s" for worker in workers)),
+        ("weights", _mib(sum(worker.weight_bytes for worker in workers))),
+        ("KV cache", _mib(sum(worker.kv_cache_bytes for worker in workers))),
+        ("ready after", f"{max((worker.load_seconds for worker in workers), default=0.0):.1f} s"),
     )
 
 
@@ -263,7 +264,7 @@ def _worker_counts(gauges: Gauges) -> str:
 
 
 def _worker_table(workers: Sequence[WorkerStats]) -> Table:
-    """Return a row for each worker, or a column where that fits into 80 characters."""
+    """Return a column for each worker."""
     names = "worker", "state", "pid", "device", "joins", "running", "steps", "ms a step", "tokens/s"
     table: list[Sequence[Any]] = [(*names, "blocks used", "cached")]
     table += (
@@ -282,7 +283,7 @@ def _worker_table(workers: Sequence[WorkerStats]) -> Table:
         )
         for worker in workers
     )
-    columns, *rows = zip(*table, strict=True) if len(workers) < 5 else table
+    columns, *rows = zip(*table, strict=True)
     return _table([*map(str, columns)], rows)
 
 
