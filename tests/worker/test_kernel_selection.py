@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from structlog.testing import capture_logs
 from support.families import WIDE, tiny_model
 from support.kernel_variants import LIBRARIES, needs_kernels
 from worker.settings_runner import runner_with
@@ -51,7 +52,12 @@ def test_best_loadable_library_is_selected(folder: Path) -> None:
 def test_library_with_another_abi_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.load(LIBRARIES[0]) is not None
     monkeypatch.setattr(kernels.ctypes, "CDLL", lambda path: Mock(lineclear_abi=lambda: 0))
-    assert kernels.load(LIBRARIES[0]) is None
+    with capture_logs() as logs:
+        assert kernels.load(LIBRARIES[0]) is None
+    assert [(line["event"], line["log_level"], line["library"]) for line in logs] == [
+        ("kernels_not_loaded", "warning", LIBRARIES[0])
+    ]
+    assert "ABI 0" in logs[0]["reason"]
 
 
 def test_candidates_match_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
+
+log = structlog.get_logger()
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of the kernels and their numbers in the C interface."""
@@ -25,6 +28,7 @@ AUTO, NONE = "auto", "none"
 """Names that `choose` accepts besides those of libraries: the best library, or none."""
 
 _ABI = 18
+_HINT = "answers are slower; build the kernels again: pip install --no-build-isolation --no-deps -e . in the checkout"
 _FOLDER = Path(__file__).parent
 _INTEGER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 FUNCTIONS: dict[str, list[Any]] = {
@@ -137,13 +141,14 @@ def library_name() -> str:
 
 
 def load(name: str) -> Any | None:
-    """Load one library by name; None when it cannot be loaded or has another ABI number."""
+    """Load one library by name; None, with a warning, when it cannot be loaded or has another ABI number."""
     try:
         # torch is imported already, so the library binds to torch's OpenMP runtime: one thread pool for both.
         found = ctypes.CDLL(str(_path(name)))
-        if int(found.lineclear_abi()) != _ABI:
-            return None
-    except (OSError, AttributeError):
+        if (abi := int(found.lineclear_abi())) != _ABI:
+            raise OSError(f"it has ABI {abi}, this version needs {_ABI}")
+    except (OSError, AttributeError) as error:
+        log.warning("kernels_not_loaded", library=name, reason=str(error), hint=_HINT)
         return None
     for function, arguments in FUNCTIONS.items():
         getattr(found, function).restype = None
