@@ -32,6 +32,7 @@ from support.session_driver import Caller, cancel, submit
 from lineclear import errors
 from lineclear.scheduler import metrics_export
 from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.grpc_api.request_reader import RequestReader
 from lineclear.scheduler.requests.request_manager import shutdown_interrupted
 from lineclear.v1 import inference_pb2 as pb
 
@@ -166,11 +167,11 @@ for title, tokens, request, outcome in (
     WAYS[title] = (answered(tokens, request), {outcome: 1}, {})
 
 
-def move_to_the_end(s: Serving, left: float) -> None:
-    """Let the only live request have `left` seconds of its 100."""
+def move_to_the_end(s: Serving, left: float, seconds: float = 100.0) -> None:
+    """Let the only live request have `left` of its `seconds`."""
     (live,) = s.manager.requests
     live.deadline = live.services.clock() + left
-    live.call = live.call._replace(arrival=live.deadline - 100.0)
+    live.call = live.call._replace(arrival=live.deadline - seconds)
 
 
 def cancel_by_name(left: float) -> Way:
@@ -187,13 +188,20 @@ WAYS["cancel_by_name"] = (cancel_by_name(99.0), {"cancelled": 1}, {})
 WAYS["cancel_by_name_before_the_deadline"] = (cancel_by_name(0.9), {"cancelled": 1}, {})
 
 
-@way("deadline_exceeded")
-async def hang_up_at_the_deadline(s: Serving) -> None:
-    """Of the client, whose timeout gRPC has rounded up."""
-    call, _ = await next_key(s, s.generate)
-    move_to_the_end(s, 0.9)
-    call.cancel()
-    await s.idle()
+def hang_up_near_the_end(left: float, seconds: float) -> Way:
+    async def run(s: Serving) -> None:
+        call, _ = await next_key(s, s.generate)
+        move_to_the_end(s, left, seconds)
+        call.cancel()
+        await s.idle()
+
+    return run
+
+
+ROUNDED, LATE = hang_up_near_the_end(0.9, 100.0), hang_up_near_the_end(0.2, 0.5)
+WAYS["hang_up_at_the_deadline"] = (ROUNDED, {"deadline_exceeded": 1}, {})  # of a timeout that gRPC has rounded up
+WAYS["hang_up_of_a_late_call"] = (LATE, {"deadline_exceeded": 1}, {})  # which was 0.2 s on its way
+WAYS["hang_up_before_the_deadline"] = (hang_up_near_the_end(9.0, 10.0), {"cancelled": 1}, {})
 
 
 @way("shutdown_interrupted")
@@ -273,18 +281,18 @@ async def deadline_while_tokenizing(s: Serving) -> None:
         await s.idle()
 
 
-def paced(reason: str, seconds: float | None = None) -> Way:
-    """End a call before its request is admitted: at its deadline, or by a hang-up."""
+def paced(reason: str, seconds: float | None = None, *, is_read: bool = True) -> Way:
+    """End a call before its request is admitted, or before it is read: at its deadline, or by a hang-up."""
 
     async def run(s: Serving) -> None:
         is_waiting = asyncio.Event()
 
-        async def wait() -> None:
+        async def wait(*_: Any, **options: Any) -> None:
             is_waiting.set()
             await asyncio.Event().wait()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(s.service.pacer, "wait", wait)
+            patch.setattr(s.service.pacer if is_read else RequestReader, "wait" if is_read else "first", wait)
             call = s.generate(text_request("a " * 50_000), timeout=seconds)
             await is_waiting.wait()
             if seconds is None:
@@ -294,6 +302,8 @@ def paced(reason: str, seconds: float | None = None) -> Way:
     return run
 
 
+WAYS["hang_up_before_the_message"] = (paced("cancelled", is_read=False), {}, {"cancelled": 1})
+WAYS["deadline_before_the_message"] = (paced("deadline_exceeded", 0.5, is_read=False), {}, {"deadline_exceeded": 1})
 WAYS["hang_up_while_paced"] = (paced("cancelled"), {}, {"cancelled": 1})
 WAYS["deadline_while_paced"] = (paced("deadline_exceeded", 0.2), {}, {"deadline_exceeded": 1})
 

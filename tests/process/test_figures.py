@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import re
 import sys
@@ -50,23 +49,24 @@ def outcomes(server: Running) -> Counter[str]:
 def test_deadlines_count_as_expired(start: Callable[..., Running]) -> None:
     """The client resets the call at its deadline, and the server ends it at the same time: either may be first.
 
-    On a busy machine a deadline may pass before the request is admitted. Then the request counts as rejected.
+    On a busy machine a deadline may pass before the request is admitted. Then it counts as rejected, and it has no line
+    in the log if it was not even read.
     """
     server = start(**SLOW)
     with Client(server.address) as client:
-        for _ in range(6):
-            with contextlib.suppress(grpc.RpcError):
-                list(server.stub.Generate(endless(), timeout=0.15))
+        for call in [server.stub.Generate(endless(), timeout=0.5) for _ in range(6)]:
+            with pytest.raises(grpc.RpcError):
+                list(call)
         for _ in range(3):
             call = server.stub.Generate(endless(), timeout=BOUND_SECONDS)
             next(call)
             call.cancel()
-        until(lambda: sum(outcomes(server).values()) == 9)
+        until(lambda: (shown := Page(server.metrics_page())) and (shown.ended + shown.rejected).total() == 9)
         page = final_page(server, client)
     assert page.ended + page.rejected == {"deadline_exceeded": 6, "cancelled": 3}
     assert page["requests_expired_total"] + page.rejected["deadline_exceeded"] == 6
     assert page["requests_cancelled_total"] == 3
-    assert outcomes(server) == page.ended + page.rejected
+    assert outcomes(server) <= page.ended + page.rejected
 
 
 def test_requests_of_all_kinds_are_counted_once(start: Callable[..., Running]) -> None:

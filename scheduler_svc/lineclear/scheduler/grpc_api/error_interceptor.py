@@ -22,7 +22,7 @@ from lineclear.api_limits import MAX_MESSAGE_BYTES
 from lineclear.errors import Cancelled, DeadlineExceeded, LineclearError, ResponseTooLarge
 from lineclear.scheduler.grpc_api.request_reader import LONG, MALFORMED, RequestReader, checked
 from lineclear.scheduler.grpc_api.response_writer import write_only
-from lineclear.scheduler.requests.admission import has_request
+from lineclear.scheduler.requests.request_context import TRAVEL_SECONDS
 from lineclear.scheduler.requests.services import incident
 from lineclear.scheduler.security.identity import Context
 from lineclear.status_codec import to_status
@@ -39,7 +39,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the methods of `services` on one listener; other methods pass unchanged.
 
     Methods are coroutine functions of (request, context). `reading` limits the memory of incomplete requests.
-    `on_error` is called with the reason of each error that ends a call, and of hang-ups during calls for a request.
+    `on_error` is called with the reason of each error that ends a call, and of hang-ups during LONG calls.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _guard(self, method: str, handler: Handler) -> Handler:
         """Return a handler whose requests are read here, within limits, instead of by gRPC."""
-        serialize = handler.response_serializer
+        serialize, is_long = handler.response_serializer, method.rpartition("/")[2] in LONG
         return grpc.stream_stream_rpc_method_handler(
-            self._map_errors(method, self._reader(handler, is_long=method.rpartition("/")[2] in LONG)),
+            self._map_errors(method, self._reader(handler, is_long), is_long),
             request_deserializer=_deserializer(handler.request_deserializer),
             response_serializer=serialize if handler.response_streaming else _serializer(serialize),
         )
@@ -108,7 +108,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return many
         return stream if handler.response_streaming else unary
 
-    def _map_errors(self, method: str, behavior: Any) -> Behavior:
+    def _map_errors(self, method: str, behavior: Any, is_long: bool) -> Behavior:
         async def guarded(request: Any, context: Context) -> Any:
             try:
                 if not self._running.is_set():
@@ -123,7 +123,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 # Only gRPC cancels the task of a call, after a hang-up; context.cancelled() is true later.
                 task = asyncio.current_task()
                 if self.is_stopping or (task is not None and task.cancelling()):
-                    if has_request() is not None:
+                    if is_long:  # also before its message is read
                         self._on_error(_reason_of_hang_up(context))
                     raise
                 return await self._abort(context, incident(method, error))
@@ -140,7 +140,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 def _reason_of_hang_up(context: Context) -> str:
     remaining = context.time_remaining()
-    return DeadlineExceeded.reason if remaining is not None and remaining <= 0 else Cancelled.reason
+    return DeadlineExceeded.reason if remaining is not None and remaining <= TRAVEL_SECONDS else Cancelled.reason
 
 
 def _forget_frames(error: BaseException | None) -> None:

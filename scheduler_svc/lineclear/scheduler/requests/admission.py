@@ -25,12 +25,7 @@ from lineclear.scheduler.requests.validate.request import ModelBounds, Validated
 from lineclear.scheduler.security.identity import Identity
 from lineclear.v1 import inference_pb2 as pb
 
-_has_request: ContextVar[bool | None] = ContextVar("has_request", default=None)
-
-
-def has_request() -> bool | None:
-    """Whether the call of this task has had a live request. None: it does not ask for one."""
-    return _has_request.get()
+_has_request: ContextVar[bool] = ContextVar("has_request", default=False)
 
 
 def note_request() -> None:
@@ -85,8 +80,6 @@ class Admission:
     async def pace(self, message: Message) -> float:
         """Wait until a large request may be validated. Return its arrival. Await it first, and right before `admit`."""
         arrival = self.services.clock()
-        if not _has_request.get():
-            _has_request.set(False)
         if message.ByteSize() > SMALL_BYTES:
             await self.services.pacer.wait()
         return arrival
