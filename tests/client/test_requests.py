@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from typing import Any
 
+import numpy as np
 import pytest
 from client.test_every_parameter import VALUES
 
@@ -96,6 +97,12 @@ def test_prompt_kinds() -> None:
     assert chat.HasField("add_generation_prompt")
 
 
+def test_a_bool_is_no_token_id() -> None:
+    with pytest.raises(InvalidRequest, match=r"token_ids\.ids: must be a list of whole numbers"):
+        Request.of([True, 2]).to_proto()
+    assert list(Request.of(np.array([1, 2])).to_proto().token_ids.ids) == [1, 2]  # type: ignore[arg-type]
+
+
 def test_sampling_precedence() -> None:
     base = Sampling(temperature=0.5, max_tokens=5)
     request = Request.of("hi", base, max_tokens=6)
@@ -118,6 +125,7 @@ def test_sampling_precedence() -> None:
         ({"logit_bias": {5: None}}, "sampling.logit_bias"),
         ({"allowed_token_ids": [-1]}, "sampling.allowed_token_ids"),
         ({"stop_token_ids": "12"}, "stop.token_ids"),
+        ({"stop_token_ids": [5, np.bool_(True)]}, "stop.token_ids"),
         ({"stop": [1]}, "stop.strings"),
         ({"bad_words": [1]}, "sampling.bad_words"),
         ({"dry_penalty_last_n": "all"}, "sampling.dry_penalty_last_n"),

@@ -28,7 +28,7 @@ def set_given(message: Any, name: str, value: Any, path: str) -> None:
     try:
         kind = message.DESCRIPTOR.fields_by_name[name].type
         # protobuf would leave the field unset, or take True as 1 and 5 as true.
-        if value is None or _is_bool(value) is not (kind == _BOOL):
+        if value is None or is_bool(type(value)) is not (kind == _BOOL):
             raise TypeError
         setattr(message, name, value)
     except UnicodeError:
@@ -40,7 +40,7 @@ def set_given(message: Any, name: str, value: Any, path: str) -> None:
 def whole(name: str, value: Any, low: int) -> int:
     """Return an integer of at least `low`. Raises ValueError for anything else, True and 1.0 included."""
     try:
-        number = low - 1 if _is_bool(value) else operator.index(value)
+        number = low - 1 if is_bool(type(value)) else operator.index(value)
     except TypeError:
         number = low - 1
     if number < low:
@@ -51,7 +51,7 @@ def whole(name: str, value: Any, low: int) -> int:
 def seconds(name: str, value: Any) -> float:
     """Return a number of seconds. Raises ValueError for anything else, NaN and True included."""
     try:
-        number = math.nan if _is_bool(value) or isinstance(value, str | bytes) else float(value)
+        number = math.nan if is_bool(type(value)) or isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if math.isnan(number):
@@ -59,9 +59,9 @@ def seconds(name: str, value: Any) -> float:
     return number
 
 
-def _is_bool(value: Any) -> bool:
-    """Whether it is a bool, of Python or numpy."""
-    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
+def is_bool(kind: type) -> bool:
+    """Return whether it is the bool of Python or numpy."""
+    return kind.__name__ in ("bool", "bool_")
 
 
 _BOOL = 8

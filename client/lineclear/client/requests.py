@@ -19,7 +19,7 @@ from lineclear.v1 import sampling_pb2
 
 from .call_params import Params
 from .chat_messages import ChatMessage, is_chat, set_message, set_tools
-from .message_fields import set_field, set_given
+from .message_fields import is_bool, set_field, set_given
 from .parameters import Metadata, Parameters, Prompt, RepetitionDetection, Sampling
 from .response_format import schema_of
 
@@ -316,6 +316,9 @@ def _extend(field: Any, values: Any, path: str) -> None:
     if isinstance(values, str | bytes):
         raise InvalidRequest.at(path, f"must be {wanted}")
     try:
+        values = list(values)
+        if any(map(is_bool, set(map(type, values)))):  # protobuf would take True as 1
+            raise TypeError
         field.extend(values)
     except UnicodeError:
         raise MalformedMessage.at(path, "is not valid Unicode") from None
