@@ -138,15 +138,17 @@ async def test_an_output_is_cancelled_while_the_prompt_is_tokenized(
     message = submit(5, several(2))
     message.cancels.add(handle=5, index=0)
     await caller.send(message)
+    await until(lambda: len(s.engine.cancelled) > 0)
+    is_let_go.set()
     await caller.read()
     assert not caller.failed
     cancelled = caller.finished[5]
     assert cancelled.finish_reason == pb.FINISH_REASON_CANCELLED
     assert not cancelled.timings.HasField("queue_time"), "it never started"
-    is_let_go.set()
     await s.engine.next_request()
     (other,) = s.engine.submitted
     assert other.sampling.seed == 8, "output 1 goes on"
+    assert cancelled.usage.prompt_tokens == len(other.prompt) > 0
     caller.call.cancel()
     await s.idle()
 

@@ -156,7 +156,7 @@ class OutputStream:
     is_read: bool = False
     """Its end or its error was read."""
     _is_cancelled: bool = False
-    _is_stopped: bool = False
+    is_stopped: bool = False
     _unread: OutputChunk = field(init=False)
     """Without the end, which `_end` and `_error` keep after the read, too."""
     _logprobs_bytes: int = 0
@@ -254,7 +254,7 @@ class OutputStream:
     def stop(self) -> None:
         """Cancel this output alone. It ends with CANCELLED, unless it has ended before the engine knows."""
         if not (self.is_engine_done or self._is_cancelled):
-            self._is_cancelled = self._is_stopped = True
+            self._is_cancelled = self.is_stopped = True
             self._engine.cancel(self.engine_id)
 
     def close(self, error: LineclearError | None) -> None:
@@ -338,7 +338,7 @@ class OutputStream:
         if self.text is not None and self.text.match is not None:
             # Complete before the failure, by a stop string that the engine does not know.
             self._complete(FinishReason.STOP_STRING, None, event.stats)
-        elif self._is_stopped:
+        elif self.is_stopped:
             self._leave_queue(started=False)
             self._complete(FinishReason.CANCELLED, None, event.stats)
         else:

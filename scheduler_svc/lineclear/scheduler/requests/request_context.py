@@ -167,6 +167,9 @@ class RequestContext:
         self.queue_place.add_tokens(len(prompt))
         tenant = share_of(call.tenant)
         self.shape = AnswerShape(tenant, len(prompt), fields["max_tokens"], message.expected_tokens)
+        for output in self.outputs:
+            if output.is_stopped:  # before its usage was known
+                self.cancel_output(output.index)
         if not validated.is_prepared:
             await self._begin_outputs(prompt)
             if self.has_ended:
@@ -242,7 +245,8 @@ class RequestContext:
         for output in () if self.validated.num_held else self.outputs:
             if output.index == index:
                 output.stop()
-                if not self.answer.is_started and not output.has_ended:  # the engine does not have it
+                # The engine does not have it. Before tokenization it ends in `submit`, with the tokens of the prompt.
+                if self.shape is not _UNKNOWN and not self.answer.is_started and not output.has_ended:
                     stats, at = replace(self._stats_of(output), started_at=None), self.services.clock()
                     self.services.streams.dispatch([Failed(output.engine_id, self._cancelled(), stats)], at)
                 return True
