@@ -22,6 +22,7 @@ from support.serving import EOS, HELLO, HELLO_IDS, SMILE_IDS, Serving, serving, 
 from support.small_tokenizers import byte_level, save
 
 from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.grpc_api.gateway.translation import to_lineclear
 from lineclear.wire.messages import Logprobs
 
 
@@ -149,6 +150,18 @@ async def test_constraint_is_compiled(tmp_path: Path, kind: dict[str, Any]) -> N
         _ = [a async for a in stub.Generate(request(**kind))]
         assert s.engine.prepared
         assert s.engine.submitted[0].sampling.grammar == s.engine.prepared[0]
+
+
+def test_required_calls_have_no_further_fields() -> None:
+    """smg's schema of `tool_choice` "required" does not close its objects, which xgrammar does by itself."""
+    call: Any = {"properties": {"name": {"enum": ["a"]}, "parameters": {"type": "object"}}, "required": ["name"]}
+    schema: Any = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": [call]}}
+    others = [{"anyOf": [call]}, {"items": {"anyOf": [{"type": "string"}]}, "title": "parameters"}, {"items": True}]
+    for asked in (schema, *others):
+        call.pop("additionalProperties", None)
+        sent = request(json_schema=json.dumps(asked))
+        call |= {"additionalProperties": False} if asked is schema else {}
+        assert json.loads(to_lineclear(sent).sampling.structured_output.json_schema) == asked
 
 
 @pytest.mark.parametrize(

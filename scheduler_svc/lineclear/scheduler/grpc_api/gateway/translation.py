@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
@@ -13,7 +14,7 @@ from lineclear.v1 import sampling_pb2
 
 _ALWAYS = ("min_p", "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos")
 """Fields of the same name and meaning, whose 0 is the value that changes nothing."""
-_FORMS = ("json_schema", "regex", "grammar", "json_object")
+_FORMS = ("regex", "grammar", "json_object")
 _SEED_MASK = 0xFFFF_FFFF
 _FINISH_REASONS = {
     pb.FINISH_REASON_LENGTH: "length",
@@ -81,12 +82,30 @@ def _num_logprobs(count: int, name: str) -> int:
 
 def _set_form(form: sampling_pb2.StructuredOutput, params: vllm.SamplingParams) -> None:
     kind = params.WhichOneof("constraint")
-    if kind in _FORMS:
+    if kind == "json_schema":
+        form.json_schema = _of_required_calls(params.json_schema)
+    elif kind in _FORMS:
         setattr(form, kind, getattr(params, kind))
     elif kind == "choice":
         form.choice.texts.extend(params.choice.choices)
     elif kind is not None:
         raise InvalidRequest.at(f"sampling_params.{kind}", "is not supported; give json_schema, regex or grammar")
+
+
+def _of_required_calls(schema: str) -> str:
+    """Return smg's schema of `tool_choice` "required" with no fields of a call but name and parameters.
+
+    Other schemas are returned as they are. xgrammar, vLLM's default, allows an object no fields that its schema lacks.
+    """
+    try:
+        whole = json.loads(schema) if '"anyOf"' in schema and '"parameters"' in schema else {}
+        for call in whole["items"]["anyOf"]:
+            if sorted(call["properties"]) != ["name", "parameters"]:
+                return schema
+            call.setdefault("additionalProperties", False)
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
+        return schema
+    return json.dumps(whole)
 
 
 class AnswerTranslation:
