@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> int:
         return _failed(missing_package(error, "worker"), ExitCode.CONFIGURATION)
     except KeyboardInterrupt:
         return _failed("interrupted", ExitCode.INTERRUPTED)
-    print(f"{target}: {size / 1e9:.2f} GB of weights with {options.bits} bits")
+    print(f"{target}: {size / 1e6:,.2f} MB of weights with {options.bits} bits")
     return ExitCode.OK
 
 
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _checked(model: str, out: Path) -> tuple[Path, Path]:
-    """Return both directories. Raises NotServable if there is no plain model, or the target exists."""
+    """Return both directories. Raises NotServable without a plain model, or if the target exists."""
     target = out.expanduser().absolute()
     if target.exists() or target.is_symlink():
         raise NotServable(f"OUT {out} exists; give another directory, or remove it")
