@@ -78,7 +78,7 @@ class ManyPrompts:
     ] = None  # fmt: skip
 
     def check(self, is_one: bool) -> None:
-        """Raise typer.BadParameter for an option without effect. `is_one`: there is one prompt."""
+        """Raise typer.BadParameter for an option without effect. `is_one`: for a single prompt."""
         if self.resume and self.out is None:
             raise typer.BadParameter("needs --out", param_hint="--resume")
         if self.file is not None and self.out is not None and _is_same_file(self.file, self.out):

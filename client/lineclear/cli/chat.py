@@ -20,7 +20,7 @@ from . import output
 
 
 def conversation(system: str | None, text: str) -> list[ChatMessage]:
-    """Return a user message, after the system message if there is one."""
+    """Return a user message, after a system message if given."""
     opening = [] if system is None else [ChatMessage("system", system)]
     return [*opening, ChatMessage("user", text)]
 
@@ -231,7 +231,7 @@ class Commands:
         messages = [dataclasses.asdict(message) for message in self._talk.messages]
         try:
             Path(name).expanduser().write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", "utf-8")
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no such user
+        except (OSError, RuntimeError) as error:  # RuntimeError: no such user exists
             text = output.os_error_text(error) if isinstance(error, OSError) else str(error)
             output.print_stderr(f"not saved: {text}", "red")
         else:

@@ -60,7 +60,7 @@ class Prompts:
         return [Entry(make(one), {"prompt": one})]
 
     def is_streamed(self, many: batch_run.ManyPrompts) -> bool:
-        """Whether there is one prompt, whose answer is written while it streams."""
+        """Whether the command has one prompt, whose answer is written while it streams."""
         return many.file is None and many.out is None and len(self.prompts or ()) < 2
 
 

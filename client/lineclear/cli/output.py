@@ -92,7 +92,7 @@ def show_calls(calls: Sequence[ToolCall]) -> None:
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Return the texts of outputs, each below a line with its index if there are several."""
+    """Return the texts of outputs, each below a line with its index if several."""
     if len(texts) < 2:
         return "".join(texts)
     return "\n".join(f"--- output {index}\n{text}" for index, text in enumerate(texts))

@@ -44,7 +44,7 @@ class WaitNotice:
 
 
 def sentence(target: str, wait: RetryWait) -> str:
-    """Return what the call waits for, the longest time, and the cause."""
+    """Return a sentence about a wait: the target, the longest time, and the cause."""
     why = output.strip_control_chars(" ".join(str(wait.error).split()))
     if wait.left_seconds is not None:
         return f"waiting for {target}, for up to {wait.left_seconds:.0f} s: {why}"

@@ -30,7 +30,7 @@ class ToolCalls:
         self._arguments: dict[int, list[str]] = {}
 
     def add(self, deltas: Iterable[ToolCallDelta]) -> None:
-        """Add new text. Raises DataLoss if a call begins twice."""
+        """Add new text. Raises DataLoss if a call starts twice."""
         for delta in deltas:
             if delta.id:
                 if delta.index in self._first:

@@ -21,7 +21,7 @@ from .results import Generation
 Item = TypeVar("Item")
 Items = Iterable[Item]
 AsyncItems = Iterable[Item] | AsyncIterable[Item]
-"""What a batch of an AsyncClient takes its items from."""
+"""A source of items for a batch of an AsyncClient."""
 Outcome = Generation | LineclearError
 ScoreOutcome = Scores | LineclearError
 

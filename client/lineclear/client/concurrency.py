@@ -87,7 +87,7 @@ Condition = threading.Condition
 
 
 class AsyncInbox(Generic[T]):
-    """The unread items of one reader, who waits for the next until a deadline."""
+    """The unread items of one reader, which waits for the next until a deadline."""
 
     def __init__(self, timeout_seconds: float | None) -> None:
         self._items: deque[T] = deque()

@@ -106,7 +106,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What a `Generation` and each of its outputs have."""
+    """Fields of a `Generation` and of each of its outputs."""
 
     text: str
     token_ids: tuple[int, ...]

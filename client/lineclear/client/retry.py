@@ -69,7 +69,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RetryWait:
-    """The pause before a retry or a resume: its cause, its length and what is left of the limits."""
+    """The pause before a retry or a resume: its cause, its length and the rest of the limits."""
 
     error: LineclearError
     pause_seconds: float
@@ -116,7 +116,7 @@ def may_resume(error: LineclearError, resumed: bool) -> bool:
 def bounded(timeout_seconds: float | None) -> float | None:
     """Return a timeout that gRPC and the clocks can add to the time of day: at most a year.
 
-    Raises ValueError for what is no number.
+    Raises ValueError for other values than numbers.
     gRPC itself ends a call at once whose deadline is some years ahead.
     """
     if timeout_seconds is None:
@@ -192,7 +192,7 @@ class RetryState:
         return remaining
 
     def pause_after(self, error: LineclearError) -> float:
-        """Return the seconds before the next attempt. Raises `error` if there is no further attempt."""
+        """Return the seconds before the next attempt. Raises `error` if no further attempt is allowed."""
         self._failed += 1
         self._failing_since = min(self._failing_since, self.clock())
         self._was_lost = self._was_lost or isinstance(error, ConnectionLost)
@@ -258,7 +258,7 @@ class ResumeState:
         self._failing_since = math.inf
 
     def pause_after(self, error: LineclearError, *, restarts: bool = False) -> float:
-        """Return the seconds before the next resume or restart. Raises `error` if there is none."""
+        """Return the seconds before the next resume or restart. Raises `error` if none is allowed."""
         policy, clock = self._policy, self._attempts.clock
         was_cut = not isinstance(error, ServerStarting)  # a starting server has not resumed the answer
         is_spent = self._restarts >= policy.max_resumes if restarts else was_cut and self._are_spent
@@ -301,5 +301,5 @@ class ResumeState:
 
 
 def _ceiling(policy: RetryPolicy, num_failed: int) -> float:
-    """Return the largest pause after so many failures."""
+    """Return the largest pause after this number of failures."""
     return min(policy.first_pause_seconds * 2.0 ** min(num_failed, 30), policy.max_pause_seconds)

@@ -43,7 +43,7 @@ class Outbox:
         self._commands.append(command)
 
     def take(self) -> pb.SessionRequest | None:
-        """Return the next message, None if there are no commands."""
+        """Return the next message, None without commands."""
         if not self._commands:
             return None
         taken = [self._commands.popleft()]

@@ -99,7 +99,7 @@ class _Guard:
             signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
             if self._was_pressed:  # before the waker was set
                 waker.send(bytes([signal.SIGINT]))
-        except (OSError, RuntimeError):  # no thread or file descriptor is free: go on without a guard
+        except (OSError, RuntimeError):  # no thread or file descriptor is free: continue without a guard
             self._end()
 
     def __exit__(

@@ -44,7 +44,7 @@ class AdapterFilesRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """What is known of an adapter without its values."""
+    """Description of an adapter without its values."""
 
     key: bytes
     """Digest of both files."""

@@ -36,7 +36,7 @@ UNSUPPORTED = {
     "gptj": "an attention of its own",
     "mpt": "ALiBi, positions in the attention mask",
 }
-"""Types of transformers that the worker's probe refuses, and what they have that paged attention does not support."""
+"""Types of transformers that the worker's probe refuses, and the feature that paged attention lacks."""
 _LAYER_TYPES = frozenset(
     {
         *("full_attention", "sliding_attention", "chunked_attention", "attention"),

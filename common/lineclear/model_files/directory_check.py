@@ -1,6 +1,6 @@
 """Problems of a model directory or file that file names and config.json show, without loading anything.
 
-Each function returns the end of a sentence that starts with the given path. It names what was found and what to give
+Each function returns the end of a sentence that starts with the given path. It names the files found and what to give
 instead.
 """
 
@@ -22,7 +22,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_in(directory: Path) -> Path | None:
-    """Return the only GGUF file of a directory that has no other weights, None if there is none."""
+    """Return the only GGUF file of a directory that has no other weights, else None."""
     names = [path for path in directory.iterdir() if path.suffix.lower() in (".gguf", ".safetensors")]
     return names[0] if len(names) == 1 and names[0].name != LINK and is_gguf(names[0]) else None
 

@@ -26,7 +26,7 @@ _EXPERTS = ("mixtral", "MixtralForCausalLM")
 """Of the architecture llama with experts."""
 _MAX_SIZE = 1 << 31
 Factors = Callable[[str], list[float] | None]
-"""Name of a tensor -> its numbers, None if there is none."""
+"""Name of a tensor -> its numbers, None for a missing tensor."""
 
 
 class _Keys:

@@ -72,7 +72,7 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GgufHead:
-    """What a file says of itself."""
+    """Metadata and tensors of a file."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
@@ -97,7 +97,7 @@ def read_head(path: Path) -> GgufHead:
 
 
 class _MoreNeeded(Exception):
-    """The header goes on behind the bytes that were read."""
+    """The header is longer than the bytes that were read."""
 
 
 def parse_head(raw: bytes, size: int) -> GgufHead:
@@ -179,7 +179,7 @@ class _Cursor:
         return struct.unpack("<" + code, self.take(struct.calcsize(code)))[0]
 
     def count(self, least_bytes: int) -> int:
-        """Return the next number, of things that take so many bytes each at least."""
+        """Return the next number: a count of items of at least `least_bytes` bytes each."""
         count: int = self.number("Q")
         if count > (self._size - self.at) // least_bytes:
             raise GgufBroken(f"says that it has {count} entries, more than fit into it; copy or download it again")

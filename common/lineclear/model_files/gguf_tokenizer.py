@@ -89,7 +89,7 @@ def _texts(metadata: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _distinct(tokens: list[str]) -> list[str]:
-    """Return the tokens with names of their own for repeated ones, which text cannot become."""
+    """Return the tokens with unique names for repeated ones, which no text encodes to."""
     seen = set[str]()
     found = []
     for index, token in enumerate(tokens):

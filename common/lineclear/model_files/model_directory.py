@@ -21,7 +21,7 @@ def locate(model: str, flag: str = "--model") -> Path:
     """Return `model` if it is a directory, else the local copy of the Hugging Face repository `owner/name`.
 
     For a GGUF file, or a directory with one and no safetensors, it is the directory that gguf_directory.py makes.
-    Raises NotServable if there is no model.
+    Raises NotServable if it finds no model.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -74,7 +74,7 @@ def _of_gguf(path: Path, flag: str) -> Path:
 
 
 class ModelNames(NamedTuple):
-    """What a model is known as."""
+    """Names of a model."""
 
     directory: Path
     names: frozenset[str]
@@ -84,7 +84,7 @@ class ModelNames(NamedTuple):
 
 
 def names_of(directory: Path, *given: str) -> ModelNames:
-    """Return what the model in a directory is known as: by its folder, repository and configuration, and as `given`."""
+    """Return the names of the model in a directory: by folder, repository and configuration, and as `given`."""
     is_snapshot = directory.parent.name == "snapshots"
     folder = directory.parents[1].name.rpartition("--")[2] if is_snapshot else directory.name
     try:

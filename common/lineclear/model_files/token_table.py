@@ -23,7 +23,7 @@ _MAX_MASK_EXPRESSIONS = 50_000
 def token_table(directory: Path, vocab_size: int | None = None, eos_ids: Sequence[int] = ()) -> LLTokenizer:
     """Read the tokenizer of a model directory. `vocab_size` is the width of the logits; None: the tokenizer's own.
 
-    Raises OSError or ValueError if there is no tokenizer, or one that splits no text into bytes.
+    Raises OSError or ValueError for a missing tokenizer, or one that splits no text into bytes.
     """
     definition = json.loads((directory / "tokenizer.json").read_bytes())
     mark_special(definition, special_names(_config(directory / "tokenizer_config.json")))

@@ -203,7 +203,7 @@ def _lines_target() -> TextIO:
         return standard_error
     flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        # Without O_NONBLOCK, opening a pipe without a reader would block until there is one.
+        # Without O_NONBLOCK, opening a pipe would block until it has a reader.
         lines, others = (os.open(f"/proc/self/fd/{STDERR}", flags) for _ in range(2))
     except OSError:
         return standard_error

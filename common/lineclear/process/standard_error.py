@@ -11,7 +11,7 @@ STDERR = 2
 def open_closed_streams() -> None:
     """Open the null device as standard input, output and error where they are closed.
 
-    The next file or socket would take the descriptor, and get what is written to standard error.
+    The next file or socket would take the descriptor, and get the text for standard error.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(number, True)
@@ -38,6 +38,6 @@ def flush_or_discard() -> None:
 
 
 def discard_stderr() -> None:
-    """Drop what is written to standard error from now on."""
+    """Drop all text for standard error from now on."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), STDERR)

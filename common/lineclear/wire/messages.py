@@ -58,7 +58,7 @@ class SlotInit:
 
 
 class RowOutput(IntEnum):
-    """What the result of a step has for a row."""
+    """Kinds of values of a row in the result of a step."""
 
     NONE = 0
     SAMPLE = 1
@@ -73,7 +73,7 @@ class BlockCopy(NamedTuple):
     """Copy the first `num_positions` positions of block `source` to block `target`, before the step writes anything.
 
     The targets are the first new blocks of a sequence that takes a slot, whose row starts behind the copied positions.
-    All cells of a target are replaced: no later read may see what they held.
+    All cells of a target are replaced: no later read may see their former values.
 
     Numbers from `Hello.num_blocks` on are host blocks. Only whole blocks are copied from and to them: from the blocks
     of a sequence that leaves its slot, and later to those of the same sequence. A plan that reads a host block does not
@@ -347,7 +347,7 @@ CANNOT_JOIN = "this process is being killed, or taken for dead; it cannot join a
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """The sender shuts down and expects no more messages."""
+    """The sender shuts down and expects no further messages."""
 
     epoch: int
     reason: str = ""

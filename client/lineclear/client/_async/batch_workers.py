@@ -123,7 +123,7 @@ class AsyncBatchWorkers(Generic[Item]):
             index, item = taken
             try:
                 outcome = await self._run(item)
-            except BaseException as error:  # put() decides what it means for the batch
+            except BaseException as error:  # put() decides its meaning for the batch
                 outcome = error
             with self._changed:
                 self._window.put(index, outcome)

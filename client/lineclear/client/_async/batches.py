@@ -194,11 +194,11 @@ def _items(
 
 
 def outcome_alone(index: int, outcome: Any) -> Any:
-    """Return what a batch without keys yields."""
+    """Return the items of a batch without keys."""
     return outcome
 
 
 async def all_of(results: AsyncBatchResults[Answer]) -> list[Answer]:
-    """Return what a batch yields. Ctrl-C cancels it."""
+    """Return the items of a batch. Ctrl-C cancels it."""
     with AsyncCanceller.cancelling(results.cancel):
         return [outcome async for outcome in results]

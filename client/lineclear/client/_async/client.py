@@ -136,7 +136,7 @@ class AsyncClient(AsyncBatches):
     async def cancel(
         self, request_id: str, *, index: int | None = None, timeout_seconds: float | Unset | None = UNSET
     ) -> bool:
-        """Cancel a request of this client or of another one with the same token. Returns False if there is none.
+        """Cancel a request of this client or of another one with the same token. Returns False for an unknown one.
 
         `request_id` is that of the request, or of `Started`. The reader of the answer gets Cancelled. A submitted
         request that has ended is deleted. With `index` that output alone is cancelled, and the others continue.

@@ -220,7 +220,7 @@ def _attend_with_softmax(spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor, bias:
     """Attend as SDPA cannot (softcap, sinks, values narrower than keys), in slices that bound the scores."""
     heads, group, count, _ = q.shape
     context = k.shape[2]
-    # Without a bias, queries and keys begin at position 0.
+    # Without a bias, queries and keys start at position 0.
     later = torch.ones((count, context), dtype=torch.bool, device=q.device).triu_(1) if bias is None else bias != 0
     sinks = None if spec.sinks is None else spec.sinks.view(heads, group, 1, 1)
     step = max(1, _MAX_SCORES // (spec.num_heads * context))

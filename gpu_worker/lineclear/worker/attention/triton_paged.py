@@ -186,7 +186,7 @@ class Shape(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """What a launch over tiles needs."""
+    """Arguments of a launch over tiles."""
 
     table: Tensor
     """[num_tiles, 4] int32: see `attend_kernel`."""

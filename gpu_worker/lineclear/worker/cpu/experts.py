@@ -22,7 +22,7 @@ from .row_kernels import RowKernels
 
 
 class ExpertBuffers(NamedTuple):
-    """What the layers of a step share. A place is a row for one of its experts; places are sorted by expert."""
+    """Buffers that the layers of a step share. A place is a row for one of its experts; places are sorted by expert."""
 
     counts: Tensor
     """int64 [experts + 1]: the places of each expert, then of all."""
@@ -105,7 +105,7 @@ def _kernel(name: str) -> Kernel:
 
 
 def _packed(stack: ExpertStack, count: int, packer: Packer, arena: HugePageArena) -> list[Linear]:
-    """Pack the matrices of all experts. Frees the stack if the packer frees what it packs."""
+    """Pack the matrices of all experts. Frees the stack if the packer frees its inputs."""
     experts = [stack.layers(expert) for expert in range(count)]
     packed = [packer(layers, arena) for layers in experts]
     if isinstance(weight := experts[0][0].weight, Tensor) and not weight.numel():

@@ -65,7 +65,7 @@ def packer_of(name: str, output_layer: nn.Linear) -> Packer:
 
 
 def stored_packer(plain: Packer) -> Packer:
-    """Return the Packer that packs quantized matrices as they are, and others by `plain`."""
+    """Return the Packer that packs quantized matrices unchanged, and others by `plain`."""
 
     def pack(layers: Sequence[nn.Linear], arena: HugePageArena) -> Linear:
         weight: Any = layers[0].weight
@@ -178,7 +178,7 @@ class _Part(NamedTuple):
             minimum = minimum if minimum.any() else None
         if scale.shape[1] == 1 and minimum is None:
             return cls(weight, bias, scale[:, 0], torch.ones_like(scale, dtype=torch.float16), None, offset, kind)
-        # Powers of 2, so that scales which are fp16 numbers stay as they are.
+        # Powers of 2, so that scales which are fp16 numbers do not change.
         largest = scale.abs().amax(dim=1)
         if minimum is not None:
             largest = torch.maximum(largest, minimum.abs().amax(dim=1) / _MAX_OFFSET)
@@ -201,7 +201,7 @@ class _Part(NamedTuple):
 
 
 def _check(weight: GroupedWeight) -> None:
-    """Raise ValueError for what the kernel would read out of bounds, or add up to more than its integers hold."""
+    """Raise ValueError for shapes and values with which the kernel would leave its bounds or overflow."""
     (outputs, inputs), groups, order = weight.shape, weight.scale.shape[1], weight.input_order
     if inputs % groups or weight.group_size % LANES or weight.group_size > _MAX_GROUP:
         raise ValueError(
@@ -217,7 +217,7 @@ def _check(weight: GroupedWeight) -> None:
 
 
 def _kind(weight: GroupedWeight) -> int:
-    """Return the kind of values: 8 bits that hold 5 or 6, as of GGUF files, are one of their own."""
+    """Return the kind of values: 8 bits that hold 5 or 6, as of GGUF files, are a separate kind."""
     if weight.bits == 4:
         return 1 if weight.table is None else 2
     least, most = weight.codes.aminmax()
@@ -225,7 +225,7 @@ def _kind(weight: GroupedWeight) -> int:
 
 
 def _middle(weight: GroupedWeight) -> int:
-    """Return the value that stands for 0 if there is one, as in symmetric formats, or one from the middle."""
+    """Return the value that stands for 0, as in symmetric formats, else one from the middle."""
     assert weight.minimum is not None
     at = weight.scale.abs().argmax()
     value = (weight.minimum.flatten()[at] / weight.scale.flatten()[at]).nan_to_num().round()

@@ -30,7 +30,7 @@ class RotaryCaches:
         """Cosines and sines of a step's tokens, for each of the rotary positions; the last ones rotate nothing."""
 
     def allocate_rows(self, capacity: int) -> None:
-        """Allocate `rows` for so many tokens."""
+        """Allocate `rows` for this number of tokens."""
         widths = [*(cache.width for cache in self._caches), 0]
         self.rows = [(torch.empty(capacity, width), torch.empty(capacity, width)) for width in widths]
 

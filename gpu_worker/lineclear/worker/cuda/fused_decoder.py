@@ -125,7 +125,7 @@ class CudaFusedDecoder:
         return states
 
     def _next(self, states: _States, norm: Norm | None, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the residual with what is to be added, and its norm."""
+        """Return the sum of the residual and the pending output, and its norm."""
         return add_norm(states.residual, states.add, states.norm, norm, self._model.residual_scale, rows)
 
     def _attention(self, index: int, x: Tensor, positions: Tensor) -> Tensor:

@@ -198,5 +198,5 @@ def activate(x: Tensor, width: int, activation: int) -> Tensor:
 
 
 def num_warps(elements: int) -> int:
-    """Return the warps of a program over so many elements, a power of two."""
+    """Return the warps of a program over this number of elements, a power of two."""
     return max(1, min(_MAX_WARPS, elements // _ELEMENTS_OF_A_WARP))

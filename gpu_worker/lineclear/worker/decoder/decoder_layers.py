@@ -69,7 +69,7 @@ class Rotary(NamedTuple):
     layer_type: str | None
     """Chooses the frequencies of a module that has several."""
     places: slice
-    """Of each angle in what the module returns."""
+    """Of each angle in the output of the module."""
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [positions, rotated values / 2], rounded as in a model of `dtype`."""
@@ -144,7 +144,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderModel:
-    """A decoder: the sum of embeddings and of what the layers add, a norm, and the output layer."""
+    """A decoder: the sum of embeddings and of the outputs of the layers, a norm, and the output layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -162,7 +162,7 @@ class DecoderModel:
     rotates_pairs: bool
     """Neighbouring values of a head rotate, not the first half of those that rotate with the second half."""
     query_scale: float
-    """Multiplies queries, which attention scales besides."""
+    """Multiplies queries, which attention scales in addition."""
     has_grouped_heads: bool
     """Query, key and value of a head lie side by side in the outputs of `qkv`."""
     layers: tuple[DecoderLayer, ...]
@@ -255,7 +255,7 @@ def fused_weights(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 
 def _first(owner: Any, *names: str) -> Any:
-    """Return the first of these attributes that there is; None for none."""
+    """Return the first existing one of these attributes, else None."""
     return next((found for name in names if (found := getattr(owner, name, None)) is not None), None)
 
 

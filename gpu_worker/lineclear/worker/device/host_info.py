@@ -22,7 +22,7 @@ class _Quota:
 
 
 def divide_quota(num_workers: int) -> None:
-    """Let `usable_cores` count this worker's part of the quota only: its control group holds so many workers."""
+    """Let `usable_cores` count this worker's part of the quota only: its control group holds this number of workers."""
     _Quota.num_workers = num_workers
 
 

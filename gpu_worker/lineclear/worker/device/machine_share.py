@@ -53,7 +53,7 @@ def named_cores(device: str) -> frozenset[int]:
 
 
 def cores_of(share: MachineShare, usable: Iterable[int], root: Path = Path("/")) -> frozenset[int]:
-    """Return the cores of a share of the `usable` ones: whole NUMA nodes if there are enough, else part of a node."""
+    """Return the cores of a share of the `usable` ones: whole NUMA nodes if they suffice, else part of a node."""
     cores = frozenset(usable)
     nodes = [node for node in (cores & node for node in _nodes(root)) if node] or [cores]
     index, count = share.index, share.count
@@ -118,7 +118,7 @@ def _siblings(cores: frozenset[int], root: Path) -> list[frozenset[int]]:
 
 
 def _part(groups: Sequence[frozenset[int]], index: int, count: int) -> frozenset[int]:
-    """Return one of `count` equal parts; parts share a core if there are more of them than cores."""
+    """Return one of `count` equal parts; parts share a core if they outnumber the cores."""
     if count > len(groups):
         return groups[index % len(groups)]
     return frozenset().union(*groups[index * len(groups) // count : (index + 1) * len(groups) // count])

@@ -47,7 +47,7 @@ class Staging:
         """Copies to the device so far."""
 
     def begin(self) -> None:
-        """Collect what is put from here on."""
+        """Collect the arrays of the following calls of `put`."""
         if self.is_direct:
             return
         self._current = (self._current + 1) % len(self._buffers)

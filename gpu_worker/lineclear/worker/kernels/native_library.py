@@ -25,7 +25,7 @@ LANES = 16
 MAX_HEAD_DIM = 512
 MAX_EXPERTS = 1024
 AUTO, NONE = "auto", "none"
-"""Names that `choose` accepts besides those of libraries: the best library, or none."""
+"""Further names that `choose` accepts: the best library, or none."""
 
 _ABI = 18
 _HINT = "answers are slower; build the kernels again: pip install --no-build-isolation --no-deps -e . in the checkout"

@@ -35,7 +35,7 @@ class HostBlocks:
         """Seconds to copy a block out or in."""
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Make the copies of a plan. The order equals reading all before writing: no plan reads what it swaps out."""
+        """Make the copies of a plan. The order equals reading all before writing: no plan reads its swapped blocks."""
         within = [copy for copy in copies if max(copy.source, copy.target) < self._first]
         for part in _parts([copy for copy in copies if copy.target >= self._first]):
             self._swap_out(part)

@@ -59,7 +59,7 @@ class SlotTable:
         self.num_touched_blocks = 0
         """One more than the highest block of any plan since the last reset."""
         self.grown: list[tuple[int, int]] | None = None
-        """Where `blocks` has changed since this was emptied, as (flat index, block). None: nobody asks."""
+        """Where `blocks` has changed since this was emptied, as (flat index, block). None: not recorded."""
 
     def reset(self) -> None:
         self.num_tokens = [0] * self.capacity.num_slots

@@ -62,7 +62,7 @@ class AdapterSet:
         return max(self._adapters, default=0)
 
     def factors(self, index: int, module: str) -> Factors | None:
-        """Return what the adapter adds to a module, named by its path in the model."""
+        """Return the factors that the adapter adds to a module, named by its path in the model."""
         return self._adapters.get(index, {}).get(module)
 
     def load(self, index: int, key: bytes, directory: Path) -> None:

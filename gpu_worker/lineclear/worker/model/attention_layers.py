@@ -64,7 +64,7 @@ class _Latent:
         self._attend = attend
         self._nope, self._rank = int(module.qk_nope_head_dim), int(module.kv_lora_rank)
         weight = module.kv_b_proj.weight
-        if not isinstance(weight, Tensor):  # quantized: what it makes of each unit vector
+        if not isinstance(weight, Tensor):  # quantized: its product with each unit vector
             norm = module.kv_a_layernorm.weight
             weight = module.kv_b_proj(torch.eye(self._rank, dtype=norm.dtype, device=norm.device)).t()
         parts = weight.view(-1, self._nope + int(module.v_head_dim), self._rank)  # [heads, keys and values, rank]

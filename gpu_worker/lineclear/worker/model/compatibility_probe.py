@@ -42,14 +42,14 @@ _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attentio
 _RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})
 """transformers' general names for layers with a recurrent state; a hybrid one has attention beside it."""
 _STATELESS = frozenset({"mlp", "moe"})
-"""Of Nemotron-H, where a feed-forward network is a layer of its own."""
+"""Of Nemotron-H, where a feed-forward network is a separate layer."""
 _WITHOUT_ATTENTION = _STATELESS | _RECURRENT - {"hybrid"}
 _HANDLED_ARGUMENTS = frozenset({"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal"})
 _HARMLESS_ARGUMENTS = frozenset({"position_ids", "cache_position", "position_embeddings", "logits_to_keep"})
 
 
 def inspect_model(model: Any, model_id: str, max_model_len: int) -> LoadedModel:
-    """Describe a model by its configuration and attention calls. Raises ModelRefused, or what the model raises."""
+    """Describe a model by its configuration and attention calls. Raises ModelRefused, or the exception of the model."""
     config = model.config.get_text_config()
     _check_features(model, config)
     kinds, calls = _layer_kinds(config), list[_Call]()
@@ -193,7 +193,7 @@ def _recurrent_layers(model: Any, kinds: Sequence[str]) -> tuple[RecurrentLayer,
 
 
 def _class_names(model: Any, kinds: Sequence[str], unusual: set[str]) -> set[str]:
-    """Return what the model's authors call the layers of types for which transformers has only general names."""
+    """Return the authors' names of layer types for which transformers has only general names."""
     lists = (x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x) == len(kinds))
     layers = [layer for layer, kind in zip(next(lists, ()), kinds, strict=False) if kind in unusual & _RECURRENT]
     children = [child for layer in layers for child in layer.children()]

@@ -128,7 +128,7 @@ def cuda_capture(device: torch.device) -> Capture:
             run()  # compiles kernels and allocates what libraries need, which a capture cannot
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the worker wait for events meanwhile.
+        # Other threads of the worker wait for events at the same time.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             logits = run()
         return logits, graph.replay

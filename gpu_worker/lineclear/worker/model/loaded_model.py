@@ -130,7 +130,7 @@ class LoadedModel:
 
     @torch.inference_mode()
     def _head(self, output: Any, hidden: Tensor) -> Logits:
-        """Return what the model makes of hidden states: its projection, with its own scaling or soft cap."""
+        """Return the logits of hidden states: the projection, with scaling or soft cap of the model."""
         name = self._layers_name
         layers, zeros = getattr(self.model, name), torch.zeros(len(hidden), dtype=torch.int64, device=self.device)
         setattr(self.model, name, _ComputedLayers(layers, output, hidden))

@@ -178,7 +178,7 @@ def build_cuda(loaded: LoadedModel, agree: Agree = bool) -> LoadedModel:
 
 
 def _by_modules(loaded: LoadedModel, problem: str) -> LoadedModel:
-    """Return the model without a fused pass. `problem`: what a user would not expect of this model."""
+    """Return the model without a fused pass. `problem`: an unexpected property of this model."""
     log.warning("fused_forward_not_used", family=loaded.family, problem=problem)
     return replace(loaded, modules_reason=problem)
 
@@ -252,7 +252,7 @@ def to_quantized(loaded: LoadedModel, form: str = "int8", *, keep_weights: bool 
 
 
 def _described(loaded: LoadedModel) -> DecoderModel | str:
-    """Return what the fused forward passes need, or why they cannot compute this model."""
+    """Return the description for the fused forward passes, or why they cannot compute this model."""
     if loaded.family not in FAMILIES:
         return f"no fused pass is written for {loaded.family}"
     shapes = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in loaded.layers}
@@ -307,7 +307,7 @@ def import_model_class(source: str) -> None:
 def _read_config(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # its checks of values have errors of their own
+    except Exception as error:  # its checks of values raise errors of other types
         raise ModelRefused(f"transformers cannot read config.json: {_first_line(error)}") from error
     return config
 
@@ -387,7 +387,7 @@ def _read_model(
 
 
 def _generation_config(directory: Path, model: Any) -> Any:
-    """Return the generation configuration of the directory, else what the model's configuration says."""
+    """Return the generation configuration of the directory, else the one in the model's configuration."""
     if (directory / GENERATION_CONFIG_NAME).is_file():
         return GenerationConfig.from_pretrained(directory, local_files_only=True)
     return model.generation_config

@@ -52,7 +52,7 @@ class _Matrices(NamedTuple):
     """The tensor that is output layer, too; empty if it has its own."""
 
     def roles(self, name: str) -> Iterator[tuple[str, _Form | None]]:
-        """Yield what a tensor of the checkpoint becomes: itself, or the matrix of a module."""
+        """Yield a tensor of the checkpoint itself, or as the matrix of a module."""
         module = name.removesuffix(".weight")
         if module not in self.forms:
             yield name, None
@@ -63,7 +63,7 @@ class _Matrices(NamedTuple):
 
 
 class _Shard(NamedTuple):
-    """A file of weights: what is read, and what is written in its place."""
+    """A file of weights: the tensors read, and those written in their place."""
 
     path: Path
     tensors: list[files.Tensor]
@@ -100,7 +100,7 @@ def write(source: Path, target: Path, bits: int, group: int) -> int:
         for path in others:
             shutil.copyfile(path, made / path.name)
         _write_json(made / fingerprint.CONFIG_FILE, _config(source, matrices, shards))
-        made.rename(target)  # fails if there is a file or a directory that is not empty by now
+        made.rename(target)  # fails if a file or a directory with files exists by now
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return sum(shard.num_bytes for shard in shards)

@@ -170,7 +170,7 @@ class _Filling:
         setattr(module, attribute, experts)
 
     def _share_tied_weights(self, checkpoint: Checkpoint) -> None:
-        """Let a tied output layer use the quantized embeddings, and keep transformers from tying what is replaced."""
+        """Let a tied output layer use the quantized embeddings, and keep transformers from tying replaced modules."""
         embeddings, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         tied = self._model.all_tied_weights_keys
         name = next(name for name, module in self._model.named_modules() if module is head)

@@ -25,7 +25,7 @@ def auto_class(config: Any) -> Any:
 
 
 def text_config(config: Any) -> Any | None:
-    """Return the configuration of the language model as a type for text alone; None if it is one or there is none."""
+    """Return the configuration of the language model as a type for text alone; None if it is one, or has none."""
     text = config.get_text_config()
     if config.model_type in TEXT_TYPES:
         fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}

@@ -27,14 +27,14 @@ class Method:
     """How a method of quantization stores matrices: the tensors `module + joint + part` are one."""
 
     label: str
-    """What it is called in logs and statistics."""
+    """Its name in logs and statistics."""
     parts: tuple[str, ...]
     markers: tuple[str, ...]
     """Parts that only a quantized matrix has."""
     read: Reader
     joint: str = "."
     parameter: str = ".weight"
-    """What follows the module's name in a checkpoint that is not quantized."""
+    """The suffix of the module's name in a checkpoint that is not quantized."""
 
 
 def part(parts: Parts, name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> Tensor:

@@ -54,7 +54,7 @@ class Mamba1:
         return torch.bmm(states, inputs[3][..., None])[..., 0]
 
     def _terms(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return [num_tokens, channels, state size]: by what a token lets the state decay, and what it adds."""
+        """Return [num_tokens, channels, state size]: the decay of the state by a token, and its addend."""
         x, dt, b, _ = inputs
         return (dt[..., None] * self._rate).exp_(), (dt * x)[..., None] * b[:, None]
 

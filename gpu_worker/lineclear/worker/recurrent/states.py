@@ -79,9 +79,9 @@ class RecurrentStates:
         blocks_per_slot: int,
         device: torch.device,
     ) -> None:
-        """Allocate the states. `blocks_per_slot`: by which `Batch.table` tells the slot of a row."""
+        """Allocate the states. `blocks_per_slot`: by which `Batch.table` gives the slot of a row."""
         self._num_slots, self._blocks_per_slot, self._device = num_slots, blocks_per_slot, device
-        # State `num_slots` is that of padding rows. Not zeroed: memory is taken as it is used.
+        # State `num_slots` is that of padding rows. Not zeroed: memory is taken on first use.
         count = num_slots + 1 + num_snapshots
         self.pools = [[torch.empty((count, *x.shape), dtype=x.dtype, device=device) for x in layer] for layer in layers]
         """By layer, one for each part: [num_states, *shape]."""

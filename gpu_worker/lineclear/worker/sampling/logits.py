@@ -58,7 +58,7 @@ def _logits(values: Tensor, max_values: Tensor, ids: Tensor) -> Logits:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Return whether reading the tensor makes nobody wait."""
+    """Return whether the tensor can be read without a wait for its device."""
     return tensor.device.type == "cpu"
 
 

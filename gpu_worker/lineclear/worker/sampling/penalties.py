@@ -62,7 +62,7 @@ def _ban_ngrams(rows: SamplingRows, _: list[bool]) -> Change:
 
 
 def _short_ngrams(context: Context, token_table: Tensor, size: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens of each row, and whether the n-gram that ends there begins with the last n - 1 tokens."""
+    """Return the tokens of each row, and whether the n-gram that ends there starts with the last n - 1 tokens."""
     history, ends = _history(context, token_table)
     matches = (ends >= size - 1) & (ends < context.lengths)  # [num_rows, length]
     for distance in range(1, min(longest, context.max_length)):

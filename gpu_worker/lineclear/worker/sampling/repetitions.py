@@ -142,7 +142,7 @@ def _distance_of_breaker(window: Window, breakers: _RowBreakers) -> Tensor:
     longest = max(1, breakers.sequences.shape[2])
     tokens, sizes = window.tokens[:, : MAX_REPEAT + longest - 1], window.sizes
     distances = torch.arange(tokens.shape[1], device=tokens.device)
-    # [num_rows, distances]: length of the longest breaker that begins at each distance; 0: none.
+    # [num_rows, distances]: length of the longest breaker that starts at each distance; 0: none.
     lengths = (breakers.is_breaker.gather(1, tokens) & (distances < sizes)).long()
     if breakers.sequences.numel():
         # [num_rows, 1, distances, longest]: the tokens from each distance on, in the order of the text.

@@ -153,7 +153,7 @@ def _sample_rows(
 
 
 def _row(logits: Logits, index: int) -> Logits:
-    """Return one row in memory of its own, which is aligned as that of any other row."""
+    """Return a copy of one row, which is aligned as that of any other row."""
     values, max_values, ids = (column[index : index + 1].clone() for column in logits[:3])
     return Logits(values, max_values, ids, bad=None if logits.bad is None else logits.bad[index : index + 1])
 

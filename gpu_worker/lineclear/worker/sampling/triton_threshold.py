@@ -16,7 +16,7 @@ def largest_reaching_kernel(
     keys, weights, targets, found, width,
     HAS_WEIGHTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the largest k to `found` at which the keys >= k of a row weigh its target, 0 if there is none."""
+    """Write the largest k to `found` at which the keys >= k of a row weigh its target, 0 if none does."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     places = tl.arange(0, TILE)

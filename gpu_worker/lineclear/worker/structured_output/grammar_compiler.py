@@ -61,7 +61,7 @@ class GrammarCompiler:
         return copy
 
     def fill(self, matcher: Matcher, bits: Bits) -> None:
-        """Write the allowed next tokens of a matcher. Other threads go on meanwhile."""
+        """Write the allowed next tokens of a matcher. Other threads run at the same time."""
         assert isinstance(matcher, LLMatcher)
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
 

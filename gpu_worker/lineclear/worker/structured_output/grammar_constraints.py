@@ -35,7 +35,7 @@ class Matcher(Protocol):
         """Return whether the output so far is complete."""
 
     def is_error(self) -> bool:
-        """Return whether the grammar does not allow the output, or is too complex to go on."""
+        """Return whether the grammar does not allow the output, or is too complex to continue."""
 
 
 class Grammars(Protocol):
@@ -123,7 +123,7 @@ class _Constraint:
 
     @property
     def compiled(self) -> Future[Matcher] | None:
-        """What the next mask must wait for; None if the grammar is compiled, or does not hold yet."""
+        """The compilation that the next mask waits for; None if the grammar is compiled, or does not hold yet."""
         return None if self._matcher.done() or not self._is_started else self._matcher
 
     def allowed(self, num_words: int) -> Bits:
@@ -172,7 +172,7 @@ class ConstraintTable:
         self.slots: dict[int, _Constraint] = {}
         """The constraints by slot. A step without any needs no call."""
         self.may_defer = may_defer
-        """Steps go on without masks that are late."""
+        """Steps do not wait for masks that are late."""
         self._threads = threads or MaskThreads()
 
     def reset(self) -> None:

@@ -65,7 +65,7 @@ class MaskThreads:
     ) -> None:
         """`cpu_seconds` returns the CPU time of a thread."""
         self._clock, self._cpu_seconds = clock, cpu_seconds or cpu_seconds_of
-        self._tokens: ThreadPoolExecutor | None = None  # one of its own: no step waits for masks of an earlier one
+        self._tokens: ThreadPoolExecutor | None = None  # a new one: no step waits for masks of an earlier one
         self._quick: ThreadPoolExecutor | None = None
         self._slow: ThreadPoolExecutor | None = None
         self._slow_thread: int | None = None

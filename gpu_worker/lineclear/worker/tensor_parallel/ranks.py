@@ -47,7 +47,7 @@ _HEADER = struct.Struct("<QBQ")  # bytes of the message, kind, number of the cal
 
 
 class Kind(IntEnum):
-    """What a message between ranks is."""
+    """Kinds of messages between ranks."""
 
     CALL = 1
     """Of the runner of rank 0. The other messages belong to a call: the last one."""
@@ -103,7 +103,7 @@ class Ranks:
         self.count = 0
         self._store_file, self._lines, self._processes = store, lines, processes
         self._store: Any = None
-        self._names = map(str, itertools.count())  # of what the ranks note in the store
+        self._names = map(str, itertools.count())  # of the entries that the ranks write to the store
         self._num_calls = 0
         self._is_closing = False
 
@@ -120,7 +120,7 @@ class Ranks:
             rank, line, store = map(int, value.split(":"))
             for descriptor in (line, store):
                 os.set_inheritable(descriptor, False)
-            for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 drains, and needs this one meanwhile
+            for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 drains, and needs this one for its steps
                 signal.signal(number, signal.SIG_IGN)
             ranks = cls(rank, store, [_Line(socket.socket(fileno=line))])
         ranks.count = count
