@@ -22,6 +22,7 @@ from support.adapters import save_adapter
 from support.families import VOCAB_SIZE, tiny_config, tiny_model
 from support.inprocess import InProcess
 
+from lineclear.process.parent_death import die_with_parent
 from lineclear.scheduler.core.limits import CoreLimits
 from lineclear.scheduler.core.sequence import Request
 from lineclear.wire.messages import Sampling
@@ -132,6 +133,7 @@ def alter_a_token() -> None:
 
 
 def main(words: list[str]) -> None:
+    die_with_parent()  # as the main module of a worker: the other ranks exit with rank 0
     torch.set_num_threads(1)
     ranks = _Ranks.join(int(words[0]), [sys.executable, "-m", "support.divided_models", *words])
     ranks.connect(torch.device("cpu"))
