@@ -33,9 +33,10 @@ def credentials(leaf: trustme.LeafCert | None = None, authority: trustme.CA = AU
     return grpc.ssl_channel_credentials(authority.cert_pem.bytes(), leaf.private_key_pem.bytes(), chain)
 
 
-def secure(s: Serving, chosen: grpc.ChannelCredentials) -> grpc.aio.Channel:
+def secure(s: Serving, chosen: grpc.ChannelCredentials, address: str = "") -> grpc.aio.Channel:
     # A separate pool: gRPC would reuse the connection of an earlier channel with the same arguments.
-    return grpc.aio.secure_channel(s.server.address, chosen, options=[("grpc.use_local_subchannel_pool", 1)])
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    return grpc.aio.secure_channel(address or s.server.address, chosen, options=options)
 
 
 def tcp(**settings: Any) -> dict[str, Any]:
@@ -95,12 +96,16 @@ async def test_tls_versions_before_1_2_are_rejected(tmp_path: Path) -> None:
 
 
 async def test_certificate_rotation_ignores_broken_files(tmp_path: Path) -> None:
-    """The new certificate is from another authority, so a client that trusts only that authority sees the change."""
+    """The new certificate is from another authority, so a client that trusts only that authority sees the change.
+
+    Each of the three listeners gets it.
+    """
     other = trustme.CA()
 
     files = pem_files(tmp_path, AUTHORITY.issue_cert("localhost"))
     key = Path(files["tls_key_file"])
-    async with serving(tmp_path, plaintext=False, **tcp(**files)) as s:
+    listeners = tcp(**files, admin_listen="localhost:0", gateway_listen="localhost:0")
+    async with serving(tmp_path, plaintext=False, **listeners) as s:
         s.engine.answer = lambda request: []
         async with secure(s, credentials()) as before:
             assert await status_of(before, HEALTH[0]) != "UNAVAILABLE"
@@ -111,12 +116,13 @@ async def test_certificate_rotation_ignores_broken_files(tmp_path: Path) -> None
                         async with secure(s, credentials()) as channel:
                             assert await status_of(channel, HEALTH[0]) != "UNAVAILABLE"
             pem_files(tmp_path, other.issue_cert("localhost"))
-            async with asyncio.timeout(BOUND_SECONDS):
-                while True:
-                    async with secure(s, credentials(authority=other)) as channel:
-                        if await status_of(channel, HEALTH[0]) != "UNAVAILABLE":
-                            break
-                    await asyncio.sleep(0.1)
+            for address in (s.server.address, s.server.admin_address, s.server.gateway_address):
+                async with asyncio.timeout(BOUND_SECONDS):
+                    while True:
+                        async with secure(s, credentials(authority=other), address) as channel:
+                            if await status_of(channel, HEALTH[0]) != "UNAVAILABLE":
+                                break
+                        await asyncio.sleep(0.1)
             # An open connection stays usable.
             await read_all(s.stub_of(before).Generate(text_request()))
 

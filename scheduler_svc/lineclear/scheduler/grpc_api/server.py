@@ -67,7 +67,6 @@ class Server:
         if not is_local(settings.listen) and (lack := settings.lacks()):
             log.warning("insecure_listener", address=settings.listen, there_is=lack)
         self.certificates = ServerCertificates(settings) if settings.tls_cert_file else None
-        credentials = self.certificates.credentials if self.certificates else None
         self._expiry_task: asyncio.Task[None] | None = None
         service = InferenceService(manager)
         # With an admin address, statistics are offered there and not on the data address. A demo has both.
@@ -75,7 +74,7 @@ class Server:
         withheld = admin_module.METHODS | ADMIN_ONLY if is_split else admin_module.METHODS
         public = (service_module.NAME, health_module.SERVICE)
         data = self._offer(service, settings.token_file, lambda method: method not in withheld, public)
-        self.address = bind(data, settings.listen, credentials)
+        self.address = bind(data, settings.listen, self.certificates)
         self.admin_address = self.health_address = self.gateway_address = ""
         if settings.admin_listen:
             offered = admin_module.METHODS | ADMIN_ONLY | EVERYWHERE
@@ -84,9 +83,9 @@ class Server:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(manager, operations), admin)
             if settings.channelz:
                 add_channelz_servicer(admin)
-            self.admin_address = bind(admin, settings.admin_listen, credentials)
+            self.admin_address = bind(admin, settings.admin_listen, self.certificates)
         if gateway_listen := settings.gateway_listen or (_ANY_LOCAL_PORT if settings.gateway else ""):
-            self.gateway_address = bind(self._offer_to_gateways(manager, service), gateway_listen, credentials)
+            self.gateway_address = bind(self._offer_to_gateways(manager, service), gateway_listen, self.certificates)
         if settings.health_listen:
             probes = grpc.aio.server(interceptors=(self._guard(),), options=probe_options(settings))
             self.health.add_to(probes)
@@ -291,18 +290,18 @@ def _milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
-    """Bind an address and return it as clients write it. host:port is encrypted if `credentials` are given.
+def bind(server: grpc.aio.Server, address: str, certificates: ServerCertificates | None = None) -> str:
+    """Bind an address and return it as clients write it. host:port is encrypted if `certificates` are given.
 
     Raises ConfigurationError.
     """
     parsed = parse_address(address)
     check_bindable(address)  # gRPC would take over the socket of a running server
     try:
-        if credentials is None or isinstance(parsed, str):
+        if certificates is None or isinstance(parsed, str):
             port = server.add_insecure_port(address)
         else:
-            port = server.add_secure_port(address, credentials)
+            port = server.add_secure_port(address, certificates.credentials())
     except RuntimeError:
         port = 0
     if port == 0:

@@ -52,15 +52,27 @@ class ServerCertificates:
     def __init__(self, settings: SchedulerSettings) -> None:
         names = [settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file]
         self._file = ReloadingFile([Path(name) for name in names if name], lambda: _read_and_log(settings))
-        self._sent_version = self._file.version
+        self._asks_for_client = bool(settings.tls_client_ca_file)
         self._logged: tuple[datetime, int] | None = None
         self._context: tuple[Certificates, ssl.SSLContext] | None = None
-        self.credentials = grpc.dynamic_ssl_server_credentials(
-            self._file.current().configuration(),
-            self._fetch,  # type: ignore[arg-type]  # None is documented, the stubs leave it out
-            require_client_authentication=bool(settings.tls_client_ca_file),
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return credentials for one listener; two must not share them. New files apply within about a second."""
+        sent = self._file.current()
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            """Return the configuration for new connections if it has changed, else None. Called on a gRPC thread."""
+            nonlocal sent
+            if (certificates := self._file.current()) is sent:
+                return None
+            sent = certificates
+            return certificates.configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            sent.configuration(),
+            fetch,  # type: ignore[arg-type]  # None is documented, the stubs leave it out
+            require_client_authentication=self._asks_for_client,
         )
-        """New files apply to connections made after about a second."""
 
     @property
     def expires_at(self) -> datetime:
@@ -84,14 +96,6 @@ class ServerCertificates:
             log.error("certificate_expired", expired_at=expires_at.isoformat(), hint="new callers cannot connect")
         else:
             log.warning("certificate_expires_soon", days_left=days_left, expires_at=expires_at.isoformat())
-
-    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the configuration for new connections if it has changed, else None. Called on a gRPC thread."""
-        certificates = self._file.current()
-        if self._file.version == self._sent_version:
-            return None
-        self._sent_version = self._file.version
-        return certificates.configuration()
 
 
 def _read_and_log(settings: SchedulerSettings) -> Certificates:
