@@ -206,8 +206,10 @@ def test_probes_ask_the_health_port(manifest: Manifest) -> None:
     assert "readiness" in READY
     assert "liveness" in LIVE
     assert worker["livenessProbe"]["grpc"] == {"port": 50052, "service": WORKER}
-    # The scheduler starts after the worker, so the first probes get no answer, and a startup probe would block it.
-    assert worker["livenessProbe"]["initialDelaySeconds"] >= 30
+    # The scheduler's image is pulled after the worker's start; a startup probe of the worker would block the scheduler.
+    assert worker["livenessProbe"]["initialDelaySeconds"] >= 180
+    # A scheduler that crashes answers again within 10 s, also on a busy node; that must not restart the worker.
+    assert worker["livenessProbe"]["periodSeconds"] * (worker["livenessProbe"]["failureThreshold"] - 1) >= 15
     assert "startupProbe" not in worker
 
 
@@ -218,11 +220,11 @@ def seconds_until_replaced(probe: dict[str, Any], pod: dict[str, Any], detection
     return float(detection_seconds + probing + grace)
 
 
-def test_hung_worker_is_restarted_within_25_seconds(manifest: Manifest) -> None:
+def test_hung_worker_is_restarted_within_35_seconds(manifest: Manifest) -> None:
     """And a hung scheduler within 50."""
     settings, _ = load(manifest.scheduler["args"])
     for container, timeout, limit in (
-        (manifest.worker, settings.heartbeat_timeout_seconds, 25),
+        (manifest.worker, settings.heartbeat_timeout_seconds, 35),
         (manifest.scheduler, settings.watchdog_timeout_seconds, 50),
     ):
         probe = container["livenessProbe"]
