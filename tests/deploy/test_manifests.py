@@ -146,6 +146,11 @@ def test_pod_and_containers_are_restricted(manifest: Manifest) -> None:
     assert not {"hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"} & set(manifest.pod)
 
 
+def test_pod_status_tells_why_a_process_exited(manifest: Manifest) -> None:
+    ours = [container for name, container in manifest.containers.items() if name != "app"]
+    assert {container.get("terminationMessagePolicy") for container in ours} == {"FallbackToLogsOnError"}
+
+
 def test_only_scheduler_and_worker_share_the_sockets(manifest: Manifest) -> None:
     mounts = {name: manifest.mounts(name).get("lineclear-sockets") for name in manifest.containers}
     users = {
