@@ -3,7 +3,7 @@
 #
 # PYTHON is 3.11 or later, and REVISION the commit for the label. EXTRAS are the extras to install: scheduler,tracing for
 # --otlp-traces-endpoint, scheduler,gateway for --gateway-listen.
-ARG PYTHON=3.12
+ARG PYTHON=3.11
 FROM python:${PYTHON}-slim-bookworm AS dependencies
 ARG EXTRAS=scheduler
 WORKDIR /src

@@ -5,7 +5,7 @@
 # set a CPU build, such as torch==2.13.0+cpu, and its index as PIP_EXTRA_INDEX_URL.
 # PYTHON is 3.11 or later, and REVISION the commit for the label.
 # The build stages use the larger base image, which has a compiler for the CPU kernels. The kernels run on the slim one.
-ARG PYTHON=3.12
+ARG PYTHON=3.11
 FROM python:${PYTHON}-bookworm AS dependencies
 ARG TORCH=torch==2.13.0
 ARG PIP_EXTRA_INDEX_URL=
