@@ -141,8 +141,8 @@ soak: ready ## Run SECONDS (3600) of load, kills, slow and lost clients, and che
 hostile: ready ## Run SECONDS (60) of each kind of hostile client beside a stream
 	@cd tests && ../$(BIN)/python -m campaigns.hostile --seconds $(or $(SECONDS),60) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-images: ready ## Build both images with BUILDER (podman, docker) and test them with 16 streams
-	@$(BIN)/python deploy/try_images.py $(if $(BUILDER),--builder $(BUILDER)) -- $(BUILD_FLAGS)
+images: ready ## Build both images with BUILDER (podman, docker) and test them with 16 streams, or an upgrade from PREVIOUS, a commit
+	@$(BIN)/python deploy/try_images.py $(if $(BUILDER),--builder $(BUILDER)) $(if $(PREVIOUS),--previous $(PREVIOUS)) -- $(BUILD_FLAGS)
 
 release: ready ## Build sdist, wheels, SBOM, licences and sums into dist/, twice, and use each: all but the upload
 	@$(BIN)/python deploy/release.py

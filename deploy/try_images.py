@@ -1,9 +1,10 @@
 """Build both images, and check that 16 streams complete while containers are killed, upgraded and stopped.
 
-    python deploy/try_images.py [--builder podman|docker] [-- FLAGS OF THE BUILD]
+    python deploy/try_images.py [--builder podman|docker] [--previous COMMIT] [-- FLAGS OF THE BUILD]
 
 One after the other: the worker's container is killed, the worker and the scheduler are replaced by those of a new tag,
 both by those of another model, and both are stopped at once. Every answer must have the tokens that it has without.
+With --previous the first containers are of the release at COMMIT, and both are replaced at once, back, and forth again.
 
 Exits with 0 if neither podman nor docker works. Exits with 1 if a build fails, the product's layer exceeds 15 MB, an
 answer is incomplete or another one, or a process exits with an error.
@@ -25,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lineclear.client import Client
+from lineclear.client import Client, RetryPolicy
 from lineclear.errors import LineclearError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -36,8 +37,8 @@ MODEL = REPOSITORY / "demo/model"
 SCHEDULER, WORKER = "lineclear-try-scheduler", "lineclear-try-worker"
 FLAGS = ["--model=/models/model", "--log-format=json", "--socket-directory=/run/lineclear/sockets"]
 OWN_FLAGS = {
-    SCHEDULER: ["--listen=unix:/api/api.sock", "--drain-timeout-seconds=60"],
-    WORKER: ["--drain-timeout-seconds=70", "--deterministic"],
+    SCHEDULER: ["--listen=unix:/api/api.sock", "--drain-timeout-seconds=180"],
+    WORKER: ["--drain-timeout-seconds=190", "--deterministic"],
 }
 HARDENED = [
     *("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"),
@@ -59,25 +60,38 @@ def run(*command: str) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
-def build(builder: str, flags: list[str]) -> dict[str, str]:
-    """Build both images and return their names. Prints size and layers."""
+def build(builder: str, flags: list[str], tree: Path = REPOSITORY, suffix: str = "") -> dict[str, str]:
+    """Build both images of a tree and return their names without the suffix of the tag. Prints size and layers."""
     images = {}
     # Podman's own format has no health check.
     flags = [*(["--format", "docker"] if Path(builder).name == "podman" else []), *flags]
     for process in ("scheduler", "worker"):
-        images[f"lineclear-try-{process}"] = image = f"lineclear-{process}:try"
-        begin = time.monotonic()
-        file = str(REPOSITORY / f"deploy/{process}.Dockerfile")
-        run(builder, "build", *flags, "-t", image, "-f", file, str(REPOSITORY))
+        images[f"lineclear-try-{process}"] = f"lineclear-{process}:try"
+        begin, image = time.monotonic(), f"lineclear-{process}:try{suffix}"
+        run(builder, "build", *flags, "-t", image, "-f", str(tree / f"deploy/{process}.Dockerfile"), str(tree))
         size = int(run(builder, "image", "inspect", "--format", "{{.Size}}", image))
         print(f"{image}: {size / 1e6:.0f} MB, built in {time.monotonic() - begin:.0f} s")
         print(run(builder, "history", "--format", "  {{.Size}}  {{.CreatedBy}}", image))
         layers = run(builder, "history", "--format", "{{.Size}}", image).splitlines()
         product = next(size for size in map(bytes_of, layers) if size)
         print(f"  a change of the product replaces {product / 1e6:.1f} MB")
-        if product > MAX_PRODUCT_BYTES:
+        if product > MAX_PRODUCT_BYTES and tree == REPOSITORY:
             sys.exit(f"images: the layer of the product exceeds {MAX_PRODUCT_BYTES / 1e6:.0f} MB")
     return images
+
+
+def build_releases(builder: str, flags: list[str], previous: str | None, folder: Path) -> dict[str, str]:
+    """Build the images of `previous`, or of this tree, and those of this tree with the suffix "-next"."""
+    if previous is None:
+        images = build(builder, flags)
+        for image in images.values():
+            run(builder, "tag", image, f"{image}-next")
+        return images
+    (tree := folder / "previous").mkdir()
+    run("git", "-C", str(REPOSITORY), "archive", "--output", f"{tree}.tar", previous)
+    run("tar", "-xf", f"{tree}.tar", "-C", str(tree))
+    build(builder, flags, suffix="-next")
+    return build(builder, flags, tree)
 
 
 def bytes_of(size: str) -> float:
@@ -115,7 +129,7 @@ class Trial:
 
     def stop(self, *names: str, kill: bool = False) -> None:
         """Stop containers at once, and check that each one ended as it should."""
-        stop = ["kill"] if kill else ["stop", "--time", "90"]
+        stop = ["kill"] if kill else ["stop", "--time", "200"]
         for process in [subprocess.Popen([self.builder, *stop, name], stdout=subprocess.DEVNULL) for name in names]:
             process.wait()
         codes = {name: int(run(self.builder, "wait", name)) for name in names}
@@ -152,22 +166,21 @@ class Trial:
 
     def check(self, event: str, answers: list[Answer]) -> None:
         """Describe the answers read during an event. Exits if one is not that of calm times."""
-        right = sum(answer[:2] in self.calm and not answer.resumes for answer in answers)
+        expected = {calm for calm in self.calm if len(calm[1]) == NUM_TOKENS}
+        right = sum(answer[:2] in expected and not answer.resumes for answer in answers)
         pause = max(answer.pause for answer in answers)
         print(f"{event}: {right} of {len(answers)} answers are right and were not cut, longest pause {pause:.1f} s")
         if right < len(answers):
             sys.exit("images: an answer is incomplete or another one, or its stream was cut")
 
 
-def try_out(trial: Trial) -> None:
+def try_out(trial: Trial, *, two_releases: bool) -> None:
     """Kill, replace and stop the containers under streams."""
     for directory in (trial.folder / "sockets", trial.folder / "api"):
         directory.mkdir()
         directory.chmod(0o777)
     other = shutil.copytree(MODEL, trial.folder / "other") / "config.json"  # another model with the same tokenizer
     other.write_text(other.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
-    for image in trial.images.values():
-        run(trial.builder, "tag", image, f"{image}-next")
 
     def start(*processes: str, **more: Any) -> None:
         begin = time.monotonic()
@@ -181,22 +194,32 @@ def try_out(trial: Trial) -> None:
         wait_until(lambda: [worker.state for worker in client.stats().workers] == ["joined"] * 2)
         trial.stop(WORKER)
 
-    with Client(f"unix:{trial.folder}/api/api.sock") as client:
+    def replace_both(event: str, old: str, new: str, **more: Any) -> int:
+        """Return how many of the answers differ from those before."""
+        stop = partial(trial.stop, SCHEDULER + old, WORKER + old)
+        answers = trial.read(client, stop, partial(start, SCHEDULER, WORKER, suffix=new, **more), once=False)
+        changed = {answer[:2] for answer in trial.read(client)} - trial.calm
+        trial.calm |= changed
+        trial.check(event, answers)
+        return len(changed)
+
+    retry = RetryPolicy(resume_timeout_seconds=READY_SECONDS)
+    with Client(f"unix:{trial.folder}/api/api.sock", retry=retry) as client:
         start(SCHEDULER, WORKER)
         trial.calm = {answer[:2] for answer in trial.read(client)}
         kill, stop = partial(trial.stop, WORKER, kill=True), partial(trial.stop, SCHEDULER)
         trial.check("worker killed", trial.read(client, kill, partial(start, WORKER), once=False))
-        trial.check("worker upgraded", trial.read(client, replace_worker, once=False))
-        upgrade = partial(start, SCHEDULER, suffix="-next")
-        trial.check("scheduler upgraded", trial.read(client, stop, upgrade, once=False))
-        stop = partial(trial.stop, f"{SCHEDULER}-next", f"{WORKER}-next")
-        change = partial(start, SCHEDULER, WORKER, model=other.parent)
-        changed = trial.read(client, stop, change, once=False)
-        trial.calm |= {answer[:2] for answer in trial.read(client)}
-        trial.check("model upgraded", changed)
-        trial.check("both stopped", trial.read(client, partial(trial.stop, SCHEDULER, WORKER)))
-    if len(trial.calm) != 2 * NUM_STREAMS:
-        sys.exit("images: the models do not differ")
+        if two_releases:
+            changed = replace_both("release upgraded", "", "-next")
+            print(f"{changed} of {NUM_STREAMS} answers of the releases differ")
+            replace_both("release rolled back", "-next", "")
+        else:
+            trial.check("worker upgraded", trial.read(client, replace_worker, once=False))
+            upgrade = partial(start, SCHEDULER, suffix="-next")
+            trial.check("scheduler upgraded", trial.read(client, stop, upgrade, once=False))
+        if replace_both("model upgraded", "" if two_releases else "-next", "-next", model=other.parent) < NUM_STREAMS:
+            sys.exit("images: the models do not differ")
+        trial.check("both stopped", trial.read(client, partial(trial.stop, f"{SCHEDULER}-next", f"{WORKER}-next")))
 
 
 def remove(builder: str, containers: Iterable[str]) -> None:
@@ -222,6 +245,7 @@ def main() -> None:
     """Build and test the images."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--builder", help="podman or docker; default: the first of them that works")
+    parser.add_argument("--previous", metavar="COMMIT", help="upgrade from the images of this commit")
     parser.add_argument("flags", nargs="*", help="additional flags of the build")
     arguments = parser.parse_args()
     builder = find_builder([arguments.builder] if arguments.builder else ("podman", "docker"))
@@ -231,11 +255,11 @@ def main() -> None:
         print("images: skipped, neither podman nor docker works on this machine")
         return
     try:
-        images = build(builder, arguments.flags)
         with tempfile.TemporaryDirectory(prefix="lineclear-", dir="/tmp") as folder:
+            images = build_releases(builder, arguments.flags, arguments.previous, Path(folder))
             trial = Trial(builder, images, Path(folder))
             try:
-                try_out(trial)
+                try_out(trial, two_releases=arguments.previous is not None)
             except BaseException:
                 for name in trial.containers:
                     print(f"--- log of {name}", flush=True)
