@@ -75,7 +75,7 @@ VIOLATIONS = {
 LINT_COPY = """
 import json, pathlib, sys
 copy, roots, violations = sys.argv[1], sys.argv[2].split(), json.loads(sys.argv[3])
-others = [path for path in sys.path if not pathlib.Path(path, "lineclear").is_dir()]  # no checkout, and no installation
+others = [path for path in sys.path if pathlib.Path(path).name not in roots]  # an environment may name another checkout
 sys.path[:] = [f"{copy}/{root}" for root in roots] + others
 from importlinter.cli import lint_imports
 for contract, (module, line) in violations.items():
