@@ -132,8 +132,9 @@ def test_stop_order_is_app_scheduler_worker() -> None:
     assert [c["name"] for c in SERVICE.pod["containers"]] == ["lineclear-scheduler"]
 
 
-def test_pod_and_containers_are_restricted(manifest: Manifest) -> None:
-    for container in manifest.containers.values():
+def test_containers_are_restricted_and_tell_why_they_exited(manifest: Manifest) -> None:
+    for name, container in manifest.containers.items():
+        assert name == "app" or container["terminationMessagePolicy"] == "FallbackToLogsOnError"
         security = container["securityContext"]
         assert security["capabilities"] == {"drop": ["ALL"]}
         assert security["readOnlyRootFilesystem"] is True
@@ -144,11 +145,6 @@ def test_pod_and_containers_are_restricted(manifest: Manifest) -> None:
     assert manifest.pod["automountServiceAccountToken"] is False
     assert manifest.pod["enableServiceLinks"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"} & set(manifest.pod)
-
-
-def test_pod_status_tells_why_a_process_exited(manifest: Manifest) -> None:
-    ours = [container for name, container in manifest.containers.items() if name != "app"]
-    assert {container.get("terminationMessagePolicy") for container in ours} == {"FallbackToLogsOnError"}
 
 
 def test_only_scheduler_and_worker_share_the_sockets(manifest: Manifest) -> None:
