@@ -45,7 +45,7 @@ class TorchStepRecorder:
 
     def stop(self) -> bytes:
         """Wait for the device and return the trace."""
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         self._open.close()
         with tempfile.TemporaryDirectory(prefix="lineclear-") as folder:
