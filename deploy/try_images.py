@@ -210,8 +210,7 @@ def try_out(trial: Trial, *, two_releases: bool) -> None:
         kill, stop = partial(trial.stop, WORKER, kill=True), partial(trial.stop, SCHEDULER)
         trial.check("worker killed", trial.read(client, kill, partial(start, WORKER), once=False))
         if two_releases:
-            changed = replace_both("release upgraded", "", "-next")
-            print(f"{changed} of {NUM_STREAMS} answers of the releases differ")
+            print(f"{replace_both('release upgraded', '', '-next')} of {NUM_STREAMS} answers of the releases differ")
             replace_both("release rolled back", "-next", "")
         else:
             trial.check("worker upgraded", trial.read(client, replace_worker, once=False))
