@@ -140,6 +140,21 @@ def test_suspended_process_does_not_lose_its_worker() -> None:
         assert harness.broken == []
 
 
+def test_suspended_process_with_commands_to_run_does_not_lose_its_worker() -> None:
+    """The next iteration follows without a wait, whose end would show how late it is."""
+    ahead = [0.0]
+    with EngineHarness(clock=lambda: time.monotonic() + ahead[0], num_workers=1) as harness:
+
+        def suspend() -> None:
+            ahead[0] += 3600.0
+            harness.engine.call_on_engine_thread(lambda: None)
+
+        for number in range(3):
+            harness.engine.call_on_engine_thread(suspend)
+            harness.check([harness.submit(request(number))])
+        assert harness.losses == []
+
+
 def test_plans_are_sent_before_their_events_are_published() -> None:
     """A slow reader does not delay the device: the worker computes while events are published."""
     with EngineHarness(num_workers=1) as harness:

@@ -92,7 +92,7 @@ class EngineLoop:
         self._step_seconds: deque[tuple[int, float]] = deque(maxlen=MAX_STEP_TIMES)
         self._counters = EngineCounters()
         self._checks = InvariantChecks(core, limits.check_every_steps, self._counters, clock)
-        self._next_wakeup = math.inf  # latest time at which wait() was to return
+        self._next_wakeup = math.inf  # latest time at which the next iteration is to begin
         self._next_worker_check = -math.inf
         self._snapshot_at = -math.inf
         self._is_snapshot_current = True
@@ -110,7 +110,7 @@ class EngineLoop:
             # Messages that the worker sent in the meantime are still to be received.
             log.warning("process_was_suspended", seconds=round(now - self._next_wakeup, 3))
             self.workers.extend_deadlines(now)
-        self._next_wakeup = math.inf
+        self._next_wakeup = now  # of the next iteration, unless this one waits
         events = self.inbox.run(now, self.snapshot.core.predicted_wait_seconds)
         for fact in self.link.receive(self.workers, now):
             if isinstance(fact, StepResult):
