@@ -85,7 +85,7 @@ def test_every_mentioned_flag_exists(path: Path) -> None:
         *("--entrypoint", "--network", "--rm", "--time"),  # docker run, docker stop
         *("--no-cache-dir", "--no-deps", "--compile", "--prefix", "--python", "--without-pip"),  # pip, venv
         "--link",  # requirements.py
-        *("--yes", "--no-install-recommends", "--include", "--variant"),  # apt-get, mmdebstrap
+        *("--yes", "--no-install-recommends", "--include", "--variant", "--architectures"),  # apt-get, mmdebstrap
         *("--directory", "--owner", "--group", "--mode"),  # install
         *("--from-literal", "--revision", "--local-dir", "--model-server-metrics-port"),  # kubectl, hf, endpoint picker
         *("--interval", "--timeout", "--start-period", "--retries"),  # HEALTHCHECK

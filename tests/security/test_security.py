@@ -219,7 +219,7 @@ async def test_admin_listener_has_its_own_methods_and_tokens(tmp_path: Path) -> 
                 await status_of(admin, method, *bearer(BOB))
         audited = {line["rpc"]: line["name"] for line in lines if line["event"] == "admin_call"}
         # All but those that only read, and SetLogLevel, which refuses an empty message.
-        names = ("drain", "dump_recording", "flush_prefix_cache", "restart_workers", "watch_steps")
+        names = ("drain", "dump_recording", "flush_prefix_cache", "restart_workers", "watch_steps", "profile")
         assert audited == dict.fromkeys((*names, "update_scheduling", "load_adapter", "unload_adapter"), "operator")
         for method in METHODS:
             is_served = (
