@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -62,6 +63,8 @@ def test_kernels_of_the_fused_pass_are_in_their_steps() -> None:
     for kernel in kernels:
         middle = kernel["ts"] + kernel["dur"] / 2
         assert any(step["ts"] < middle < step["ts"] + step["dur"] for step in steps), kernel
+    for one, next_one in pairwise(kernels):
+        assert next_one["ts"] >= one["ts"] + one["dur"] - 0.01, "one after the other"
     attention = next(x for x in profile.operations() if x.name == "lineclear_paged_attention")
     assert (attention.is_kernel, attention.calls) == (True, 4 * tiny_model("llama").config.num_hidden_layers)
 
