@@ -207,9 +207,9 @@ class AdminServiceServicer(object):
 
     def Profile(self, request, context):
         """Records what the next steps of a worker spend their time on, and returns
-        it when they have run. Streams pause while the worker writes the trace,
-        for a second at most. One recording at a time. The trace has no prompts,
-        answers or token ids. Fails with PROFILE_FAILED.
+        it when they have run. Streams pause while the worker writes the trace.
+        One recording at a time. The trace has no prompts, answers or token ids.
+        Fails with PROFILE_FAILED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

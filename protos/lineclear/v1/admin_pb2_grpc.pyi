@@ -98,9 +98,9 @@ class AdminServiceStub:
     """Returns the loaded adapters."""
     Profile: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]
     """Records what the next steps of a worker spend their time on, and returns
-    it when they have run. Streams pause while the worker writes the trace,
-    for a second at most. One recording at a time. The trace has no prompts,
-    answers or token ids. Fails with PROFILE_FAILED.
+    it when they have run. Streams pause while the worker writes the trace.
+    One recording at a time. The trace has no prompts, answers or token ids.
+    Fails with PROFILE_FAILED.
     """
 
 @_typing.type_check_only
@@ -167,9 +167,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Returns the loaded adapters."""
     Profile: _aio.UnaryUnaryMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]  # type: ignore[assignment]
     """Records what the next steps of a worker spend their time on, and returns
-    it when they have run. Streams pause while the worker writes the trace,
-    for a second at most. One recording at a time. The trace has no prompts,
-    answers or token ids. Fails with PROFILE_FAILED.
+    it when they have run. Streams pause while the worker writes the trace.
+    One recording at a time. The trace has no prompts, answers or token ids.
+    Fails with PROFILE_FAILED.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -305,9 +305,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ProfileResponse, _abc.Awaitable[_admin_pb2.ProfileResponse]]:
         """Records what the next steps of a worker spend their time on, and returns
-        it when they have run. Streams pause while the worker writes the trace,
-        for a second at most. One recording at a time. The trace has no prompts,
-        answers or token ids. Fails with PROFILE_FAILED.
+        it when they have run. Streams pause while the worker writes the trace.
+        One recording at a time. The trace has no prompts, answers or token ids.
+        Fails with PROFILE_FAILED.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
