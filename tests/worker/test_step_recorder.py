@@ -6,6 +6,7 @@ import gzip
 import json
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -86,6 +87,21 @@ def test_nothing_is_recorded_after_the_end(capfd: pytest.CaptureFixture[str]) ->
     assert CallGraph.replay is plain
     assert not torch.autograd.profiler._is_profiler_enabled
     assert capfd.readouterr().err == "", "standard error is the log"
+
+
+def test_a_recorder_that_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its start, as beside another profiler, and in its end, as on a device that has failed."""
+    plain = CallGraph.replay
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.profiler, "profile", Mock(side_effect=RuntimeError))
+        with pytest.raises(RuntimeError) as kept:  # with its frames, and what they hold
+            TorchStepRecorder(runner(False))
+        assert CallGraph.replay is plain, kept
+    recorder = TorchStepRecorder(runner(False))
+    monkeypatch.setattr(torch.cuda, "is_initialized", Mock(side_effect=RuntimeError))
+    with pytest.raises(RuntimeError):
+        recorder.stop()
+    assert CallGraph.replay is plain
 
 
 def _plain(fused: bool) -> list[int]:

@@ -33,8 +33,8 @@ class TorchStepRecorder:
         self._runner = runner
         self._steps: list[tuple[int, int, StepPlan]] = []  # start by the monotonic clock, and nanoseconds
         self._open = ExitStack()
-        self._replays = self._open.enter_context(timed_replays())
         self._profile = self._open.enter_context(torch.profiler.profile())
+        self._replays = self._open.enter_context(timed_replays())
 
     def launch(self, plan: StepPlan) -> InflightStep:
         """See Runner.launch."""
@@ -45,9 +45,9 @@ class TorchStepRecorder:
 
     def stop(self) -> bytes:
         """Wait for the device and return the trace."""
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-        self._open.close()
+        with self._open:
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()
         with tempfile.TemporaryDirectory(prefix="lineclear-") as folder:
             file = Path(folder, "trace.json")
             self._profile.export_chrome_trace(str(file))
