@@ -51,6 +51,12 @@ def memory_of(backend: Touched, *, ahead_blocks: int = 0, free: int = MANY, bloc
     )
 
 
+@pytest.fixture
+def no_free_memory_resident() -> None:
+    """Give the memory that malloc keeps after a `free` back to the system: a pool may be put there."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def resident(tensor: Tensor) -> tuple[int, int]:
     """Return how many pages inside the tensor's memory are resident, and how many exist."""
     storage, size = tensor.untyped_storage(), mmap.PAGESIZE
@@ -61,6 +67,7 @@ def resident(tensor: Tensor) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks mincore(2) of Linux")
+@pytest.mark.usefixtures("no_free_memory_resident")
 @pytest.mark.parametrize("backend", ["auto", "torch_paged"])
 @pytest.mark.parametrize("preallocate", [False, True])
 def test_preallocation_makes_the_pools_resident(tmp_path: Path, backend: str, preallocate: bool) -> None:
