@@ -97,7 +97,7 @@ except Unreachable as error:
 
 def test_wheel_works_with_grpc_and_protobuf_alone(wheel: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-I", "-c", PROGRAM, str(wheel), str(REPOSITORY)],
+        [sys.executable, "-I", "-c", PROGRAM, str(wheel), f"{REPOSITORY}/"],
         capture_output=True, text=True, timeout=PATIENCE_SECONDS, env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
     assert done.stdout.splitlines() == ["hello world", "2", "hello world", "UNAVAILABLE"], done.stderr
