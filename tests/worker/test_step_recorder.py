@@ -16,6 +16,7 @@ from support.kernel_variants import needs_kernels
 from lineclear.client import StepProfile
 from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit, StepPlan, StepResult
 from lineclear.worker.kernels.call_graph import CallGraph
+from lineclear.worker.kernels.native_library import prefers_float32_gemm
 from lineclear.worker.model.loader import build_fused, wrap_model
 from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner.step_recorder import TorchStepRecorder
@@ -60,7 +61,8 @@ def test_kernels_of_the_fused_pass_are_in_their_steps() -> None:
         {"step": number, "rows": 1, "tokens": 4 if number == 1 else 1} for number in (1, 2, 3, 4)
     ]
     kernels = [event for event in events if event.get("cat") == "kernel"]
-    assert {"lineclear_gemm", "lineclear_paged_attention"} <= {kernel["name"] for kernel in kernels}
+    product = "lineclear_gemm" if prefers_float32_gemm() else "multiply"
+    assert {product, "lineclear_paged_attention"} <= {kernel["name"] for kernel in kernels}
     for kernel in kernels:
         middle = kernel["ts"] + kernel["dur"] / 2
         assert any(step["ts"] < middle < step["ts"] + step["dur"] for step in steps), kernel
