@@ -299,6 +299,13 @@ def test_prefix_cache_is_told(gateway: Gateway, client: openai.OpenAI) -> None:
         events.cancel()
 
 
+def test_gateway_listens_on_loopback_only(gateway: Gateway) -> None:
+    sockets = [os.readlink(entry) for entry in Path(f"/proc/{gateway.pid()}/fd").iterdir()]
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    hosts = [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    assert hosts == ["0100007F"] * 2, "HTTP and smg's metrics"
+
+
 def test_killed_gateway_comes_back(gateway: Gateway) -> None:
     killed = gateway.pid()
     os.kill(killed, signal.SIGKILL)

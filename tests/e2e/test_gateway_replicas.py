@@ -52,9 +52,10 @@ def replica(address: str) -> Iterator[Replica]:
 @contextlib.contextmanager
 def two_replicas() -> Iterator[tuple[list[Replica], openai.OpenAI]]:
     """Run two replicas, smg before them, and a client of it that tries nothing again."""
-    *addresses, http = (f"127.0.0.1:{port}" for port in free_ports(3))
+    *addresses, http, metrics = (f"127.0.0.1:{port}" for port in free_ports(4))
     command = [str(Path(sys.executable).with_name("smg")), "launch", "--policy", "cache_aware", "--log-level", "warn"]
     command += ["--host", "127.0.0.1", "--port", http.rpartition(":")[2]]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", metrics.rpartition(":")[2]]
     command += ["--worker-urls", *(f"grpc://{address}" for address in addresses)]
     with (
         replica(addresses[0]) as first,

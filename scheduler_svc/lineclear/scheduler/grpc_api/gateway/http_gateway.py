@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -52,7 +53,7 @@ class HttpGateway:
         self._url, self._shows_example = f"http://{http_address}", shows_example
         options = {"--worker-urls": f"grpc://{engine_address}", "--host": host.strip("[]"), "--port": port}
         options |= {"--worker-startup-timeout-secs": _START_SECONDS, "--worker-startup-check-interval": 1}
-        options["--log-level"] = "warn"
+        options |= {"--log-level": "warn", "--prometheus-host": "127.0.0.1"}  # smg's choice would be all interfaces
         if parsers.tool_calls in _CALL_PARSERS:
             options["--tool-call-parser"] = _CALL_PARSERS[parsers.tool_calls]
         if parsers.reasoning:
@@ -81,16 +82,17 @@ class HttpGateway:
                 code = await self._run_once(lifeline)
                 log.error("gateway_exited", exit_code=code, restart_in_seconds=backoff_seconds)
                 await asyncio.sleep(backoff_seconds)
-                lived = asyncio.get_running_loop().time() - started_at
-                is_short = lived < _MAX_BACKOFF_SECONDS
+                is_short = asyncio.get_running_loop().time() - started_at < _MAX_BACKOFF_SECONDS
                 backoff_seconds = min(2 * backoff_seconds, _MAX_BACKOFF_SECONDS) if is_short else _MIN_BACKOFF_SECONDS
         finally:
             lifeline.close()
 
     async def _run_once(self, lifeline: ParentDeathPipe) -> int:
         """Run one process until it exits. It is stopped when this is cancelled."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:  # smg's own choice is taken where another smg runs
+            metrics = ("--prometheus-port", str(probe.getsockname()[1]))
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-c", _PROGRAM, *self._arguments),
+            *(sys.executable, "-P", "-c", _PROGRAM, *self._arguments, *metrics),
             env=os.environ | lifeline.environment(),
             pass_fds=lifeline.inherited,
             stdin=asyncio.subprocess.DEVNULL,
@@ -124,13 +126,11 @@ class HttpGateway:
 
     def _model(self) -> str | None:
         """Return the name of the model that the gateway offers; None until it has its tokenizer, too."""
-        try:
-            models = self._ask("models")["data"]
-            if models:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if models := self._ask("models")["data"]:
                 self._ask("tokenize", {"model": models[0]["id"], "prompt": "a"})
-        except (OSError, ValueError, KeyError):
-            return None
-        return str(models[0]["id"]) if models else None
+                return str(models[0]["id"])
+        return None
 
     def _ask(self, path: str, body: dict[str, str] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
