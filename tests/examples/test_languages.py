@@ -31,6 +31,7 @@ OUTPUT = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[0]
 BUILD_SECONDS = 1200.0
 GENERATE, WATCH = "/lineclear.v1.InferenceService/Generate", "/grpc.health.v1.Health/Watch"
 GO_PATH = os.environ.get("GOPATH", "/usr/share/gocode")
+GO_PACKAGES = "google.golang.org/grpc/credentials/insecure google.golang.org/protobuf/proto"
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ LANGUAGES = (
     Language("python", "python -c 'import grpc_tools'", "pip install grpcio-tools googleapis-common-protos"),
     Language(
         "go",
-        "go version && command -v protoc-gen-go protoc-gen-go-grpc && protoc-gen-go --version",
-        "apt install golang-go golang-google-grpc-dev golang-google-genproto-dev protoc-gen-go protoc-gen-go-grpc",
+        f"command -v protoc-gen-go protoc-gen-go-grpc && test $(go env GOTOOLCHAIN) && (go list {GO_PACKAGES} || "
+        "GO111MODULE=on go list -m google.golang.org/grpc@latest)",  # before Go 1.21 there is no GOTOOLCHAIN
+        "of a Debian newer than 12: apt install golang-go golang-google-grpc-dev "
+        "golang-google-genproto-dev protoc-gen-go protoc-gen-go-grpc",
     ),
     Language("typescript-grpc-js", "node --version && npm --version", "apt install npm", has_health_check=False),
     Language("typescript-connect", "node --version && npm --version", "apt install npm", False, has_health_check=False),
