@@ -82,6 +82,15 @@ def test_times_add_up_to_those_of_the_steps(fused: bool) -> None:
     assert fused or {x.name for x in operations}.intersection(("aten::addmm", "aten::mm"))
 
 
+def test_a_part_that_crosses_the_end_of_a_kernel_counts_once() -> None:
+    """Kernels are placed one after the other, without the gaps between them: an operation of one can reach the next."""
+    times = [("step", "step", 0, 100), ("kernel", "a", 10, 20), ("cpu_op", "part", 25, 10), ("kernel", "b", 30, 60)]
+    events = [{"ph": "X", "pid": 1, "tid": 1, "cat": c, "name": n, "ts": t, "dur": d} for c, n, t, d in times]
+    profile = StepProfile(gzip.compress(json.dumps({"traceEvents": events}).encode()), 1)
+    found = {x.name: round(x.seconds * 1e6) for x in profile.operations()}
+    assert found == {"step": 20, "a": 15, "part": 5, "b": 60}
+
+
 def test_nothing_is_recorded_after_the_end(capfd: pytest.CaptureFixture[str]) -> None:
     plain = CallGraph.replay
     recorder = TorchStepRecorder(runner(False))

@@ -43,15 +43,17 @@ class StepProfile(NamedTuple):
                 threads[event["pid"], event["tid"]].append(event)
         calls, microseconds = defaultdict[tuple[str, bool], int](int), defaultdict[tuple[str, bool], float](float)
         for events in threads.values():
-            around: list[dict[str, Any]] = []
+            around: list[tuple[tuple[str, bool], float]] = []  # and when each ends, not after the one around it
             for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-                while around and around[-1]["ts"] + around[-1]["dur"] <= event["ts"] + _ROUNDING:
+                start, end = event["ts"], event["ts"] + event["dur"]
+                while around and around[-1][1] <= start + _ROUNDING:
                     around.pop()
                 if around:
-                    microseconds[_key(around[-1])] -= event["dur"]
-                around.append(event)
+                    end = min(end, around[-1][1])
+                    microseconds[around[-1][0]] -= end - start
+                around.append((_key(event), end))
                 calls[_key(event)] += 1
-                microseconds[_key(event)] += event["dur"]
+                microseconds[_key(event)] += end - start
         found = (Operation(*key, calls[key], max(time, 0.0) / 1e6) for key, time in microseconds.items())
         return sorted(found, key=lambda operation: -operation.seconds)
 
