@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from support.toy_runner import ToyRunner
@@ -25,6 +26,10 @@ class Recorder:
 
     def launch(self, plan: StepPlan) -> Any:
         self._log.append(f"recorded {plan.step}")
+
+    def write(self) -> int:
+        self._log.append("written")
+        return len(self._log)
 
     def stop(self) -> bytes:
         self._log.append("stopped")
@@ -67,7 +72,7 @@ def test_records_as_many_steps_as_asked() -> None:
     launch(found, 1)
     found.follow(Profile(1, 2))
     launch(found, 2, 3, 4)
-    assert runner.log == ["plain 1", "recorded 2", "recorded 3", "stopped", "plain 4"]
+    assert runner.log == ["plain 1", "recorded 2", "written", "recorded 3", "stopped", "plain 4"]
     found.follow(Profile(1, 0))  # over already
     assert sent == [Profiled(1, 2, b"trace")]
 
@@ -86,6 +91,26 @@ def test_ends_early_and_starts_anew() -> None:
     found.abandon()
     launch(found, 2)
     assert (len(sent), runner.log[-2:]) == (2, ["stopped", "plain 2"])
+
+
+def test_ends_with_the_steps_so_far_before_the_trace_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_profiler, "_FULL_TRACE_BYTES", 3)
+    runner = Recorded()
+    found, sent = profiler(runner)
+    found.follow(Profile(1, 1000))
+    launch(found, 1, 2, 3)
+    assert runner.log == ["recorded 1", "written", "recorded 2", "written", "stopped", "plain 3"]
+    assert sent == [Profiled(1, 2, b"trace")]
+
+
+def test_a_trace_that_cannot_be_written_fails_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "write", Mock(side_effect=OSError("no space")))
+    runner = Recorded()
+    found, sent = profiler(runner)
+    found.follow(Profile(1, 1000))
+    launch(found, 1, 2)
+    assert runner.log == ["recorded 1", "stopped", "plain 2"]
+    assert [("cannot write the trace: OSError" in answer.problem, answer.trace) for answer in sent] == [(True, b"")]
 
 
 @pytest.mark.parametrize(
@@ -161,3 +186,12 @@ def test_an_end_reaches_a_worker_that_has_no_room_for_it() -> None:
     s.link.is_full = False
     s.profiles.send_end(0.0)
     assert (s.link.sent[-1], s.profiles.ending) == (Profile(10, 0), set())
+
+
+def test_an_end_that_was_not_sent_does_not_end_the_next_recording() -> None:
+    s = Station()
+    s.profiles.ask(0, 0, s.start(), 0.0)
+    s.profiles.answered(Profiled(10, 5, b"trace"), 0.0)
+    s.start()
+    s.profiles.send_end(0.0)
+    assert s.link.sent == [Profile(10, 5), Profile(10, 5)]

@@ -60,6 +60,9 @@ class ToyRecorder:
         self._num_steps += 1
         return self._runner.launch(plan)
 
+    def write(self) -> int:
+        return 0
+
     def stop(self) -> bytes:
         step = {"ph": "X", "cat": "step", "name": "step", "pid": 1, "tid": 1, "dur": 1000}
         events = [{**step, "ts": 1000 * i} for i in range(self._num_steps)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
@@ -18,6 +19,7 @@ from lineclear.wire.messages import Decodes, Row, RowOutput, Sampling, SlotInit,
 from lineclear.worker.kernels.call_graph import CallGraph
 from lineclear.worker.kernels.native_library import prefers_float32_gemm
 from lineclear.worker.model.loader import build_fused, wrap_model
+from lineclear.worker.runner import step_recorder
 from lineclear.worker.runner.model_runner import ModelRunner, RunnerOptions
 from lineclear.worker.runner.step_recorder import TorchStepRecorder
 
@@ -91,6 +93,31 @@ def test_a_part_that_crosses_the_end_of_a_kernel_counts_once() -> None:
     assert found == {"step": 20, "a": 15, "part": 5, "b": 60}
 
 
+@needs_kernels
+def test_long_recordings_are_written_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler holds up the process for each event that it writes, so it never keeps many of them."""
+    monkeypatch.setattr(step_recorder, "_PART_BYTES", 100_000)
+    found = runner(True)
+    recorder = TorchStepRecorder(found)
+    sizes: list[int] = []
+    write_part = recorder._write_part
+    monkeypatch.setattr(recorder, "_write_part", lambda: sizes.append(write_part()) or sizes[-1])
+    written: list[int] = []
+    for step, plan in enumerate(15 * plans(), 1):
+        recorder.launch(replace(plan, step=step)).result()
+        written.append(recorder.write())
+    profile = StepProfile(recorder.stop(), len(written))
+    assert len(sizes) > 3
+    assert max(sizes) < 2 * 100_000 < sum(sizes)
+    assert written == sorted(written)
+    assert 0 < written[-1] <= len(profile.trace)
+    events = json.loads(gzip.decompress(profile.trace))["traceEvents"]
+    assert [event["args"]["step"] for event in events if event.get("cat") == "step"] == list(range(1, 61))
+    assert sum(x.seconds for x in profile.operations()) == pytest.approx(profile.step_seconds(), rel=0.01)
+    calls = {x.name: x.calls for x in profile.operations()}
+    assert calls["lineclear_paged_attention"] == 60 * tiny_model("llama").config.num_hidden_layers
+
+
 def test_nothing_is_recorded_after_the_end(capfd: pytest.CaptureFixture[str]) -> None:
     plain = CallGraph.replay
     recorder = TorchStepRecorder(runner(False))
@@ -104,12 +131,12 @@ def test_a_recorder_that_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) 
     """In its start, as beside another profiler, and in its end, as on a device that has failed."""
     plain = CallGraph.replay
     with monkeypatch.context() as patch:
-        patch.setattr(torch.profiler, "profile", Mock(side_effect=RuntimeError))
+        patch.setattr(torch.autograd.profiler, "profile", Mock(side_effect=RuntimeError))
         with pytest.raises(RuntimeError) as kept:  # with its frames, and what they hold
             TorchStepRecorder(runner(False))
         assert CallGraph.replay is plain, kept
     recorder = TorchStepRecorder(runner(False))
-    monkeypatch.setattr(torch.cuda, "is_initialized", Mock(side_effect=RuntimeError))
+    monkeypatch.setattr(torch.autograd.profiler, "_run_on_profiler_stop", Mock(side_effect=RuntimeError))
     with pytest.raises(RuntimeError):
         recorder.stop()
     assert CallGraph.replay is plain

@@ -240,7 +240,7 @@ def _changes(record: pb.StepRecord) -> Iterator[str]:
 @command(epilog="Example: lineclear profile --target 127.0.0.1:50052 --steps 50 --output profile.json.gz")
 def profile(
     connection: Connection,
-    steps: Annotated[int, typer.Option("--steps", "-n", help="Number of steps to record.", min=1, max=1000)] = 20,
+    steps: Annotated[int, typer.Option("--steps", "-n", help="Most steps to record.", min=1, max=1000)] = 20,
     seconds: Annotated[
         float, typer.Option("--seconds", "-s", help="Most seconds to wait for them.", min=0.1, max=60.0)
     ] = 10.0,
@@ -254,7 +254,7 @@ def profile(
 ) -> None:  # fmt: skip
     """Record what the next steps of a worker spend their time on: kernels, operations and Python.
 
-    --target is the admin address of the server. Streams pause for a moment at the end.
+    --target is the admin address of the server. Recorded steps are slower. A trace of 3 MB ends the recording early.
     """
     if output_file is not None:
         _check_folder(output_file)

@@ -721,7 +721,9 @@ class ProfileResponse(_message.Message):
     CPU, "kernel"; operations of PyTorch "cpu_op".
     """
     num_steps: _builtins.int
-    """How many steps it has."""
+    """How many steps it has: fewer than asked for if the time was over, or the
+    trace had 3 MB.
+    """
     def __init__(
         self,
         *,

@@ -93,7 +93,7 @@ class AsyncAdminClient:
     async def profile(self, *, num_steps: int = 20, worker: int = 0, max_seconds: float = 10.0) -> StepProfile:
         """Record what the next steps of a worker spend their time on; return when they have run, or the time is over.
 
-        Steps run while the server has requests. Streams pause while the worker writes the trace.
+        Steps run while the server has requests. A trace of 3 MB ends the recording early. Recorded steps are slower.
         """
         request = filled(pb.ProfileRequest(), num_steps=num_steps, worker=worker)
         limit = min(max(seconds("max_seconds", max_seconds), 0.0), MAX_TIMEOUT_SECONDS)

@@ -30,10 +30,13 @@ class InflightStep(Protocol):
 
 
 class StepRecorder(Protocol):
-    """Records what launched steps do. One thread calls both methods."""
+    """Records what launched steps do. One thread calls all methods."""
 
     def launch(self, plan: StepPlan) -> InflightStep:
         """Launch a plan on the runner. Raises what Runner.launch raises."""
+
+    def write(self) -> int:
+        """Between two steps: write those so far, where it is time for that. Return the bytes of the trace."""
 
     def stop(self) -> bytes:
         """Stop, once, and return the steps as a Chrome trace that gzip has compressed."""

@@ -11,6 +11,9 @@ from lineclear.worker.loop.runner_interface import InflightStep, Runner, StepRec
 MAX_TRACE_BYTES = 4_000_000
 """A response of the admin API has at most 4 MiB."""
 
+_FULL_TRACE_BYTES = 3 * MAX_TRACE_BYTES // 4
+"""Ends a recording early: the part that is not written yet has room."""
+
 
 class StepProfiler:
     """Owned by the launch thread. `send` takes the answers; `make_recorder` starts a recording, where that can be."""
@@ -55,8 +58,12 @@ class StepProfiler:
         assert self._recorder is not None
         inflight = self._recorder.launch(plan)
         self._num_steps += 1
-        if self._num_steps == self._num_wanted:
-            self._finish()
+        try:
+            if self._num_steps == self._num_wanted or self._recorder.write() > _FULL_TRACE_BYTES:
+                self._finish()
+        except Exception as error:
+            self.abandon()
+            self._send(Profiled(self._epoch, problem=_cannot_write(error)))
         return inflight
 
     def _finish(self) -> None:
@@ -77,4 +84,8 @@ def _stopped(recorder: StepRecorder) -> tuple[bytes, str]:
     try:
         return recorder.stop(), ""
     except Exception as error:
-        return b"", f"the worker cannot write the trace: {exception_summary(error)}"
+        return b"", _cannot_write(error)
+
+
+def _cannot_write(error: Exception) -> str:
+    return f"the worker cannot write the trace: {exception_summary(error)}"

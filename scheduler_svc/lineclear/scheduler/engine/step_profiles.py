@@ -37,6 +37,7 @@ class StepProfiles:
             problem = f"worker {worker} cannot be reached now"
         else:
             self._done, self._epoch = done, epoch
+            self.ending.discard(epoch)  # of the recording before
             return
         done.set_result(Profiled(0, problem=problem))
 
