@@ -149,7 +149,7 @@ release: ready ## Build sdist, wheels, SBOM, licences and sums into dist/, twice
 
 docs: ready ## Build the pages as a site into build/site, and check their links; with search, no network needed to read it
 	@$(BIN)/python -c 'import material' 2>/dev/null || $(PIP) mkdocs-material
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "Read it at http://127.0.0.1:8001: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site 8001"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build && echo "Read it at http://127.0.0.1:8001: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site 8001"
 
 lint: ready ## ruff, import-linter, mypy and the budgets of tests/size.yaml only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy && \

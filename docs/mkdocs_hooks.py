@@ -1,8 +1,8 @@
 """A hook of mkdocs: pages that lie outside docs/, and links to files that are no pages.
 
-deploy/README.md, examples/README.md, CONTRIBUTING.md and CHANGELOG.md become pages of the site. A link to another file
-of the repository becomes one to LINECLEAR_REPOSITORY_URL, such as https://host/owner/lineclear/blob/main; without it,
-plain text.
+README.md, deploy/README.md, examples/README.md, CONTRIBUTING.md and CHANGELOG.md become pages of the site. A link to
+another file of the repository becomes one to LINECLEAR_REPOSITORY_URL, such as https://host/owner/lineclear/blob/main;
+without it, plain text.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "examples/README.md": "examples.md",
-    "README.md": "index.md",
+    "README.md": "overview.md",
 }
 """Pages of the site by their path in the repository, besides those in docs/."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
-_HERE = {page: path for path, page in PAGES.items() if page != "index.md"}
+_HERE = {page: path for path, page in PAGES.items()}
 
 
 def on_files(files: Any, config: Any) -> Any:

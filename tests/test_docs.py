@@ -88,7 +88,7 @@ def test_pages_of_the_site() -> None:
     """Each page is in its navigation and in the index, and its links lead to pages or to files of the repository."""
     names = {page.name for page in (REPOSITORY / "docs").glob("*.md")}
     navigation = set(re.findall(r": ([\w-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert navigation == names | {page for page in SITE["PAGES"].values() if page != "index.md"}
+    assert navigation == names | set(SITE["PAGES"].values())
     index = (REPOSITORY / "docs/index.md").read_text()
     assert [name for name in names - {"index.md"} if f"({name}" not in index] == []
 
@@ -101,6 +101,7 @@ def test_links_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINECLEAR_REPOSITORY_URL", "https://h/main/")
     assert SITE["rewrite"](text, "docs/page.md") == pages.format("[e](https://h/main/tests/e.py)")
     assert SITE["rewrite"]("[a](../docs/client.md)", "deploy/README.md") == "[a](client.md)"
+    assert SITE["rewrite"]("[a](../README.md#two-commands)", "docs/page.md") == "[a](overview.md#two-commands)"
 
 
 def logged_events(root: Path) -> Iterator[str]:
