@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import runpy
 import shlex
@@ -236,7 +237,7 @@ def test_client_page_names_every_error() -> None:
     assert set(named) >= {error.__name__ for error in tree()} - {"LineclearError"}
 
 
-RUN = re.compile(r"\.venv/bin/lineclear (generate \"[^&]*$|stats|model)")
+RUN = re.compile(r"\.venv/bin/lineclear (generate \"[^|]*$|stats|model)")
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(filter(RUN.match, commands(README + QUICK_START + TUTORIALS))))
@@ -246,6 +247,24 @@ def test_commands_of_the_pages_run(command: str, service: Service) -> None:
     done = subprocess.run(lineclear, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout or "generate" not in words
+
+
+def test_the_quick_start_kills_the_worker_within_the_answer(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the command needs to start."""
+    (line,) = [command for command in commands(QUICK_START) if "pkill" in command]
+    program, worker = Path(sys.executable).with_name("lineclear"), service.worker_pid
+    for name, script in {"lineclear": f'sleep 2; exec {program} "$@"', "pkill": f"kill -9 {worker}"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("LINECLEAR_TARGET", service.target)
+    before = service.client.stats().counters.recomputed_tokens
+    script = line.replace(".venv/bin/", "")
+    subprocess.run(["bash", "-ec", script], check=True, timeout=PATIENCE_SECONDS, stdout=subprocess.DEVNULL)
+    assert service.worker_pid != worker
+    assert service.client.stats().counters.recomputed_tokens > before
 
 
 @pytest.mark.parametrize(("heading", "out"), [("A file of prompts", "results.jsonl"), ("Embeddings", "vectors.jsonl")])
