@@ -15,6 +15,7 @@ import pytest
 from support.time_limits import PATIENCE_SECONDS
 
 from lineclear.process.logging_setup import LineWriter, chosen, configure
+from lineclear.process.standard_error import write_stderr
 from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.worker.settings import WorkerSettings
 
@@ -210,6 +211,24 @@ pathlib.Path({str(done)!r}).touch()
     os.close(writing)
     assert done.exists()
     assert process.returncode == 0
+
+
+def test_text_for_a_terminal_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may log between two."""
+    writes = []
+
+    class Terminal(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any, /) -> int:
+            writes.append(bytes(data))
+            return len(data)
+
+    stream = io.TextIOWrapper(io.BufferedWriter(Terminal()), line_buffering=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    write_stderr("Try:\n  lineclear top")
+    assert writes == [b"Try:\n  lineclear top\n"]
 
 
 def test_nonblocking_standard_error_gets_whole_lines() -> None:

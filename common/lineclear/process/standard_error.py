@@ -24,7 +24,7 @@ def write_stderr(text: str) -> None:
     """Print to standard error before logging is configured. No exit code depends on it."""
     if sys.stderr is not None:  # None: descriptor 2 was closed at the start
         try:
-            print(text, file=sys.stderr, flush=True)
+            print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write: a thread may log meanwhile
         except OSError:
             discard_stderr()
 
