@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -261,6 +262,24 @@ async def test_tokenizer_comes_with_its_digest(tmp_path: Path) -> None:
         archive = zipfile.ZipFile(io.BytesIO(data))
         assert sorted(archive.namelist()) == sorted(names)
         assert archive.read("tokenizer.json") == (folder / "tokenizer.json").read_bytes()
+
+
+async def test_tokenizer_is_read_again_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    fails = [OSError(errno.EMFILE, "Too many open files")]
+
+    def read(path: Path) -> bytes:
+        if fails:
+            raise fails.pop()
+        return path.read_text().encode()
+
+    async with gateway(tmp_path, model=folder) as (_, stub):
+        monkeypatch.setattr(Path, "read_bytes", read)
+        code, _details = await refused(stub.GetTokenizer(common.GetTokenizerRequest()))
+        assert code is grpc.StatusCode.INTERNAL
+        assert [piece.sha256 async for piece in stub.GetTokenizer(common.GetTokenizerRequest())] != [""]
 
 
 async def test_listener_offers_only_its_service_and_needs_the_tokens(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """Send the files of the tokenizer as a zip archive in pieces, the last one with the SHA-256 of all."""
-        if self._archive is None:
+        if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
             self._archive = asyncio.ensure_future(asyncio.to_thread(_tokenizer_archive, self._model))
         data = await asyncio.shield(self._archive)
         async with self._service.writer(context) as writer:
