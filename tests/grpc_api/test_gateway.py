@@ -6,8 +6,10 @@ import errno
 import hashlib
 import io
 import json
+import threading
 import zipfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,13 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from support.serving import EOS, HELLO, HELLO_IDS, SMILE_IDS, Serving, serving, text_request
 from support.small_tokenizers import byte_level, save
+from support.time_limits import PATIENCE_SECONDS
+from support.waiting import until
 
+from lineclear.api_limits import MAX_MESSAGE_BYTES
 from lineclear.scheduler.core.events import FinishReason
+from lineclear.scheduler.core.prefix_keys import Prefix
+from lineclear.scheduler.grpc_api.gateway.prefix_feed import PrefixFeed
 from lineclear.scheduler.grpc_api.gateway.translation import to_lineclear
 from lineclear.wire.messages import Logprobs
 
@@ -280,6 +287,48 @@ async def test_tokenizer_is_read_again_after_a_failure(tmp_path: Path, monkeypat
         code, _details = await refused(stub.GetTokenizer(common.GetTokenizerRequest()))
         assert code is grpc.StatusCode.INTERNAL
         assert [piece.sha256 async for piece in stub.GetTokenizer(common.GetTokenizerRequest())] != [""]
+
+
+async def test_subscribers_look_at_the_cache_one_by_one_beside_the_event_loop(tmp_path: Path) -> None:
+    """A look takes seconds with a large cache: other calls go on, and many subscribers are no more work than one."""
+    goes_on = threading.Event()
+    looking = []
+
+    def chain() -> Iterator[Prefix]:
+        looking.append(1)
+        assert goes_on.wait(PATIENCE_SECONDS), "the event loop waits for the look"
+        assert len(looking) == 1
+        looking.pop()
+        yield Prefix(b"key-----", b"root", b"\0\0\0\5")
+
+    def prefixes(salt: bytes) -> Future[tuple[bytes, Iterator[Prefix]]]:
+        found: Future[tuple[bytes, Iterator[Prefix]]] = Future()
+        found.set_result((b"root", chain()))
+        return found
+
+    async with gateway(tmp_path) as (s, stub):
+        s.engine.prefixes = prefixes
+        calls = [stub.SubscribeKvEvents(common.SubscribeKvEventsRequest()) for _ in range(3)]
+        await until(lambda: looking)
+        await stub.HealthCheck(vllm.HealthCheckRequest())
+        goes_on.set()
+        for call in calls:
+            assert [event.WhichOneof("data") for event in (await call.read()).events] == ["cleared", "stored"]
+            call.cancel()
+
+
+def test_large_cache_comes_in_messages_that_grpc_takes() -> None:
+    blocks = [Prefix(b"%08d" % number, b"root", b"\x0f\xff\xff\xff" * 256) for number in range(5000)]
+    feed = PrefixFeed(7)
+    for cached, kind in ((blocks, "stored"), ([], "removed")):
+        batches = feed.next_batches(b"root", cached)
+        assert max(batch.ByteSize() for batch in batches) < MAX_MESSAGE_BYTES
+        events = [event for batch in batches for event in batch.events]
+        assert {event.WhichOneof("data") for event in events} - {"cleared"} == {kind}
+        names = [block.block_hash for event in events for block in event.stored.blocks]
+        names += [name for event in events for name in event.removed.block_hashes]
+        assert sorted(names) == sorted(int.from_bytes(block.key, "big") for block in blocks)
+    assert batches[-1].sequence_number > 8
 
 
 async def test_listener_offers_only_its_service_and_needs_the_tokens(tmp_path: Path) -> None:
