@@ -310,3 +310,21 @@ def test_killed_gateway_comes_back(gateway: Gateway) -> None:
     killed = gateway.pid()
     os.kill(killed, signal.SIGKILL)
     wait_for(lambda: gateway.pid() not in (0, killed) and gateway.answers(), "another gateway")
+
+
+def test_stream_of_a_stopping_server_ends_whole(capfd: pytest.CaptureFixture[str]) -> None:
+    http = f"127.0.0.1:{free_ports(1)[0]}"
+    flags = ["--gateway", "--gateway-http", http, "--served-model-name", NAME]
+    with running(*flags, "--log-level", "info", "--log-format", "json") as service:
+        found = Gateway(service, "", http, Collector())
+        wait_for(found.answers, "the gateway")
+        expected = own_text(found, PROMPTS[0])
+        stream = found.openai().completions.create(
+            prompt=PROMPTS[0], max_tokens=LENGTH, stream=True, extra_body={"ignore_eos": True}, **GREEDY
+        )
+        texts = [next(iter(stream)).choices[0].text]
+        service.process.terminate()
+        texts += [piece.choices[0].text for piece in stream if piece.choices]
+        assert "".join(texts) == expected
+    events = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert [event["exit_code"] for event in events if event["event"] == "gateway_stopped"] == [0], "smg is killed"

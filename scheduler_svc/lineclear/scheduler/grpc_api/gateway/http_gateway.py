@@ -54,6 +54,7 @@ class HttpGateway:
         options = {"--worker-urls": f"grpc://{engine_address}", "--host": host.strip("[]"), "--port": port}
         options |= {"--worker-startup-timeout-secs": _START_SECONDS, "--worker-startup-check-interval": 1}
         options |= {"--log-level": "warn", "--prometheus-host": "127.0.0.1"}  # smg's choice would be all interfaces
+        options |= {"--shutdown-grace-period-secs": 1}  # it takes half of it, at most 5 s, also when nothing runs
         if parsers.tool_calls in _CALL_PARSERS:
             options["--tool-call-parser"] = _CALL_PARSERS[parsers.tool_calls]
         if parsers.reasoning:
@@ -112,6 +113,7 @@ class HttpGateway:
                 except TimeoutError:
                     process.kill()
                     await process.wait()
+                log.info("gateway_stopped", exit_code=process.returncode)
 
     async def _announce(self) -> None:
         """Log where the API is once it answers."""
