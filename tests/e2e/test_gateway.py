@@ -213,6 +213,13 @@ def test_embedding_equals_that_of_our_own_client(gateway: Gateway, client: opena
     assert found == pytest.approx(own.vectors[0], abs=1e-6)
 
 
+def test_huge_body_is_413(client: openai.OpenAI) -> None:
+    """smg would keep it several times over, and make tokens of it before it finds it too long."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(prompt="a" * 2**22, max_tokens=8, **GREEDY)
+    assert caught.value.status_code == 413
+
+
 def test_too_long_prompt_is_400(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 1024"):
         client.completions.create(prompt="a b c " * 2000, max_tokens=8, **GREEDY)
@@ -225,8 +232,10 @@ def test_full_queue_is_429(gateway: Gateway, client: openai.OpenAI) -> None:
         service.client.submit("a", request_id=request_id, max_tokens=900, ignore_eos=True)
         wait_for(lambda: service.client.stats().gauges.num_requests_running == min(count, SLOTS), "a slot")  # noqa: B023
     message = f"{QUEUE_SIZE} requests are waiting, the limit is {QUEUE_SIZE}; retry in about"
+    num_rejected = service.client.stats().counters.requests_rejected
     with pytest.raises(openai.RateLimitError, match=message):
         client.completions.create(prompt="a", max_tokens=8, **GREEDY)
+    assert service.client.stats().counters.requests_rejected == num_rejected + 1, "smg asks again"
     assert all(service.client.cancel(request_id) for request_id in ids)
     wait_for(service.is_idle, "the cancelled requests to end")
 

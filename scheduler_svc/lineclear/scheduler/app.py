@@ -180,9 +180,8 @@ class App:
         from lineclear.scheduler.grpc_api.gateway.http_gateway import HttpGateway
 
         settings, is_console = self._settings, logging_setup.chosen(self._settings.log_format) == "console"
-        traces, address = settings.otlp_traces_endpoint, self._server.gateway_address
-        parsers = self._manager.services.parsers
-        gateway = HttpGateway(settings.gateway_http, address, parsers, shows_example=is_console, traces=traces)
+        address, parsers = self._server.gateway_address, self._manager.services.parsers
+        gateway = HttpGateway(settings, address, parsers, shows_example=is_console)
         async with gateway.running():
             yield
 

@@ -23,6 +23,7 @@ from lineclear.process import logging_setup
 from lineclear.process.parent_death import ParentDeathPipe
 from lineclear.process.standard_error import write_stderr
 from lineclear.scheduler.addresses import parse_address
+from lineclear.scheduler.settings import SchedulerSettings
 from lineclear.scheduler.text.parsed_answer import AnswerParsers
 
 log = structlog.get_logger()
@@ -32,6 +33,7 @@ _PROGRAM = (
     " sys.exit(main())"
 )
 _POLL_SECONDS, _START_SECONDS, _STOP_SECONDS = 0.2, 1800, 5.0  # a large model loads for minutes
+_ESCAPED = 3  # bytes of JSON for a byte of text, from a client that escapes all but ASCII
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 1.0, 60.0
 _CALL_PARSERS = {"hermes": "qwen", "llama3_json": "llama"}
 """smg's names. Not its "mistral": smg then forces calls with structural tags, which lineclear does not have."""
@@ -41,12 +43,13 @@ class HttpGateway:
     """Runs smg at an HTTP address, before the listener for gateways at another. Used on the event loop."""
 
     def __init__(
-        self, http_address: str, engine_address: str, parsers: AnswerParsers, *, shows_example: bool, traces: str = ""
+        self, settings: SchedulerSettings, engine_address: str, parsers: AnswerParsers, *, shows_example: bool
     ) -> None:
         """`parsers`: those of the server. smg would choose its own by the name of the model.
 
-        `shows_example`: print a command that tries the API, beside the log lines. `traces`: URL of a collector.
+        `shows_example`: print a command that tries the API, beside the log lines.
         """
+        http_address, traces = settings.gateway_http, settings.otlp_traces_endpoint
         parsed = parse_address(http_address)
         assert not isinstance(parsed, str), "the settings refuse a unix socket"
         host, port = parsed
@@ -54,6 +57,8 @@ class HttpGateway:
         options = {"--worker-urls": f"grpc://{engine_address}", "--host": host.strip("[]"), "--port": port}
         options |= {"--worker-startup-timeout-secs": _START_SECONDS, "--worker-startup-check-interval": 1}
         options |= {"--log-level": "warn", "--prometheus-host": "127.0.0.1"}  # smg's choice would be all interfaces
+        options |= {"--policy": "round_robin", "--retry-max-retries": 1}  # there is one replica: nothing to choose
+        options |= {"--max-payload-size": _ESCAPED * settings.max_request_bytes}
         options |= {"--shutdown-grace-period-secs": 1}  # it takes half of it, at most 5 s, also when nothing runs
         if parsers.tool_calls in _CALL_PARSERS:
             options["--tool-call-parser"] = _CALL_PARSERS[parsers.tool_calls]
