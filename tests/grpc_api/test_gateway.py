@@ -27,6 +27,7 @@ from support.time_limits import PATIENCE_SECONDS
 from support.waiting import until
 
 from lineclear.api_limits import MAX_MESSAGE_BYTES
+from lineclear.errors import ServerDraining
 from lineclear.scheduler.core.events import FinishReason
 from lineclear.scheduler.core.prefix_keys import Prefix
 from lineclear.scheduler.grpc_api.gateway.prefix_feed import PrefixFeed
@@ -289,7 +290,10 @@ async def test_tokenizer_is_read_again_after_a_failure(tmp_path: Path, monkeypat
         assert [piece.sha256 async for piece in stub.GetTokenizer(common.GetTokenizerRequest())] != [""]
 
 
-async def test_subscribers_look_at_the_cache_one_by_one_beside_the_event_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_stopping", [False, True])
+async def test_subscribers_look_at_the_cache_one_by_one_beside_the_event_loop(
+    tmp_path: Path, is_stopping: bool
+) -> None:
     """A look takes seconds with a large cache: other calls go on, and many subscribers are no more work than one."""
     goes_on = threading.Event()
     looking = []
@@ -308,13 +312,17 @@ async def test_subscribers_look_at_the_cache_one_by_one_beside_the_event_loop(tm
 
     async with gateway(tmp_path) as (s, stub):
         s.engine.prefixes = prefixes
-        calls = [stub.SubscribeKvEvents(common.SubscribeKvEventsRequest()) for _ in range(3)]
+        calls = [stub.SubscribeKvEvents(common.SubscribeKvEventsRequest())]
         await until(lambda: looking)
+        calls += [stub.SubscribeKvEvents(common.SubscribeKvEventsRequest()) for _ in range(2)]
         await stub.HealthCheck(vllm.HealthCheckRequest())
+        if is_stopping:
+            s.manager.refuse(lambda: ServerDraining("stops"))
         goes_on.set()
-        for call in calls:
+        for call in calls[: 1 if is_stopping else 3]:
             assert [event.WhichOneof("data") for event in (await call.read()).events] == ["cleared", "stored"]
-            call.cancel()
+        if is_stopping:
+            assert [await call.read() for call in calls] == [grpc.aio.EOF] * 3, "a look for each delays the end"
 
 
 def test_large_cache_comes_in_messages_that_grpc_takes() -> None:

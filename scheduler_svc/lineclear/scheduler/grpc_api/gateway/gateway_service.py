@@ -162,8 +162,10 @@ class GatewayService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         salt, engine = identity.cache_salt(identity.caller(context)), self._manager.services.engine
         feed, loop = PrefixFeed(request.start_sequence_number), asyncio.get_running_loop()
         async with self._service.writer(context) as writer:
-            while self._manager.services.model.rejection() is None:
+            while True:
                 async with self._looking:  # a look takes seconds with a large cache
+                    if self._manager.services.model.rejection() is not None:
+                        return
                     await asyncio.sleep(self._rest_seconds)
                     started_at = loop.time()
                     found = await asyncio.wrap_future(engine.prefixes(salt))
