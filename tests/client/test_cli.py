@@ -153,7 +153,8 @@ def test_json_is_recognised_by_its_first_line(cli: Any, server: Any) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("{", "line 2"),
+        ("{", "line 2: is not JSON, "),
+        ("Tell me a joke", "--format"),
         ("[]", "`prompt` or `messages`"),
         ('{"text": "one", "max_tokens": 3}', "`prompt` or `messages`"),
         ('{"prompt": "a", "temprature": 1}', "temprature"),

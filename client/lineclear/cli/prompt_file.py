@@ -25,6 +25,7 @@ from lineclear.errors import InvalidRequest
 
 FileFormat: TypeAlias = Literal["auto", "text", "jsonl"]
 """The format of a file. auto: by its name, else by its first line."""
+_OTHER_FORMAT = "--format text takes lines as they are"
 _IN_MEMORY_BYTES = 1 << 20
 _PARAMETERS = (SAMPLING_FIELDS | REQUEST_FIELDS) - {"metadata", "on_queued"}
 
@@ -101,9 +102,12 @@ class PromptFile:
     def _parsed(self, line: str) -> Entry:
         if not self._json:
             return Entry(self._make(line), {"prompt": line})
-        value = json.loads(line)
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"is not JSON, {error}; {_OTHER_FORMAT}") from None
         if not isinstance(value, dict) or ("prompt" in value) == ("messages" in value):
-            raise ValueError("is not a JSON object with `prompt` or `messages`; --format text takes lines as they are")
+            raise ValueError(f"is not a JSON object with `prompt` or `messages`; {_OTHER_FORMAT}")
         shown = {name: value.pop(name) for name in ("id", "prompt", "messages") if name in value}
         if unknown := sorted(value.keys() - _PARAMETERS):
             raise ValueError(f"no such parameter: {', '.join(unknown)}")
